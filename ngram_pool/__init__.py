@@ -1,0 +1,10 @@
+"""An online n-gram pool: learns token sequences as they are written, drafts how they go on.
+
+It needs numpy and numba, never torch, and is usable alone: an engine's draft proposer needs no more
+than `NGramPool.observe` and `NGramPool.draft`. Reading order: `draft.py`, `pool.py`, `_kernels.py`.
+"""
+
+from ngram_pool.draft import Draft
+from ngram_pool.pool import NGramPool
+
+__all__ = ["Draft", "NGramPool"]

@@ -1,0 +1,403 @@
+"""Every Numba function of the pool, and nothing else.
+
+They stand together because Numba's disk cache does not notice an edit in another file. They take
+arrays and scalars that `pool.py` has checked, and they allocate nothing: the pool owns all buffers.
+
+How the text is held. Each observed token gets the next *position*, 0, 1, 2, …; the token at
+position `p` lies in row `p % num_rows`, so that the newest `num_rows` tokens are held and the
+oldest is overwritten first. `first` is the oldest position still held.
+
+    text   [num_rows, 3]        token id, previous position, next position
+    links  [num_rows, N]        by order: the next older position of the same bucket
+    heads  [N, num_buckets]     by order: the newest position of each bucket
+
+Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
+sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
+hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
+matchers. Nothing is ever deleted: a position older than `first` ends a chain. Text and links lie
+apart because matching reads the text of neighbouring positions, often, and their links, never.
+
+Next file: `pool.py`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
+
+
+def kernel(function: _F) -> _F:
+    """Compile at first call, without the GIL, and cached on disk where a folder can be written."""
+    try:
+        compiled: _F = numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError as error:  # Numba found no writable folder for its cache
+        warnings.warn(f"ngram_pool compiles anew in each process: {error}", stacklevel=2)
+        compiled = numba.njit(nogil=True)(function)
+    return compiled
+
+
+NONE = -1  # "no position" and "no node" inside arrays
+TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
+
+# 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
+_HASH_MASK = 2**31 - 1
+_HASH_MULTIPLIER = 0x5851F42D
+
+# Which probability a successor gets. All values below were fitted to recorded greedy answers of
+# SmolLM2-135M-Instruct (ARCHITECTURE.md, "Drafting"); the plateau is flat, 10 % either way costs
+# less than 1 % of the mean accepted tokens.
+#
+# Share of the probability that the longest matching context leaves to tokens it has not seen, by
+# its order 1, 2, … (the last value serves all longer ones): where all its occurrences went on
+# alike, and where they differed. Multiplied by sqrt(distinct successors / occurrences).
+_ESCAPE_UNANIMOUS = (0.75, 0.6, 0.45, 0.4, 0.3, 0.2)
+_ESCAPE_DIVIDED = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+# Share of what is left that the successors added by a shorter context get.
+_BACKOFF_SHARE = 0.35
+# At most so many occurrences of a node's contexts are read, newest first, and half as many where
+# the node is unlikely itself. 16 accepted as many tokens as 8 at twice the time; 4 accepted 1.5 %
+# fewer. Reading fewer for unlikely nodes lost nothing and took 17 % off a 32-node draft.
+MAX_OCCURRENCES = 8
+_UNLIKELY = 0.1
+# At most so many entries of one bucket are read. On average a bucket holds one or two positions of
+# other n-grams; this only bounds the rare context that shares its bucket with a very frequent one.
+MAX_CHAIN = 4096
+# A node less likely than this is never drafted: verifying it costs more than it can bring.
+MIN_PROB = 4e-3
+
+
+@kernel
+def hash_step(state: int, token_id: int) -> int:
+    """Extend the hash of an n-gram by the token before it; the hash of no token is 0."""
+    product = ((state ^ token_id) & _HASH_MASK) * _HASH_MULTIPLIER
+    return (product ^ (product >> 29)) & _HASH_MASK
+
+
+@kernel
+def index_position(
+    text: Int32Array, links: Int32Array, heads: Int32Array, position: int, first: int
+) -> None:
+    """Put the n-grams of every order that end at `position` at the head of their buckets."""
+    num_rows = text.shape[0]
+    bucket_mask = heads.shape[1] - 1
+    row = position % num_rows
+    state = 0
+    reached = position
+    for order in range(heads.shape[0]):
+        if reached < first:  # the sequence, or what is held of it, is shorter than this order
+            links[row, order] = NONE
+            continue
+        reached_row = reached % num_rows
+        state = hash_step(state, int(text[reached_row, TOKEN]))
+        bucket = state & bucket_mask
+        links[row, order] = heads[order, bucket]
+        heads[order, bucket] = position
+        reached = int(text[reached_row, PREVIOUS])
+
+
+@kernel
+def append(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    num_observed: int,
+    tail: int,
+    token_ids: Int64Array,
+) -> int:
+    """Append `token_ids` to the sequence that ends at position `tail`; return its new end."""
+    num_rows = text.shape[0]
+    for i in range(token_ids.shape[0]):
+        position = num_observed + i
+        first = max(0, position - num_rows + 1)  # as seen once this token has its row
+        if tail < first:
+            tail = NONE
+        row = position % num_rows
+        text[row, TOKEN] = token_ids[i]
+        text[row, PREVIOUS] = tail
+        text[row, NEXT] = NONE
+        if tail != NONE:
+            text[tail % num_rows, NEXT] = position
+        index_position(text, links, heads, position, first)
+        tail = position
+    return tail
+
+
+@kernel
+def reindex(
+    text: Int32Array, links: Int32Array, heads: Int32Array, first: int, num_observed: int
+) -> None:
+    """Build the links anew after `heads` changed its size. `heads` must come in empty."""
+    for position in range(first, num_observed):
+        index_position(text, links, heads, position, first)
+
+
+@kernel
+def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, first: int, shift: int) -> None:
+    """Lower every stored position by `shift`, and forget those older than `first`."""
+    for table, first_column in ((text, PREVIOUS), (links, 0), (heads, 0)):
+        for row in range(table.shape[0]):
+            for column in range(first_column, table.shape[1]):
+                value = int(table[row, column])
+                table[row, column] = value - shift if value >= first else NONE
+
+
+@kernel
+def ends_with(text: Int32Array, position: int, first: int, context: Int64Array, order: int) -> bool:
+    """Tell whether the `order` tokens up to `position` are the first of `context`, newest first."""
+    num_rows = text.shape[0]
+    for i in range(order):
+        if position < first or text[position % num_rows, TOKEN] != context[i]:
+            return False
+        position = int(text[position % num_rows, PREVIOUS])
+    return True
+
+
+@kernel
+def escape_prob(order: int, num_successors: int, num_occurrences: int) -> float:
+    """Estimate that the next token is none of those seen after the longest matching context."""
+    index = min(order, len(_ESCAPE_DIVIDED)) - 1
+    share = _ESCAPE_UNANIMOUS[index] if num_successors == 1 else _ESCAPE_DIVIDED[index]
+    return share * math.sqrt(num_successors / num_occurrences)
+
+
+@kernel
+def add_successor(token_id: int, found_ids: Int64Array, counts: Int64Array, num_found: int) -> int:
+    """Count one more occurrence of a successor; return how many distinct ones there are."""
+    for i in range(num_found):
+        if found_ids[i] == token_id:
+            counts[i] += 1
+            return num_found
+    found_ids[num_found] = token_id
+    counts[num_found] = 1
+    return num_found + 1
+
+
+@kernel
+def successors(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    context: Int64Array,
+    max_order: int,
+    path_prob: float,
+    found: Int64Array,
+    found_probs: Float64Array,
+) -> tuple[int, int]:
+    """Estimate what follows a context, as prediction by partial matching does.
+
+    The longest context that occurs decides: its successors share, by their counts, what
+    `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
+    successors they add get a share of the reserve. Orders too short to matter for the tree are
+    left unread.
+
+    Source: Cleary and Witten, "Data compression using adaptive coding and partial string matching",
+    IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
+
+    Args:
+        context: newest token first. `max_order`: the longest order to look for.
+        path_prob: probability of the node whose context this is.
+        found: int64 [4, at least MAX_OCCURRENCES and N + 1]; row 1 is filled with token ids, the
+            others are scratch.
+        found_probs: float64 [MAX_OCCURRENCES], filled with their probabilities.
+
+    Returns:
+        The number of successors found, and the longest order that had one (0 for none).
+    """
+    occurrences, found_ids, counts, newest = found[0], found[1], found[2], found[3]
+    num_rows = text.shape[0]
+    limit = MAX_OCCURRENCES if path_prob > _UNLIKELY else MAX_OCCURRENCES // 2
+    num_occurrences = num_found = longest = 0
+    mass_left = 1.0
+    state = 0
+    for order in range(1, max_order + 1):  # all at once, so that the cache misses overlap
+        state = hash_step(state, int(context[order - 1]))
+        newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
+    for order in range(max_order, 0, -1):
+        position = newest[order]
+        num_known = num_found
+        num_read = 0
+        while position >= first and num_read < MAX_CHAIN and num_occurrences < limit:
+            row = position % num_rows
+            after = int(text[row, NEXT])
+            if after != NONE and ends_with(text, position, first, context, order):
+                is_new = True  # not read under a longer order already
+                for i in range(num_occurrences):
+                    is_new = is_new and occurrences[i] != position
+                if is_new:
+                    occurrences[num_occurrences] = position
+                    num_occurrences += 1
+                    token_id = int(text[after % num_rows, TOKEN])
+                    num_found = add_successor(token_id, found_ids, counts, num_found)
+            position = int(links[row, order - 1])
+            num_read += 1
+        if num_found > 0 and longest == 0:
+            longest = order
+            mass_left = escape_prob(order, num_found, num_occurrences)
+            for i in range(num_found):
+                found_probs[i] = (1.0 - mass_left) * counts[i] / num_occurrences
+        elif num_found > num_known:
+            share = _BACKOFF_SHARE * mass_left
+            for i in range(num_known, num_found):
+                found_probs[i] = share * counts[i] / num_occurrences
+                mass_left -= found_probs[i]
+        if num_occurrences == limit or mass_left * path_prob < MIN_PROB:
+            break
+    return num_found, longest
+
+
+@kernel
+def push(
+    queue: Int64Array, queue_length: int, candidate_probs: Float64Array, candidate: int
+) -> None:
+    """Add a candidate to the heap whose top is the likeliest, the oldest among equals."""
+    child = queue_length
+    queue[child] = candidate
+    while child > 0:
+        parent = (child - 1) // 2
+        if candidate_probs[queue[parent]] >= candidate_probs[candidate]:
+            break
+        queue[child] = queue[parent]
+        child = parent
+    queue[child] = candidate
+
+
+@kernel
+def pop(queue: Int64Array, queue_length: int, candidate_probs: Float64Array) -> int:
+    """Take the top off the heap."""
+    top = int(queue[0])
+    last = int(queue[queue_length - 1])
+    length = queue_length - 1
+    parent = 0
+    while True:
+        child = 2 * parent + 1
+        if child >= length:
+            break
+        if child + 1 < length:
+            left, right = candidate_probs[queue[child]], candidate_probs[queue[child + 1]]
+            if right > left or (right == left and queue[child + 1] < queue[child]):
+                child += 1
+        best = candidate_probs[queue[child]]
+        mine = candidate_probs[last]
+        if mine > best or (mine == best and last < queue[child]):
+            break
+        queue[parent] = queue[child]
+        parent = child
+    queue[parent] = last
+    return top
+
+
+@kernel
+def read_context(
+    nodes: Int64Array, node: int, root_context: Int64Array, context: Int64Array
+) -> int:
+    """Write the tokens that lead to `node`, newest first, to `context`; return how many."""
+    length = 0
+    while node != NONE and length < context.shape[0]:
+        context[length] = nodes[0, node]
+        node = nodes[1, node]
+        length += 1
+    i = 0
+    while i < root_context.shape[0] and length < context.shape[0]:
+        context[length] = root_context[i]
+        i += 1
+        length += 1
+    return length
+
+
+@kernel
+def grow_tree(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    root_context: Int64Array,
+    max_nodes: int,
+    max_candidates: int,
+    context: Int64Array,
+    found: Int64Array,
+    found_probs: Float64Array,
+    candidates: Int64Array,
+    candidate_probs: Float64Array,
+    nodes: Int64Array,
+    node_probs: Float64Array,
+) -> int:
+    """Grow a prefix tree from the likeliest continuations of a context; return its size.
+
+    The tree grows best first: of all successors of the root and of the nodes taken so far, the one
+    whose whole path is likeliest comes next. It ends at `max_nodes` nodes, or when every path left
+    would open a leaf more than `max_candidates`.
+
+    Args:
+        root_context: int64 [up to N], the tokens up to the root, newest first.
+        max_nodes: at least 1.
+        max_candidates: at least 1.
+        context: int64 [N]; `found`, `found_probs`: as for `successors`; `candidates`: int64 [3,
+            max_nodes * MAX_OCCURRENCES] (token, parent, heap); `candidate_probs`: float64 of that
+            length. All scratch.
+        nodes: int64 [5, max_nodes]; filled with token, parent, depth, number of children and the
+            longest order that had successors.
+        node_probs: float64 [max_nodes]; filled with path probabilities, greatest first.
+    """
+    num_nodes = num_candidates = queue_length = num_leaves = 0
+    node, path_prob = NONE, 1.0
+    # A context can occur at most one order longer than its parent's did.
+    max_order = heads.shape[0]
+    while True:
+        length = read_context(nodes, node, root_context, context)
+        num_found, longest = successors(
+            text,
+            links,
+            heads,
+            first,
+            context,
+            min(length, max_order),
+            path_prob,
+            found,
+            found_probs,
+        )
+        if node == NONE:
+            root_order = longest
+        else:
+            nodes[4, node] = longest
+        for i in range(num_found):
+            prob = path_prob * found_probs[i]
+            if prob >= MIN_PROB:
+                candidates[0, num_candidates] = found[1, i]
+                candidates[1, num_candidates] = node
+                candidate_probs[num_candidates] = prob
+                push(candidates[2], queue_length, candidate_probs, num_candidates)
+                num_candidates += 1
+                queue_length += 1
+        while True:  # take the likeliest candidate that opens no leaf too many
+            if queue_length == 0:
+                return num_nodes
+            best = pop(candidates[2], queue_length, candidate_probs)
+            queue_length -= 1
+            parent = candidates[1, best]
+            extends_leaf = parent != NONE and nodes[3, parent] == 0
+            if extends_leaf or num_leaves < max_candidates:
+                break
+        node = num_nodes
+        path_prob = candidate_probs[best]
+        nodes[0, node] = candidates[0, best]
+        nodes[1, node] = parent
+        nodes[2, node] = 1 if parent == NONE else nodes[2, parent] + 1
+        nodes[3, node] = 0
+        node_probs[node] = path_prob
+        num_leaves += 0 if extends_leaf else 1
+        if parent != NONE:
+            nodes[3, parent] += 1
+        num_nodes += 1
+        if num_nodes == max_nodes:
+            return num_nodes
+        max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))

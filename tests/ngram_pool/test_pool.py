@@ -1,0 +1,365 @@
+"""What `NGramPool` promises one by one: drafts, bounds, errors, processes, threads."""
+
+import doctest
+import hashlib
+import importlib
+import os
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ngram_pool.pool
+from ngram_pool import Draft, NGramPool, _kernels
+
+JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
+
+
+def noisy_text(num_tokens: int, seed: int = 0, alphabet: int = 60) -> list[int]:
+    """Random tokens in which a third of the text repeats earlier spans."""
+    rng = random.Random(seed)
+    text: list[int] = [rng.randrange(alphabet) for _ in range(40)]
+    while len(text) < num_tokens:
+        if rng.random() < 0.5:
+            start = rng.randrange(len(text) - 20)
+            text += text[start : start + rng.randrange(5, 20)]
+        else:
+            text += [rng.randrange(alphabet) for _ in range(12)]
+    return text[:num_tokens]
+
+
+def as_tuple(draft: Draft) -> tuple[list[float], ...]:
+    return (
+        draft.token_ids.tolist(),
+        draft.parents.tolist(),
+        draft.depths.tolist(),
+        draft.probs.tolist(),
+    )
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+
+def test_the_longest_match_decides_before_a_more_frequent_shorter_one() -> None:
+    pool = NGramPool()
+    pool.observe([7, 2, 3, 100, 1, 2, 3, 200, 7, 2, 3, 100, 7, 2, 3, 100])
+    assert pool.draft([1, 2, 3], max_nodes=1).token_ids.tolist() == [200]  # not 100
+
+
+def test_backs_off_to_the_last_token_alone() -> None:
+    pool = NGramPool()
+    pool.observe([1, 2, 3])
+    assert pool.draft([9, 9, 9, 2], max_nodes=4).token_ids.tolist() == [3]
+
+
+def test_a_draft_runs_as_deep_as_the_matched_text() -> None:
+    pool = NGramPool()
+    pool.observe(list(range(100, 120)) * 4)
+    draft = pool.draft(list(range(100, 108)), max_nodes=30)
+    assert draft.depths.max() > pool.max_ngram_size
+    assert draft.candidates()[0][:5] == [108, 109, 110, 111, 112]
+
+
+def test_unknown_context_gives_an_empty_draft() -> None:
+    pool = NGramPool()
+    assert len(pool.draft([1], max_nodes=5)) == 0
+    pool.observe([1, 2])
+    assert len(pool.draft([2], max_nodes=5)) == 0  # seen, but nothing ever followed
+    assert len(pool.draft([], max_nodes=5)) == 0
+
+
+def test_no_ngram_runs_across_two_sequences() -> None:
+    pool = NGramPool()
+    other = pool.open_sequence()
+    for mine, theirs in zip([1, 2, 3, 4], [11, 12, 13, 14], strict=True):
+        pool.observe([mine])
+        pool.observe([theirs], other)
+    assert pool.draft([1], 10).candidates() == [[2, 3, 4]]
+    assert pool.draft([11], 10).candidates() == [[12, 13, 14]]
+    pool.close_sequence(other)
+    third = pool.open_sequence()
+    pool.observe([12, 99], third)  # does not continue the closed one, but shares its text
+    assert sorted(pool.draft([12], 2).token_ids.tolist()) == [13, 99]
+    assert len(pool.draft([14], 2)) == 0
+
+
+@pytest.mark.parametrize("max_nodes", [1, 5, 33, 200])
+@pytest.mark.parametrize("max_candidates", [1, 3, None])
+def test_draft_is_a_tree_within_its_bounds(max_nodes: int, max_candidates: int | None) -> None:
+    text = noisy_text(3000)
+    pool = NGramPool()
+    pool.observe(text)
+    for end in range(2000, 2100):
+        draft = pool.draft(text[end - 8 : end], max_nodes, max_candidates)
+        assert 0 < len(draft) <= max_nodes
+        assert len(draft.candidates()) <= (max_candidates or max_nodes)
+        parents = draft.parents.tolist()
+        assert all(-1 <= parent < node for node, parent in enumerate(parents))
+        depths = [0, *draft.depths.tolist()]
+        assert all(
+            depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents)
+        )
+        siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
+        assert len(set(siblings)) == len(siblings)
+        assert (np.diff(draft.probs) <= 0).all()
+        assert 0 < draft.probs.min() <= draft.probs.max() < 1
+        children_of_root = draft.probs[draft.parents == -1]
+        assert children_of_root.sum() <= 1 + 1e-12
+
+
+def test_first_nodes_of_a_draft_are_the_smaller_draft() -> None:
+    text = noisy_text(2000)
+    pool = NGramPool()
+    pool.observe(text)
+    for end in range(1000, 1050):
+        large = pool.draft(text[end - 5 : end], max_nodes=20)
+        assert as_tuple(large.first(7)) == as_tuple(pool.draft(text[end - 5 : end], max_nodes=7))
+
+
+# Steps for 3,000 tokens, a mean of 1.70 accepted tokens; and the shape of every draft.
+GOLDEN = (1764, "17da5874383d10fb")
+
+
+def test_golden_stream_keeps_its_drafts_and_its_mean_accepted_tokens() -> None:
+    """A pool that drafts worse makes no wrong text, so only pinned numbers can notice it."""
+    text = noisy_text(4000, seed=1)
+    pool = NGramPool()
+    pool.observe(text[:1000])
+    digest = hashlib.sha256()
+    position, num_steps = 1000, 0
+    while position < len(text):
+        draft = pool.draft(text[position - 5 : position], max_nodes=8)
+        digest.update(repr(as_tuple(draft)[:3]).encode())
+        node, accepted = -1, 0
+        while position + accepted < len(text):
+            children = [
+                child
+                for child in range(len(draft))
+                if draft.parents[child] == node
+                and draft.token_ids[child] == text[position + accepted]
+            ]
+            if not children:
+                break
+            node, accepted = children[0], accepted + 1
+        committed = text[position : position + accepted + 1]
+        pool.observe(committed)
+        position += len(committed)
+        num_steps += 1
+    assert (num_steps, digest.hexdigest()[:16]) == GOLDEN
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+
+def test_an_old_pool_behaves_like_a_new_one_given_the_newest_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 16)
+    rng = random.Random(5)
+    capacity = 300
+    old, new = NGramPool(capacity), NGramPool(capacity)
+    arrivals: list[tuple[int, int]] = []
+    handles = [0, old.open_sequence(), old.open_sequence()]
+    for token_id in noisy_text(2500, seed=2, alphabet=12):
+        arrivals.append((rng.randrange(3), token_id))
+        old.observe([token_id], handles[arrivals[-1][0]])
+    new_handles = [0, new.open_sequence(), new.open_sequence()]
+    for sequence, token_id in arrivals[-capacity:]:
+        new.observe([token_id], new_handles[sequence])
+    assert len(old) == len(new) == capacity
+    assert old.nbytes == new.nbytes
+    for _ in range(300):
+        context = [rng.randrange(12) for _ in range(rng.randrange(1, 4))]
+        assert as_tuple(old.draft(context, 16)) == as_tuple(new.draft(context, 16))
+
+
+def test_one_call_and_many_calls_observe_the_same() -> None:
+    text = noisy_text(1500)
+    whole, pieces = NGramPool(1000), NGramPool(1000)
+    whole.observe(np.array(text, np.int32))
+    for start in range(0, len(text), 7):
+        pieces.observe(text[start : start + 7])
+    for end in range(600, 700):
+        context = text[end - 4 : end]
+        assert as_tuple(whole.draft(context, 16)) == as_tuple(pieces.draft(context, 16))
+
+
+@pytest.mark.parametrize("capacity", [1, 1000, 4096, 5000, 100_000])
+def test_memory_stays_within_64_bytes_a_token(capacity: int) -> None:
+    pool = NGramPool(capacity_tokens=capacity)
+    scratch = pool.nbytes - 52 * min(capacity, 4096)
+    pool.observe(np.arange(3 * capacity) % 50_000 if not JIT_IS_OFF else np.arange(2 * capacity))
+    assert len(pool) == capacity
+    assert pool.nbytes <= 64 * capacity + max(scratch, 0)
+
+
+def test_memory_grows_with_the_text_and_not_at_once() -> None:
+    pool = NGramPool(capacity_tokens=2**20)
+    assert pool.nbytes < 2**19
+    assert repr(pool).startswith("NGramPool(capacity_tokens=1048576, max_ngram_size=5, held=0, ")
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "error", "text"),
+    [
+        ([1, -1], ValueError, "expected token_ids from 0 to 2147483647, got -1"),
+        ([2**31], ValueError, "expected token_ids from 0 to 2147483647, got 2147483648"),
+        (
+            [2**70],
+            ValueError,
+            "expected token_ids from 0 to 2147483647, got 1180591620717411303424",
+        ),
+        (np.array([2**63], np.uint64), ValueError, "got 9223372036854775808"),
+        ([1.0], TypeError, "expected token_ids to be integers, got dtype float64"),
+        ([True], TypeError, "got dtype bool"),
+        (["a"], TypeError, "got dtype <U1"),
+        ([None], TypeError, "got dtype object"),
+        ([[1, 2]], ValueError, r"expected token_ids of shape \[num_tokens\], got shape \[1, 2\]"),
+        ([[1], [2, 3]], ValueError, "expected token_ids to be one-dimensional"),
+        (7, ValueError, r"got shape \[\]"),
+    ],
+)
+def test_bad_token_ids_raise_and_change_nothing(
+    token_ids: Any, error: type[Exception], text: str
+) -> None:
+    pool = NGramPool(100)
+    pool.observe([1, 2, 3, 1, 2])
+    before = as_tuple(pool.draft([1, 2], 8)), len(pool)
+    with pytest.raises(error, match=text):
+        pool.observe(token_ids)
+    with pytest.raises(error, match=text.replace("token_ids", "context")):
+        pool.draft(token_ids, 8)
+    assert (as_tuple(pool.draft([1, 2], 8)), len(pool)) == before
+    pool.check()
+
+
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_must_be_positive(value: int) -> None:
+    pool = NGramPool(10)
+    for call in (
+        lambda: NGramPool(capacity_tokens=value),
+        lambda: NGramPool(max_ngram_size=value),
+        lambda: pool.draft([1], max_nodes=value),
+        lambda: pool.draft([1], max_nodes=1, max_candidates=value),
+    ):
+        with pytest.raises(ValueError, match=f"to be positive, got {value}"):
+            call()
+
+
+@pytest.mark.parametrize("value", [1.5, "3", None, True])
+def test_sizes_must_be_integers(value: Any) -> None:
+    with pytest.raises(TypeError, match="expected capacity_tokens to be an integer, got"):
+        NGramPool(capacity_tokens=value)
+    with pytest.raises(TypeError, match="expected max_nodes to be an integer, got"):
+        NGramPool(10).draft([1], max_nodes=value)
+
+
+def test_capacity_has_an_upper_bound() -> None:
+    with pytest.raises(ValueError, match="expected capacity_tokens of at most 536870912"):
+        NGramPool(capacity_tokens=2**40)
+
+
+@pytest.mark.parametrize("sequence", [1, -1, "x", []])
+def test_a_sequence_must_be_open(sequence: Any) -> None:
+    pool = NGramPool(10)
+    with pytest.raises(ValueError, match="expected an open sequence, got"):
+        pool.observe([1], sequence)
+    with pytest.raises(ValueError, match="expected an open sequence, got"):
+        pool.close_sequence(sequence)
+    assert len(pool) == 0
+
+
+# --- processes, threads, compilation --------------------------------------------------------
+
+DIGEST_PROGRAM = """
+import hashlib, sys
+from tests.ngram_pool.test_pool import as_tuple, noisy_text
+from ngram_pool import NGramPool
+text = noisy_text(2000)
+pool = NGramPool(1500)
+pool.observe(text)
+drafts = [as_tuple(pool.draft(text[end - 4 : end], 12)) for end in range(1000, 1100)]
+print(hashlib.sha256(repr(drafts).encode()).hexdigest(), "torch" in sys.modules)
+"""
+
+
+def test_drafts_are_the_same_in_every_process_and_torch_is_never_imported() -> None:
+    outputs = set()
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        result = subprocess.run(
+            [sys.executable, "-c", DIGEST_PROGRAM],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        outputs.add(result.stdout.strip())
+    (output,) = outputs
+    assert output.endswith(" False")
+
+
+def test_threads_may_share_a_pool() -> None:
+    pool = NGramPool(20_000)
+    texts = {seed: [seed * 1000 + t for t in noisy_text(800, seed)] for seed in range(4)}
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            sequence = pool.open_sequence()
+            for start in range(0, 800, 5):
+                pool.observe(texts[seed][start : start + 5], sequence)
+                draft = pool.draft(texts[seed][max(0, start - 5) : start + 1], 8)
+                assert all(token // 1000 == seed for token in draft.token_ids.tolist())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    pool.check()
+    assert len(pool) == 3200
+
+
+@pytest.mark.skipif(JIT_IS_OFF, reason="nothing is compiled with NUMBA_DISABLE_JIT=1")
+def test_construction_compiles_every_kernel_once_and_for_all() -> None:
+    kernels = [value for value in vars(_kernels).values() if hasattr(value, "nopython_signatures")]
+    pool = NGramPool(50)
+    signatures = [list(kernel.nopython_signatures) for kernel in kernels]
+    assert len(kernels) == 13
+    assert all(signatures)
+    sequence = pool.open_sequence()
+    pool.observe([1, 2, 3, 1, 2], sequence)
+    pool.draft([1, 2], max_nodes=100, max_candidates=3)
+    pool.check()
+    assert [list(kernel.nopython_signatures) for kernel in kernels] == signatures
+
+
+def test_a_folder_that_cannot_be_written_costs_the_cache_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def njit(**options: bool) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr("numba.njit", njit)
+    with pytest.warns(UserWarning, match="compiles anew in each process: cannot cache function"):
+        assert _kernels.kernel(len) is len
+
+
+@pytest.mark.parametrize("name", ["ngram_pool.pool", "ngram_pool.draft"])
+def test_examples_in_docstrings_run(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
