@@ -1,0 +1,93 @@
+"""Generate faster with any Hugging Face causal LM: no draft model, no training, the same text.
+
+An online n-gram pool proposes how the text goes on; the model verifies all proposals in one
+forward. Three doors lead in:
+
+    lade.generate(model, **inputs)                          # like model.generate
+    model.generate(**inputs, custom_generate=lade.decode)   # as a strategy of transformers
+    lade.wrap(model)                                        # model.generate from now on
+
+To read the code, begin with `decoding.py`.
+"""
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from lade._version import __version__
+
+if TYPE_CHECKING:
+    from lade.config import Config as Config
+    from lade.drafting import Drafter as Drafter
+    from lade.errors import LadeError as LadeError
+    from lade.errors import UnsupportedModelError as UnsupportedModelError
+    from lade.errors import UnsupportedOptionError as UnsupportedOptionError
+    from lade.hf import GenerateOutput as GenerateOutput
+    from lade.hf import decode as decode
+    from lade.hf import generate as generate
+    from lade.hf import unwrap as unwrap
+    from lade.hf import wrap as wrap
+    from lade.stats import DecodeStats as DecodeStats
+    from lade.stats import Step as Step
+    from ngram_pool import NGramPool as NGramPool
+
+# Loaded at first use, so that `lade --help` does not wait for torch.
+_HOMES = {
+    "Config": "lade.config",
+    "DecodeStats": "lade.stats",
+    "Drafter": "lade.drafting",
+    "GenerateOutput": "lade.hf",
+    "LadeError": "lade.errors",
+    "NGramPool": "ngram_pool",
+    "Step": "lade.stats",
+    "UnsupportedModelError": "lade.errors",
+    "UnsupportedOptionError": "lade.errors",
+    "decode": "lade.hf",
+    "generate": "lade.hf",
+    "unwrap": "lade.hf",
+    "wrap": "lade.hf",
+}
+
+__all__ = [
+    "Config",
+    "DecodeStats",
+    "Drafter",
+    "GenerateOutput",
+    "LadeError",
+    "NGramPool",
+    "Step",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "__version__",
+    "decode",
+    "generate",
+    "unwrap",
+    "wrap",
+]
+
+
+def _refuse_older_lade() -> None:
+    """Raise if the Lookahead Decoding package, which imports as `lade` too, is installed."""
+    try:
+        version = metadata.version("lade")
+    except metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"the distribution 'lade' {version} (Lookahead Decoding) is installed beside "
+        "'lade-decoding'; both import as 'lade' and overwrite each other's files. Keep one: "
+        "pip uninstall -y lade lade-decoding && pip install lade-decoding"
+    )
+
+
+_refuse_older_lade()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lade' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,129 @@
+"""How many draft nodes to verify now, by what a step of each size costs on this machine.
+
+Next file: `stats.py`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+
+class Budget(Protocol):
+    """Decides the size of the tree; it can change the speed of decoding, never the text."""
+
+    @property
+    def max_nodes(self) -> int:
+        """The greatest number of draft nodes worth asking for."""
+
+    def num_nodes(self, probs: Sequence[float]) -> int:
+        """Return how many of the best nodes of a draft to verify, given their probabilities."""
+
+    def record(self, num_nodes: int, forward_sec: float, expected: float, came: bool) -> None:
+        """Learn from a step.
+
+        Args:
+            num_nodes: draft nodes it verified.
+            forward_sec: time of its forward.
+            expected: probability the drafter gave to its guesses of the next token, all together,
+                whether they were verified or not.
+            came: whether the next token was among them.
+        """
+
+
+class FixedBudget:
+    """Verify up to a given number of nodes, whatever they cost: for runs that repeat exactly."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+
+    def num_nodes(self, probs: Sequence[float]) -> int:
+        """Return the size of the draft."""
+        return len(probs)
+
+    def record(self, num_nodes: int, forward_sec: float, expected: float, came: bool) -> None:
+        """Learn nothing."""
+
+
+# Sizes of a forward, root included, that are chosen from: few, so that each is measured soon.
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+# Until a size is measured, each token more is taken to cost so much of a one-token step. Optimistic
+# on purpose: a size that looks better than it is gets tried, measured and left.
+_PRIOR_SLOPE = 0.01
+_SMOOTHING = 0.2  # weight of a new measurement
+_OUTLIER = 2.0  # a measurement counts as at most so many times what was expected
+_PROBE_EVERY = 32  # steps between trying a neighbour of the best size, and re-measuring size 1
+_MEMORY = 0.98  # weight that the past keeps per step in comparing what was expected with what came
+
+
+class MeasuredBudget:
+    """Verify as many nodes as maximise the expected tokens per second, down to none.
+
+    The cost of a forward is measured per size as decoding goes; the probabilities of the drafter
+    are scaled by how often the next token was among its guesses so far. The state is a few dozen numbers.
+    """
+
+    max_nodes = _SIZES[-1] - 1
+
+    def __init__(self) -> None:
+        self._sec: dict[int, float] = {}  # size -> smoothed measurement
+        self._seen: set[int] = set()
+        self._num_steps = 0
+        self._last_plain = 0  # the step at which size 1 was measured last
+        # As if one token had been expected and had come: early steps move the scale gently.
+        self._expected = self._came = 1.0
+
+    def num_nodes(self, probs: Sequence[float]) -> int:
+        """Return the number of nodes with the best ratio of expected tokens to measured time."""
+        if 1 not in self._sec or self._num_steps - self._last_plain >= 2 * _PROBE_EVERY:
+            return 0
+        largest = bisect_right(_SIZES, len(probs) + 1)
+        sizes = [*_SIZES[:largest]]
+        if sizes[-1] < len(probs) + 1:
+            sizes.append(len(probs) + 1)  # the whole draft
+        scale = self._came / self._expected
+        expected = [0.0, *accumulate(probs)]
+        costs = self._costs(sizes)
+        rates = [
+            (1 + scale * expected[size - 1]) / cost for size, cost in zip(sizes, costs, strict=True)
+        ]
+        best = rates.index(max(rates))
+        if self._num_steps % _PROBE_EVERY == 0:
+            best = min(best + 1, len(sizes) - 1)
+        elif self._num_steps % _PROBE_EVERY == _PROBE_EVERY // 2:
+            best = max(best - 1, 0)
+        return sizes[best] - 1
+
+    def record(self, num_nodes: int, forward_sec: float, expected: float, came: bool) -> None:
+        """Smooth the measurements in; see `_SMOOTHING`, `_OUTLIER` and `_MEMORY`."""
+        size = num_nodes + 1
+        self._num_steps += 1
+        if size == 1:
+            self._last_plain = self._num_steps
+        # Learned from guesses that were not verified too: drafting less must not teach to stop.
+        self._expected = 1.0 + _MEMORY * (self._expected - 1.0) + expected
+        self._came = 1.0 + _MEMORY * (self._came - 1.0) + came
+        if size not in self._seen:
+            # The first forward of a size is not counted: libraries prepare kernels for it.
+            self._seen.add(size)
+        elif size not in self._sec:
+            self._sec[size] = forward_sec
+        else:
+            old = self._sec[size]
+            self._sec[size] = old + _SMOOTHING * (min(forward_sec, _OUTLIER * old) - old)
+
+    def _costs(self, sizes: Sequence[int]) -> list[float]:
+        """Seconds for each of `sizes`, interpolated between the measured ones."""
+        known = sorted(self._sec)
+        costs = []
+        for size in sizes:
+            right = bisect_right(known, size)
+            left_size = known[right - 1]  # size 1 is always known here
+            cost = self._sec[left_size]
+            if right == len(known):
+                prior = (1 + _PRIOR_SLOPE * (size - 1)) / (1 + _PRIOR_SLOPE * (left_size - 1))
+                costs.append(cost * prior)
+            else:
+                share = (size - left_size) / (known[right] - left_size)
+                costs.append(cost + share * (self._sec[known[right]] - cost))
+        return costs

@@ -1,0 +1,32 @@
+"""`Config`: what a user may fix by hand. Every default is automatic, none needs to be touched."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of the decoding; the text never depends on them in exact arithmetic.
+
+    Raises:
+        TypeError: a field is not an integer.
+        ValueError: a field is out of its range.
+    """
+
+    #: G, the greatest number of candidates (root-to-leaf paths) in a draft; None for no limit.
+    max_candidates: int | None = None
+    #: The greatest number of draft tokens to verify in a step, and then every step verifies as many
+    #: as the draft has. None lets the measured cost of a step decide (`lade.budget`). 0 drafts
+    #: nothing.
+    max_draft_tokens: int | None = None
+    #: N of the pool made when none is passed; None for the pool's own default.
+    max_ngram_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"expected Config({name}=…) to be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"expected Config({name}=…) of at least {least}, got {value}")

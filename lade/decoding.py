@@ -1,0 +1,102 @@
+"""The decoding loop: read this first. One step is draft, tree, forward, verify, commit.
+
+    prompt -> pool -> draft -> tree -> forward -> verify -> commit -> pool ...
+
+Nothing here knows of generation options; `hf.py` translates those. Next file: `drafting.py`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from lade.budget import Budget
+from lade.choose import Choice
+from lade.drafting import Drafter
+from lade.stats import DecodeStats, Step
+from lade.target import Target
+from lade.tree import Tree
+from lade.verify import accepted_path
+from ngram_pool import Draft
+
+
+def decode_row(
+    prompt_ids: Sequence[int],
+    target: Target,
+    drafter: Drafter,
+    choice: Choice,
+    budget: Budget,
+    max_length: int,
+    is_finished: Callable[[list[int]], bool],
+    on_step: Callable[[Step], None],
+) -> tuple[list[int], DecodeStats]:
+    """Decode one sequence to its end.
+
+    Args:
+        prompt_ids: at least one token.
+        target: a model set up for this prompt, not yet run.
+        drafter: proposes; is fed the prompt first and every committed token after.
+        choice: the target's own token at a node.
+        budget: how many nodes to verify.
+        max_length: no draft reaches beyond so many tokens in all; ending there is `is_finished`'s.
+        is_finished: asked after every single token, with prompt and emitted tokens.
+        on_step: told of every step after its commit, the prefill included.
+
+    Returns:
+        All committed tokens, prompt included, and the counts and times.
+    """
+    stats = DecodeStats(num_prefills=1)
+    committed = list(prompt_ids)
+    sequence = drafter.open(prompt_ids)
+    try:
+        with stats.timed("prefill"):
+            # The prompt's last token is the root of a first tree that has no draft.
+            draft, tree = Draft.empty(), Tree.build(committed[-1], Draft.empty(), target.device)
+            choice.look_at(target.prefill())
+        while True:
+            is_prefill = len(committed) == len(prompt_ids)
+            with stats.timed("verify"):
+                nodes = []
+                for node, token_id in accepted_path(tree, choice, committed):
+                    nodes.append(node)
+                    committed.append(token_id)
+                    if finished := is_finished(committed):
+                        break
+            with stats.timed("commit"):
+                emitted = committed[-len(nodes) :]
+                # A cut path may end on a draft token; otherwise the last one is the bonus token.
+                ends_on_draft = (nodes[-1], emitted[-1]) in tree.children
+                step = Step(emitted, len(draft), len(emitted) - (0 if ends_on_draft else 1))
+                target.commit(nodes)
+                drafter.observe(sequence, emitted)
+                if not is_prefill:
+                    stats.count_step(step)
+                    guesses = proposed.depths == 1
+                    budget.record(
+                        num_nodes=len(draft),
+                        forward_sec=forward.sec,
+                        expected=float(proposed.probs[guesses].sum()),
+                        came=bool((proposed.token_ids[guesses] == emitted[0]).any()),
+                    )
+            on_step(step)
+            if finished:
+                return committed, stats
+            with stats.timed("draft"):
+                proposed = _propose(drafter, sequence, committed, budget, max_length)
+                draft = proposed.first(budget.num_nodes(proposed.probs.tolist()))
+                tree = Tree.build(committed[-1], draft, target.device)
+            with stats.timed("forward") as forward:
+                choice.look_at(target.forward(tree))
+    finally:
+        drafter.close(sequence)
+
+
+def _propose(
+    drafter: Drafter, sequence: int, committed: Sequence[int], budget: Budget, max_length: int
+) -> Draft:
+    """Ask for as many nodes as the budget may take."""
+    room = max_length - len(committed) - 1  # the bonus token needs one place more
+    if room < 1 or budget.max_nodes < 1:
+        return Draft.empty()
+    draft = drafter.draft(sequence, committed, budget.max_nodes)
+    too_deep = np.flatnonzero(draft.depths > room)
+    return draft.first(int(too_deep[0])) if len(too_deep) else draft

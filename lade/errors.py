@@ -1,0 +1,27 @@
+"""What can go wrong beyond a plain ValueError or TypeError. Every message names the thing at fault."""
+
+
+class LadeError(Exception):
+    """Base class of the errors of this package."""
+
+
+class UnsupportedModelError(LadeError):
+    """This model cannot be verified with a tree; raised before anything is generated."""
+
+
+class UnsupportedOptionError(LadeError, ValueError):
+    """A generation option that cannot be honoured; raised before anything is generated."""
+
+
+class ModelFetchError(LadeError):
+    """The embedded default model could not be fetched, checked, converted or stored."""
+
+
+class MissingExtraError(LadeError, ImportError):
+    """An optional dependency is not installed; the message has the pip line."""
+
+    def __init__(self, module: str, extra: str) -> None:
+        super().__init__(
+            f"this needs the package {module!r}, which is not installed; "
+            f'install it with: pip install "lade-decoding[{extra}]"'
+        )
