@@ -60,7 +60,8 @@ class MeasuredBudget:
     """Verify as many nodes as maximise the expected tokens per second, down to none.
 
     The cost of a forward is measured per size as decoding goes; the probabilities of the drafter
-    are scaled by how often the next token was among its guesses so far. The state is a few dozen numbers.
+    are scaled by how often the next token was among its guesses so far. The state is a few dozen
+    numbers.
     """
 
     max_nodes = _SIZES[-1] - 1

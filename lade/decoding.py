@@ -47,45 +47,49 @@ def decode_row(
     stats = DecodeStats(num_prefills=1)
     committed = list(prompt_ids)
     sequence = drafter.open(prompt_ids)
+
+    def verify_and_commit(tree: Tree) -> tuple[Step, bool]:
+        """Emit the accepted path and the bonus token, or as much as a stop condition lets pass."""
+        nodes: list[int] = []
+        finished = False
+        with stats.timed("verify"):
+            for node, token_id in accepted_path(tree, choice, committed):
+                nodes.append(node)
+                committed.append(token_id)
+                if finished := is_finished(committed):
+                    break
+        with stats.timed("commit"):
+            emitted = committed[-len(nodes) :]
+            target.commit(nodes)
+            drafter.observe(sequence, emitted)
+        # A path that was cut may end on a draft token; otherwise its last one is the bonus token.
+        ends_on_draft = (nodes[-1], emitted[-1]) in tree.children
+        return Step(emitted, len(tree) - 1, len(emitted) - (not ends_on_draft)), finished
+
     try:
         with stats.timed("prefill"):
-            # The prompt's last token is the root of a first tree that has no draft.
-            draft, tree = Draft.empty(), Tree.build(committed[-1], Draft.empty(), target.device)
             choice.look_at(target.prefill())
-        while True:
-            is_prefill = len(committed) == len(prompt_ids)
-            with stats.timed("verify"):
-                nodes = []
-                for node, token_id in accepted_path(tree, choice, committed):
-                    nodes.append(node)
-                    committed.append(token_id)
-                    if finished := is_finished(committed):
-                        break
-            with stats.timed("commit"):
-                emitted = committed[-len(nodes) :]
-                # A cut path may end on a draft token; otherwise the last one is the bonus token.
-                ends_on_draft = (nodes[-1], emitted[-1]) in tree.children
-                step = Step(emitted, len(draft), len(emitted) - (0 if ends_on_draft else 1))
-                target.commit(nodes)
-                drafter.observe(sequence, emitted)
-                if not is_prefill:
-                    stats.count_step(step)
-                    guesses = proposed.depths == 1
-                    budget.record(
-                        num_nodes=len(draft),
-                        forward_sec=forward.sec,
-                        expected=float(proposed.probs[guesses].sum()),
-                        came=bool((proposed.token_ids[guesses] == emitted[0]).any()),
-                    )
-            on_step(step)
-            if finished:
-                return committed, stats
+        # The prompt's last token is the root of a first tree, one without a draft.
+        step, finished = verify_and_commit(Tree.build(committed[-1], Draft.empty(), target.device))
+        on_step(step)
+        while not finished:
             with stats.timed("draft"):
                 proposed = _propose(drafter, sequence, committed, budget, max_length)
                 draft = proposed.first(budget.num_nodes(proposed.probs.tolist()))
                 tree = Tree.build(committed[-1], draft, target.device)
             with stats.timed("forward") as forward:
                 choice.look_at(target.forward(tree))
+            step, finished = verify_and_commit(tree)
+            stats.count_step(step)
+            guesses = proposed.depths == 1
+            budget.record(
+                num_nodes=len(draft),
+                forward_sec=forward.sec,
+                expected=float(proposed.probs[guesses].sum()),
+                came=bool((proposed.token_ids[guesses] == step.token_ids[0]).any()),
+            )
+            on_step(step)
+        return committed, stats
     finally:
         drafter.close(sequence)
 

@@ -1,4 +1,4 @@
-"""What can go wrong beyond a plain ValueError or TypeError. Every message names the thing at fault."""
+"""What can go wrong beyond ValueError and TypeError. Every message names the thing at fault."""
 
 
 class LadeError(Exception):
