@@ -1,0 +1,112 @@
+"""`lade bench`: running measurements with a progress bar, and printing their tables."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lade.cli.loading import console
+from lade.config import Config
+from lade.models import LoadedModel
+
+
+def check_methods(text: str) -> list[str]:
+    """Return the names in a comma-separated list of methods, or raise."""
+    from lade.bench.methods import METHODS
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in METHODS]
+    if unknown or not names or len(set(names)) < len(names):
+        known = ", ".join(METHODS)
+        raise ValueError(f"expected --methods to be different ones of {known}, got {text!r}")
+    return names
+
+
+def run(
+    loaded: LoadedModel,
+    prompts_path: Path,
+    methods: list[str],
+    max_new_tokens: int,
+    limit: int | None,
+    num_passes: int,
+    max_draft_tokens: int | None,
+    json_path: Path | None,
+) -> None:
+    """Run methods over prompts; print and write what was measured, also after an interruption."""
+    import torch
+
+    from lade.bench.methods import METHODS
+    from lade.bench.prompts import read_prompts
+    from lade.bench.report import as_json, prompts_fingerprint, table, write_json
+    from lade.bench.run import Result, run_methods
+
+    config = Config(max_draft_tokens=max_draft_tokens)
+    prompts = read_prompts(prompts_path, limit)
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    interrupted = False
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+        task = bars.add_task("answering", total=len(prompts) * len(methods) * num_passes)
+        try:
+            run_methods(
+                loaded,
+                prompts,
+                methods,
+                max_new_tokens=max_new_tokens,
+                num_passes=num_passes,
+                config=config,
+                results=results,
+                on_answer=lambda name, answer: bars.advance(task),
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+    if not results:
+        raise KeyboardInterrupt
+    settings: dict[str, Any] = {
+        "model": Path(loaded.name).name,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+        "threads": torch.get_num_threads(),
+        "max_new_tokens": max_new_tokens,
+        "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
+        "methods": {name: METHODS[name][1] for name in methods},
+        "passes": num_passes,
+        "interrupted": interrupted,
+        "config": asdict(config),
+    }
+    Console().print(table(results, methods))
+    if interrupted:
+        console.print(f"interrupted after {len(results)} of {len(prompts) * num_passes} prompts")
+    if json_path is not None:
+        write_json(json_path, as_json(results, methods, settings))
+        console.print(f"[dim]written to {json_path}[/dim]")
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
+    """Time pools of 10^4 tokens and ten times more, up to `max_tokens`."""
+    from lade.bench.environment import environment
+    from lade.bench.pool import as_json, time_pool
+    from lade.bench.report import write_json
+
+    time_pool(10_000, max_nodes)  # compiles
+    sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
+    timings = []
+    for size in sizes:
+        with console.status(f"filling a pool with {size:,} tokens"):
+            timings.append(time_pool(size, max_nodes))
+    made = Table(title=f"NGramPool, full, one core, {max_nodes}-node drafts", title_justify="left")
+    headings = ("tokens held", "observe prompt, µs/token", "observe 3 tokens, µs")
+    for heading in (*headings, "draft, µs (median)", "draft, µs (95 %)", "nodes", "bytes/token"):
+        made.add_column(heading, justify="right")
+    for timing in timings:
+        made.add_row(f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:]))
+    Console().print(made)
+    if json_path is not None:
+        content = {"environment": environment(), "settings": {"max_nodes": max_nodes}}
+        write_json(json_path, {**content, "timings": as_json(timings)})
+        console.print(f"[dim]written to {json_path}[/dim]")

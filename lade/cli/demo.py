@@ -1,0 +1,204 @@
+"""`lade demo`: plain generate and lade on the same prompts, seen and measured."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import lade
+from lade.bench.environment import environment
+from lade.bench.methods import plain
+from lade.bench.report import write_json
+from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.config import Config
+from lade.models import LoadedModel, encode
+from lade.stats import DecodeStats, Step
+from ngram_pool import NGramPool
+
+_DRAFTED = "bold green"
+_OWN = ""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    title: str
+    num_plain: int
+    plain_sec: float
+    stats: DecodeStats
+    lade_sec: float
+    text: str  # "same text", or where it differs
+
+
+def run(
+    loaded: LoadedModel,
+    prompts: list[str],
+    max_new_tokens: int,
+    max_draft_tokens: int | None,
+    json_path: Path | None,
+) -> None:
+    """Answer each prompt both ways, stream lade's answer, and end with the table."""
+    out = Console(highlight=False)
+    config = Config(max_draft_tokens=max_draft_tokens)
+    model = loaded.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    titled = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)] or DEMO_PROMPTS
+    out.print(
+        f"[bold]{Path(loaded.name).name}[/bold], {dtype}, {model.device}, "
+        f"{torch.get_num_threads()} threads. Each prompt is answered by plain generate, unseen, "
+        "and then by lade. Text is shown as lade commits it:"
+    )
+    out.print(Text("drafted by the n-gram pool and accepted by the model", style=_DRAFTED), end="")
+    out.print(", or the model's own token.\n")
+    warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
+    plain(model, warm_up, 8)
+    _stream(loaded, warm_up, 8, NGramPool(), config, lambda step: None)
+    pool = NGramPool()
+    rows = []
+    for title, prompt in titled:
+        out.rule(f"[bold]{title}", align="left")
+        out.print(Text(_shortened(prompt), style="dim"))
+        inputs = encode(loaded.tokenizer, prompt, model.device)
+        with out.status("plain generate …"):
+            expected = plain(model, inputs, max_new_tokens)
+        printer = TokenPrinter(loaded.tokenizer, out)
+        token_ids, stats, sec = _stream(loaded, inputs, max_new_tokens, pool, config, printer.show)
+        out.print()
+        difference = _difference(model, inputs, expected.token_ids, token_ids)
+        rows.append(Row(title, len(expected.token_ids), expected.sec, stats, sec, difference))
+        speedup = (stats.num_tokens / sec) / (len(expected.token_ids) / expected.sec)
+        out.print(f"[dim]{speedup:.2f}x plain, {difference}[/dim]\n")
+    out.print(_table(rows))
+    if json_path is not None:
+        settings = {"model": Path(loaded.name).name, "dtype": dtype, "device": str(model.device)}
+        settings |= {"threads": str(torch.get_num_threads()), "max_new_tokens": str(max_new_tokens)}
+        content = {"environment": environment(), "settings": settings}
+        write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
+        out.print(f"[dim]written to {json_path}[/dim]")
+
+
+class TokenPrinter:
+    """Prints tokens as text as they come, drafted ones in a colour of their own."""
+
+    # So many tokens before a new one are decoded with it: tokenizers join and space neighbours.
+    _CONTEXT = 6
+
+    def __init__(self, tokenizer: Any, out: Console) -> None:
+        self._tokenizer = tokenizer
+        self._out = out
+        self._token_ids: list[int] = []
+        self._num_printed = 0
+
+    def show(self, step: Step) -> None:
+        """Print what a step committed."""
+        for i, token_id in enumerate(step.token_ids):
+            self._token_ids.append(token_id)
+            start = max(0, self._num_printed - self._CONTEXT)
+            before = self._decode(self._token_ids[start : self._num_printed])
+            text = self._decode(self._token_ids[start:])
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                continue  # half of a character: wait for the rest
+            style = _DRAFTED if i < step.num_accepted else _OWN
+            self._out.print(Text(text[len(before) :], style=style), end="", soft_wrap=True)
+            self._num_printed = len(self._token_ids)
+        sys.stdout.flush()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+def _stream(
+    loaded: LoadedModel,
+    inputs: dict[str, Any],
+    max_new_tokens: int,
+    pool: NGramPool,
+    config: Config,
+    on_step: Callable[[Step], None],
+) -> tuple[list[int], DecodeStats, float]:
+    start = perf_counter()
+    output = lade.generate(
+        loaded.model,
+        **inputs,
+        pool=pool,
+        config=config,
+        on_step=on_step,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+    )
+    sec = perf_counter() - start
+    return output.sequences[0, inputs["input_ids"].shape[1] :].tolist(), output.stats, sec
+
+
+def _difference(model: Any, inputs: dict[str, Any], expected: list[int], got: list[int]) -> str:
+    """Say that two answers are the same, or where they part and how near a tie that choice was."""
+    if expected == got:
+        return "same text"
+    shared = 0
+    while shared < min(len(expected), len(got)) and expected[shared] == got[shared]:
+        shared += 1
+    prefix = torch.tensor(
+        [inputs["input_ids"][0].tolist() + expected[:shared]], device=model.device
+    )
+    with torch.no_grad():
+        best, second = model(input_ids=prefix, use_cache=False).logits[0, -1].float().topk(2).values
+    return f"differs from token {shared + 1}; the two best logits were {float(best - second):.3g} apart"
+
+
+def _table(rows: list[Row]) -> Table:
+    made = Table(title="Plain generate against lade, same machine, same run", title_justify="left")
+    made.add_column("prompt")
+    for heading in ("tokens", "plain tok/s", "lade tok/s", "speed-up", "MAT", "nodes/step"):
+        made.add_column(heading, justify="right")
+    made.add_column("text")
+    for row in rows:
+        made.add_row(*_cells(row))
+    made.add_section()
+    total = DecodeStats()
+    for row in rows:
+        total.add(row.stats)
+    num_same = sum(row.text == "same text" for row in rows)
+    made.add_row(
+        *_cells(
+            Row(
+                "overall",
+                sum(row.num_plain for row in rows),
+                sum(row.plain_sec for row in rows),
+                total,
+                sum(row.lade_sec for row in rows),
+                f"{num_same} of {len(rows)} same text",
+            )
+        ),
+        style="bold",
+    )
+    return made
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    plain_rate, lade_rate = row.num_plain / row.plain_sec, row.stats.num_tokens / row.lade_sec
+    return (
+        row.title,
+        str(row.stats.num_tokens),
+        f"{plain_rate:.1f}",
+        f"{lade_rate:.1f}",
+        f"{lade_rate / plain_rate:.2f}x",
+        f"{row.stats.mean_accepted_tokens:.2f}",
+        f"{row.stats.nodes_per_step:.1f}",
+        row.text,
+    )
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {**row._asdict(), "stats": row.stats.as_dict()}
+
+
+def _shortened(prompt: str, limit: int = 300) -> str:
+    flat = prompt.strip()
+    return flat if len(flat) <= limit else flat[: limit - 2].rstrip() + " …"

@@ -1,0 +1,36 @@
+"""`lade generate`: one answer, streamed."""
+
+import sys
+from time import perf_counter
+
+from transformers import TextStreamer
+
+import lade
+from lade.cli.loading import console
+from lade.config import Config
+from lade.models import LoadedModel, encode
+
+
+def run(
+    prompt: str, loaded: LoadedModel, max_new_tokens: int, max_draft_tokens: int | None
+) -> None:
+    """Print the answer to standard output and a line of figures to standard error."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    inputs = encode(loaded.tokenizer, text, loaded.model.device)
+    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = perf_counter()
+    output = lade.generate(
+        loaded.model,
+        **inputs,
+        streamer=streamer,
+        config=Config(max_draft_tokens=max_draft_tokens),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+    )
+    sec = perf_counter() - start
+    stats = output.stats
+    console.print(
+        f"[dim]{stats.num_tokens} tokens, {stats.num_tokens / sec:.1f} a second, "
+        f"{stats.mean_accepted_tokens:.2f} per forward[/dim]"
+    )

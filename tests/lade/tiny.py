@@ -1,0 +1,130 @@
+"""Tiny models with random weights, made in code: no download, exact in float64."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+from ngram_pool import Draft
+
+VOCAB_SIZE = 97
+EOS_TOKEN_ID = 96
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gpt2": _GPT2,
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "phi3": {"original_max_position_embeddings": 512},
+    "olmo2": {},
+    "deepseek_v3": {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 3,  # grouped experts have no float64
+    },
+}
+
+
+def tiny_model(
+    family: str = "llama",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attention: str = "sdpa",
+    **options: Any,
+) -> Any:
+    """Return a model whose logits vary: every matrix keeps the size of what passes through it."""
+    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES.get(family, {}), **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                gain = 1.5 * parameter.shape[-1] ** -0.5
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(gain * noise)
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tensor:
+    """Return a prompt [1, 1 to max_length] of a few different tokens, so that n-grams repeat."""
+    length = int(rng.integers(1, max_length + 1))
+    alphabet = rng.choice(np.arange(2, VOCAB_SIZE - 1), int(rng.integers(1, 8)), replace=False)
+    return torch.from_numpy(rng.choice(alphabet, length)[None])
+
+
+class ScriptedDrafter:
+    """Drafts from a known answer: right up to a depth, with wrong branches beside and behind it."""
+
+    def __init__(self, answer: Sequence[int], rng: np.random.Generator, accept: float) -> None:
+        self.answer = list(answer)  # prompt included
+        self.rng = rng
+        self.accept = accept  # probability that each next node on the spine is right
+        self.observed: list[int] = []
+        self.closed = 0
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        self.observed = list(prompt_ids)
+        return 7
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        assert sequence == 7
+        assert self.observed == list(committed)
+        assert self.answer[: len(committed)] == list(committed)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        spine, depth = -1, 0
+        while len(token_ids) < max_nodes and self.rng.random() < 0.9:
+            position = len(committed) + depth
+            right = self.answer[position] if position < len(self.answer) else 3
+            wrong = (right + 1 + int(self.rng.integers(VOCAB_SIZE - 1))) % VOCAB_SIZE
+            is_right = self.rng.random() < self.accept
+            first = right if is_right else wrong
+            beside = (first + 1 + int(self.rng.integers(VOCAB_SIZE - 1))) % VOCAB_SIZE
+            branches = [beside, first] if self.rng.random() < 0.5 else [first, beside]
+            for token_id in branches[: max_nodes - len(token_ids)]:
+                token_ids.append(token_id)
+                parents.append(spine)
+                depths.append(depth + 1)
+            if first not in branches[: max_nodes] or first not in token_ids[-2:]:
+                break
+            spine = len(token_ids) - (2 if token_ids[-2:-1] == [first] else 1)
+            depth += 1
+        probs = np.linspace(0.9, 0.1, len(token_ids))
+        ids = (np.array(values, np.int32) for values in (token_ids, parents, depths))
+        return Draft(*ids, probs)
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        assert sequence == 7
+        self.observed += token_ids
+
+    def close(self, sequence: int) -> None:
+        assert sequence == 7
+        self.closed += 1
