@@ -173,8 +173,8 @@ def _decode(
     token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    refuse_unsupported_options(generation_config, input_ids, model_kwargs)
     profile = profile_of(model)
+    refuse_unsupported_options(generation_config, input_ids, model_kwargs)
     drafter = _choose_drafter(pool, drafter, config)
     target = TreeTarget(model, input_ids, model_kwargs, profile.num_layers)
     prompt_ids: list[int] = input_ids[0].tolist()
@@ -292,11 +292,11 @@ def refuse_unsupported_options(
     """Raise for what would change the text or the output and cannot be honoured yet."""
     config = generation_config
     reasons = {
-        "do_sample=True": config.do_sample,
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
         f"num_return_sequences={config.num_return_sequences}": (
             (config.num_return_sequences or 1) > 1
         ),
+        "do_sample=True": config.do_sample,
         f"a batch of {input_ids.shape[0]} rows": input_ids.shape[0] != 1,
         f"generation mode {config.get_generation_mode().value}": (
             config.get_generation_mode().value != "greedy_search"

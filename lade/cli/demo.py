@@ -149,7 +149,9 @@ def _difference(model: Any, inputs: dict[str, Any], expected: list[int], got: li
     )
     with torch.no_grad():
         best, second = model(input_ids=prefix, use_cache=False).logits[0, -1].float().topk(2).values
-    return f"differs from token {shared + 1}; the two best logits were {float(best - second):.3g} apart"
+    return (
+        f"differs from token {shared + 1}, where the best two logits are {best - second:.3g} apart"
+    )
 
 
 def _table(rows: list[Row]) -> Table:

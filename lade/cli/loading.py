@@ -1,14 +1,12 @@
 """Loading a model while saying so."""
 
-import sys
-
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lade.models import LoadedModel, load
 
 # What a command says of its work goes to standard error; standard output is for its results.
-console = Console(file=sys.stderr, highlight=False)
+console = Console(stderr=True, highlight=False)
 
 
 def load_with_progress(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ngram_pool import Draft
 
@@ -113,7 +113,7 @@ class ScriptedDrafter:
                 token_ids.append(token_id)
                 parents.append(spine)
                 depths.append(depth + 1)
-            if first not in branches[: max_nodes] or first not in token_ids[-2:]:
+            if first not in branches[:max_nodes] or first not in token_ids[-2:]:
                 break
             spine = len(token_ids) - (2 if token_ids[-2:-1] == [first] else 1)
             depth += 1

@@ -1,0 +1,192 @@
+"""The command line, from help texts to result files, on a tiny local model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lade.cli.app import app
+from lade.cli.demo import TokenPrinter
+from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.stats import Step
+from tests.lade.tiny import tiny_model
+
+LADE = [sys.executable, "-c", "from lade.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved tiny model with a byte-level tokenizer made on the spot."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=len(vocab))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return str(path)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+
+
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom lade.cli.app import app\n"
+        "result = CliRunner().invoke(app, ['--help'])\nprint(result.output)\n"
+        "print([name for name in ('torch', 'transformers', 'numba') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in ("generate", "demo", "bench"):
+        assert word in done.stdout
+    assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("command", [["generate"], ["demo"], ["bench", "run"], ["bench", "pool"]])
+def test_each_command_has_help(command: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version() -> None:
+    from lade import __version__
+
+    assert run("--version").output.strip() == __version__
+
+
+def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
+    options = ["--model", folder, "--max-new-tokens", "12", "--dtype", "float32", "--threads", "2"]
+    result = run("generate", "abcabc", *options)
+    assert result.exit_code == 0
+    assert len(result.stdout) > 3
+    assert "12 tokens," in result.stderr
+    same = CliRunner().invoke(app, ["generate", "-", *options], input="abcabc")
+    assert same.stdout == result.stdout
+
+
+def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "demo.json"
+    options = ["--model", folder, "--max-new-tokens", "20", "--dtype", "float32"]
+    result = run("demo", *options, "--json", str(path))
+    assert result.exit_code == 0
+    for title, _ in DEMO_PROMPTS:
+        assert title in result.stdout
+    assert "6 of 6 same text" in result.stdout
+    content = json.loads(path.read_text())
+    assert [row["title"] for row in content["prompts"]] == [title for title, _ in DEMO_PROMPTS]
+    assert all(row["text"] == "same text" for row in content["prompts"])
+    assert folder not in path.read_text()
+    result = run("demo", *options, "--prompt", "one", "--prompt", "two")
+    assert "prompt 2" in result.stdout
+    assert DEMO_PROMPTS[0][0] not in result.stdout
+
+
+def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\nhello\n")
+    path = tmp_path / "result.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "8"]
+    options += ["--dtype", "float32", "--limit", "2", "--passes", "2", "--json", str(path)]
+    result = run("bench", "run", *options)
+    assert result.exit_code == 0
+    assert "overall" in result.stdout
+    settings = json.loads(path.read_text())["settings"]
+    assert settings["prompts"]["name"] == "prompts.txt"
+    assert settings["prompts"]["num"] == 2
+    assert settings["dtype"] == "float32"
+    assert list(settings["methods"]) == ["plain", "prompt_lookup", "lade", "lade_fresh"]
+    assert settings["interrupted"] is False
+
+
+def test_an_interrupted_benchmark_keeps_what_it_measured(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench import methods
+
+    calls: list[int] = []
+
+    def interrupting(model: Any, inputs: Any, max_new_tokens: int) -> methods.Answer:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return methods.plain(model, inputs, max_new_tokens)
+
+    monkeypatch.setitem(methods.METHODS, "plain", (lambda config: interrupting, "interrupting"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\nc\nd\n")
+    path = tmp_path / "result.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "4"]
+    result = run("bench", "run", *options, "--methods", "plain", "--json", str(path))
+    assert result.exit_code == 130
+    content = json.loads(path.read_text())
+    assert len(content["prompts"]) == 2
+    assert content["settings"]["interrupted"] is True
+
+
+def test_bench_pool_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    result = run("bench", "pool", "--max-tokens", "10000", "--json", str(path))
+    assert result.exit_code == 0
+    assert [row["num_tokens"] for row in json.loads(path.read_text())["timings"]] == [10_000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["generate", "x", "--model", "does-not-exist-anywhere"], "could not be loaded"),
+        (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
+        (["bench", "run", "--prompts", __file__, "--methods", "plain,magic"], "got 'plain,magic'"),
+    ],
+)
+def test_errors_are_one_line_without_a_traceback(arguments: list[str], text: str) -> None:
+    done = subprocess.run(
+        [*LADE, *arguments],
+        capture_output=True,
+        text=True,
+        env={"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 1
+    assert f"{text}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_extra_is_named_with_its_pip_line() -> None:
+    program = "import sys; sys.modules['typer'] = None\nfrom lade.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'pip install "lade-decoding[cli]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> None:
+    from rich.console import Console
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "naïve 日本 🙂 ok"
+    token_ids = tokenizer(text)["input_ids"]
+    assert len(token_ids) > len(text)  # letters of several bytes come in pieces
+    out = Console(force_terminal=True, color_system="standard", width=200)
+    with out.capture() as capture:
+        printer = TokenPrinter(tokenizer, out)
+        for start in range(0, len(token_ids), 3):
+            printer.show(Step(token_ids[start : start + 3], 4, num_accepted=2))
+    shown = capture.get()
+    assert "\x1b[1;32m" in shown
+    plain = shown.replace("\x1b[1;32m", "").replace("\x1b[0m", "")
+    assert plain == text

