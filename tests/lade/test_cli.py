@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*args: str) -> Any:
-    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+    wide = {"COLUMNS": "150"}
+    return CliRunner().invoke(app, list(args), catch_exceptions=False, env=wide)
 
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
