@@ -77,8 +77,8 @@ def run(
     out.print(_table(rows))
     if any("gap" in row.text for row in rows):
         out.print(
-            f"[dim]In {dtype}, forwards over one and over several tokens round differently. The gap "
-            "is between the model's two best logits where the texts part: a near-tie. float32 "
+            f"[dim]In {dtype}, forwards over one and over several tokens round differently. The "
+            "gap is between the model's two best logits where the texts part: a near-tie. float32 "
             "(--dtype float32) gives the same text.[/dim]"
         )
     if json_path is not None:
