@@ -32,7 +32,7 @@ def table(results: Sequence[Result], methods: Sequence[str]) -> Table:
     """Return the table of all groups and methods."""
     made = Table(title="Greedy decoding, loops apart", title_justify="left")
     for heading in ("category", "method"):
-        made.add_column(heading)
+        made.add_column(heading, no_wrap=True, min_width=11)
     for heading in ("prompts", "tokens/s", "speed-up", "MAT", "nodes/step", "same text"):
         made.add_column(heading, justify="right")
     for name, part in groups(results).items():
