@@ -1,0 +1,54 @@
+# Every target makes the environment it needs; only Python 3.11+ and a package index are required.
+PYTHON ?= python3
+VENV := .venv
+OLDEST := .venv-oldest
+PIP := python -m pip install --disable-pip-version-check --quiet
+
+.PHONY: help demo test check format test-oldest clean
+
+help:
+	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
+	@echo "make test         run all tests, the pool's also without compilation"
+	@echo "make check        format, lint and strict types"
+	@echo "make format       bring the code into the format that check wants"
+	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
+	@echo "make clean        remove the environments and caches"
+
+demo: $(VENV)/.demo
+	$(VENV)/bin/lade demo
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest
+	NUMBA_DISABLE_JIT=1 $(VENV)/bin/python -m pytest tests/ngram_pool
+
+check: $(VENV)/.dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+test-oldest: $(OLDEST)/.dev
+	$(OLDEST)/bin/python -m pytest tests/lade
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
+	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
+	@touch $@
+
+%/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lade needs Python 3.11 or newer; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $*
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
