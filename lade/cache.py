@@ -1,8 +1,8 @@
 """Preallocated keys and values that keep the accepted path in place.
 
 transformers' own dynamic cache concatenates, and so copies, all keys and values at every step; here
-a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. This
-is the only file that touches how transformers caches are made.
+a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. Only
+this file knows how a transformers cache works inside.
 """
 
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation; doubled when full
+_FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
+_GROWTH = 4  # then a quarter more, up to the longest the generation can get
 
 
 class _Store:
@@ -20,8 +21,9 @@ class _Store:
     `buffer` is [num_layers, rows, heads, num_slots, head_dim].
     """
 
-    def __init__(self, num_layers: int, states: Tensor, num_slots: int) -> None:
+    def __init__(self, num_layers: int, states: Tensor, num_slots: int, max_slots: int) -> None:
         rows, heads, _, head_dim = states.shape
+        self._max_slots = max_slots
         self.buffer = states.new_empty((num_layers, rows, heads, num_slots, head_dim))
 
     def fits(self, states: Tensor) -> bool:
@@ -38,8 +40,9 @@ class _Store:
         stop = start + states.shape[2]
         num_slots = self.buffer.shape[3]
         if stop > num_slots:
+            roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
             shape = list(self.buffer.shape)
-            shape[3] = max(stop, 2 * num_slots)
+            shape[3] = max(stop, min(roomy, self._max_slots))
             larger = self.buffer.new_empty(shape)
             larger[:, :, :, :start] = self.buffer[:, :, :, :start]
             self.buffer = larger
@@ -48,16 +51,51 @@ class _Store:
         return mine[:, :, :stop]
 
 
+class _Storage:
+    """All stores of a cache. Layers hold this, not the cache: a cycle would keep memory alive."""
+
+    def __init__(self, num_alike: int, num_slots: int, max_slots: int) -> None:
+        self._num_alike = num_alike
+        self._num_slots = num_slots
+        self._max_slots = max_slots
+        self._of_keys: list[_Store] = []
+        self._of_values: list[_Store] = []
+
+    def place_keys(self, layer: int, states: Tensor) -> tuple[_Store, int]:
+        """Return the store for a layer's keys, and the layer's row in it."""
+        return self._place(self._of_keys, layer, states)
+
+    def place_values(self, layer: int, states: Tensor) -> tuple[_Store, int]:
+        """Return the store for a layer's values, and the layer's row in it."""
+        return self._place(self._of_values, layer, states)
+
+    def move(self, source: list[int], start: int) -> None:
+        """Copy slots `source` of every layer to those from `start` on."""
+        for store in (*self._of_keys, *self._of_values):
+            index = torch.tensor(source, device=store.buffer.device)
+            moved = store.buffer.index_select(3, index)
+            store.buffer[:, :, :, start : start + len(source)] = moved
+
+    def _place(self, stores: list[_Store], layer: int, states: Tensor) -> tuple[_Store, int]:
+        if not stores and self._num_alike > 1:
+            # The first layer speaks for the others: most models' layers are alike.
+            stores.append(_Store(self._num_alike, states, self._num_slots, self._max_slots))
+        if self._num_alike > 1 and stores[0].fits(states):
+            return stores[0], layer
+        stores.append(_Store(1, states, self._num_slots, self._max_slots))
+        return stores[-1], 0
+
+
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, cache: "TreeCache", index: int) -> None:
+    def __init__(self, storage: _Storage, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
-        self._cache = cache
+        self._storage = storage
         self._index = index
         self._length = 0
 
@@ -76,8 +114,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Find a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._key_store, self._key_row = self._cache.place(0, self._index, key_states)
-        self._value_store, self._value_row = self._cache.place(1, self._index, value_states)
+        self._key_store, self._key_row = self._storage.place_keys(self._index, key_states)
+        self._value_store, self._value_row = self._storage.place_values(self._index, value_states)
         self.is_initialized = True
 
     def update(
@@ -128,23 +166,18 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     Args:
         num_layers: attention layers of the model.
-        num_slots: expected number of tokens; more are taken by doubling.
+        num_slots: tokens of the prompt.
+        max_slots: tokens that can be needed at all; memory grows in steps, and not beyond this
+            unless more tokens come.
+        share: whether all layers are on one device, so that one tensor can hold them.
     """
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        super().__init__(layers=[TreeCacheLayer(self, index) for index in range(num_layers)])
-        self._num_slots = num_slots + _FIRST_NUM_SLOTS
-        self._stores: tuple[list[_Store], list[_Store]] = ([], [])  # of keys, of values
-
-    def place(self, which: int, index: int, states: Tensor) -> tuple[_Store, int]:
-        """Return the store for a layer's keys (0) or values (1), and the layer's row in it."""
-        stores = self._stores[which]
-        if not stores:  # the first layer speaks for the others: most models' layers are alike
-            stores.append(_Store(len(self.layers), states, self._num_slots))
-        if stores[0].fits(states):
-            return stores[0], index
-        stores.append(_Store(1, states, self._num_slots))
-        return stores[-1], 0
+    def __init__(
+        self, num_layers: int, num_slots: int, max_slots: int, *, share: bool = True
+    ) -> None:
+        first = min(num_slots + _FIRST_NUM_SLOTS, max(max_slots, num_slots))
+        self._storage = _Storage(num_layers if share else 1, first, max_slots)
+        super().__init__(layers=[TreeCacheLayer(self._storage, i) for i in range(num_layers)])
 
     def keep(self, num_committed: int, nodes: list[int]) -> None:
         """Of the slots written after the first `num_committed`, keep `nodes`, in that order.
@@ -156,10 +189,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         in_place = 0
         while in_place < len(nodes) and nodes[in_place] == in_place:
             in_place += 1
-        start, stop = num_committed + in_place, num_committed + len(nodes)
-        if start < stop:
-            for store in (*self._stores[0], *self._stores[1]):
-                source = torch.tensor(nodes[in_place:], device=store.buffer.device) + num_committed
-                store.buffer[:, :, :, start:stop] = store.buffer.index_select(3, source)
+        if in_place < len(nodes):
+            source = [num_committed + node for node in nodes[in_place:]]
+            self._storage.move(source, num_committed + in_place)
         for layer in self.layers:
-            layer._length = stop
+            layer._length = num_committed + len(nodes)

@@ -37,7 +37,8 @@ def decode_row(
         drafter: proposes; is fed the prompt first and every committed token after.
         choice: the target's own token at a node.
         budget: how many nodes to verify.
-        max_length: no draft reaches beyond so many tokens in all; ending there is `is_finished`'s.
+        max_length: no draft reaches beyond so many tokens in all, prompt included; beyond them, and
+            to end there is for `is_finished` to say, steps go on without a draft.
         is_finished: asked after every single token, with prompt and emitted tokens.
         on_step: told of every step after its commit, the prefill included.
 
@@ -74,20 +75,24 @@ def decode_row(
         on_step(step)
         while not finished:
             with stats.timed("draft"):
-                proposed = _propose(drafter, sequence, committed, budget, max_length)
+                proposed = _propose(
+                    drafter, sequence, committed, budget.max_nodes, max_length, target.vocab_size
+                )
                 draft = proposed.first(budget.num_nodes(proposed.probs.tolist()))
                 tree = Tree.build(committed[-1], draft, target.device)
+                inputs = target.inputs(tree)
             with stats.timed("forward") as forward:
-                choice.look_at(target.forward(tree))
+                choice.look_at(target.forward(inputs))
             step, finished = verify_and_commit(tree)
-            stats.count_step(step)
-            guesses = proposed.depths == 1
-            budget.record(
-                num_nodes=len(draft),
-                forward_sec=forward.sec,
-                expected=float(proposed.probs[guesses].sum()),
-                came=bool((proposed.token_ids[guesses] == step.token_ids[0]).any()),
-            )
+            with stats.timed("commit"):
+                stats.count_step(step)
+                guesses = proposed.depths == 1
+                budget.record(
+                    num_nodes=len(draft),
+                    forward_sec=forward.sec,
+                    expected=float(proposed.probs[guesses].sum()),
+                    came=bool((proposed.token_ids[guesses] == step.token_ids[0]).any()),
+                )
             on_step(step)
         return committed, stats
     finally:
@@ -95,12 +100,21 @@ def decode_row(
 
 
 def _propose(
-    drafter: Drafter, sequence: int, committed: Sequence[int], budget: Budget, max_length: int
+    drafter: Drafter,
+    sequence: int,
+    committed: Sequence[int],
+    max_nodes: int,
+    max_length: int,
+    vocab_size: int,
 ) -> Draft:
-    """Ask for as many nodes as the budget may take."""
+    """Ask for a draft, and cut it before the first node that the target cannot run.
+
+    That is one beyond the longest text, or, from a pool that learned from another model's text, a
+    token that this model does not have.
+    """
     room = max_length - len(committed) - 1  # the bonus token needs one place more
-    if room < 1 or budget.max_nodes < 1:
+    if room < 1 or max_nodes < 1:
         return Draft.empty()
-    draft = drafter.draft(sequence, committed, budget.max_nodes)
-    too_deep = np.flatnonzero(draft.depths > room)
-    return draft.first(int(too_deep[0])) if len(too_deep) else draft
+    draft = drafter.draft(sequence, committed, max_nodes)
+    impossible = np.flatnonzero((draft.depths > room) | (draft.token_ids >= vocab_size))
+    return draft.first(int(impossible[0])) if len(impossible) else draft

@@ -38,12 +38,16 @@ class PoolDrafter:
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Feed the prompt as a sequence of its own."""
         sequence = self.pool.open_sequence()
-        self.pool.observe(prompt_ids, sequence)
+        try:
+            self.pool.observe(prompt_ids, sequence)
+        except BaseException:
+            self.pool.close_sequence(sequence)
+            raise
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
         """Look the last tokens up in all text the pool holds."""
-        context = committed[-self.pool.max_ngram_size :]
+        context = committed[-self.pool.max_match :]
         return self.pool.draft(context, max_nodes, self._max_candidates)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:

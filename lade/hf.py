@@ -7,6 +7,7 @@ transformers' preparation (configs, masks, processors, criteria) is transformers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,19 +18,22 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 from transformers.cache_utils import DynamicCache
+from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.budget import Budget, FixedBudget
-from lade.choose import Choice, GreedyChoice, ProcessedGreedyChoice
+from lade.choose import Choice, GreedyChoice, Prefix, ProcessedGreedyChoice
 from lade.config import Config
 from lade.decoding import decode_row
 from lade.drafting import Drafter, PoolDrafter
 from lade.errors import UnsupportedOptionError
 from lade.stats import DecodeStats, Step
-from lade.target import Model, Profile, TreeTarget, profile_of
+from lade.target import Model, Profile, TreeTarget, full_attention_layers, profile_of
 from ngram_pool import NGramPool
 
 OnStep = Callable[[Step], None]
@@ -39,7 +43,7 @@ OnStep = Callable[[Step], None]
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     """What `return_dict_in_generate=True` returns: transformers' own output and our `stats`."""
 
-    stats: DecodeStats | None = None
+    stats: DecodeStats = None  # type: ignore[assignment]  # always set; ModelOutput wants a default
 
 
 # --- the three doors ------------------------------------------------------------------------
@@ -75,9 +79,15 @@ def generate(
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     refuse_unsupported_arguments(generate_kwargs)
-    streamer: BaseStreamer | None = generate_kwargs.get("streamer")
+    _prepare_stop_strings(generate_kwargs)
+    model = _without_compiler(model)
     strategy = partial(
-        _decode, pool=pool, drafter=drafter, config=config, on_step=on_step, token_streamer=streamer
+        _decode,
+        pool=pool,
+        drafter=drafter,
+        config=config,
+        on_step=on_step,
+        token_streamer=generate_kwargs.get("streamer"),
     )
     if input_ids is not None:
         generate_kwargs["input_ids"] = input_ids
@@ -124,22 +134,10 @@ def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None =
     All calls share one pool, `pool` or a new one, so later answers profit from earlier ones.
     Wrapping again replaces pool and config. The class is not touched; `unwrap` undoes it.
     """
-    shared = pool if pool is not None else _new_pool(config)
-    _check_pool(shared, config)
-
-    def wrapped(
-        inputs: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        **generate_kwargs: Any,
-    ) -> Any:
-        if generation_config is not None:
-            generate_kwargs["generation_config"] = generation_config
-        if inputs is not None:
-            generate_kwargs["inputs"] = inputs
-        return generate(model, pool=shared, config=config, **generate_kwargs)
-
-    wrapped.lade_pool = shared  # type: ignore[attr-defined]
-    model.generate = wrapped
+    _check_pool(pool, config)
+    inner = _without_compiler(model)
+    inner._lade_wrapping = (pool if pool is not None else _new_pool(config), config)
+    inner.generate = MethodType(_wrapped_generate, inner)  # a method: a deep copy has its own model
     return model
 
 
@@ -149,12 +147,38 @@ def unwrap(model: Model) -> Model:
     Raises:
         ValueError: the model is not wrapped.
     """
-    if not hasattr(model.__dict__.get("generate"), "lade_pool"):
+    inner = _without_compiler(model)
+    if "_lade_wrapping" not in vars(inner):
         raise ValueError(
-            f"expected a model that lade.wrap was called on, got {type(model).__name__}"
+            f"expected a model that lade.wrap was called on, got {type(inner).__name__}"
         )
-    del model.generate
+    del inner.generate, inner._lade_wrapping
     return model
+
+
+def _without_compiler(model: Model) -> Model:
+    """Return the model inside of what `torch.compile` returned; `generate` runs that one too."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _wrapped_generate(
+    model: Model,
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    **generate_kwargs: Any,
+) -> Any:
+    """Take what `generate` takes, by place or by name, and hand it on with the model's pool."""
+    pool, config = model._lade_wrapping
+    by_place = {
+        "inputs": inputs,
+        "generation_config": generation_config,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+    }
+    generate_kwargs |= {name: value for name, value in by_place.items() if value is not None}
+    return generate(model, pool=pool, config=config, **generate_kwargs)
 
 
 # --- the strategy ---------------------------------------------------------------------------
@@ -173,10 +197,16 @@ def _decode(
     token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    profile = profile_of(model)
-    refuse_unsupported_options(generation_config, input_ids, model_kwargs)
+    full_attention_layers(model)
+    refuse_unsupported_options(model, generation_config, input_ids, model_kwargs)
     drafter = _choose_drafter(pool, drafter, config)
-    target = TreeTarget(model, input_ids, model_kwargs, profile.num_layers)
+    profile = profile_of(model)
+    max_length = generation_config.max_length
+    target = TreeTarget(model, input_ids, model_kwargs, profile.num_layers, max_length)
+    # Learned positions end there, and a draft must not ask for more than plain decoding would.
+    last_position = getattr(
+        model.config.get_text_config(decoder=True), "max_position_embeddings", max_length
+    )
     prompt_ids: list[int] = input_ids[0].tolist()
 
     def emit(step: Step) -> None:
@@ -192,7 +222,7 @@ def _decode(
         drafter,
         _choose_choice(logits_processor, input_ids.device),
         _choose_budget(config, profile),
-        generation_config.max_length,
+        min(max_length, last_position),
         _StopRule(stopping_criteria, input_ids.device),
         emit,
     )
@@ -211,6 +241,11 @@ def _choose_drafter(
     if drafter is not None:
         if pool is not None:
             raise ValueError("expected pool or drafter, got both")
+        if config is not None and (config.max_candidates or config.max_ngram_size):
+            raise ValueError(
+                "expected no Config(max_candidates=…) or Config(max_ngram_size=…) beside a "
+                "drafter: they are settings of the pool"
+            )
         return drafter
     _check_pool(pool, config)
     max_candidates = config.max_candidates if config is not None else None
@@ -252,7 +287,7 @@ class _StopRule:
     """
 
     def __init__(self, criteria: StoppingCriteriaList, device: torch.device) -> None:
-        self._device = device
+        self._prefix = Prefix(device)
         self._max_length: int | None = None
         self._eos_token_ids: set[int] = set()
         self._others = []
@@ -270,7 +305,7 @@ class _StopRule:
         if self._max_length is not None and len(committed) >= self._max_length:
             finished = True
         if self._others:
-            input_ids = torch.tensor([committed], device=self._device)
+            input_ids = self._prefix.of(committed)
             for criterion in self._others:
                 finished = bool(criterion(input_ids, None)) or finished
         return finished
@@ -279,15 +314,44 @@ class _StopRule:
 # --- what is refused ------------------------------------------------------------------------
 
 
+# transformers drops these before it calls a custom function, or turns elsewhere.
+_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate", "past_key_values")
+
+
 def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
-    """Raise for arguments of `generate` that transformers would drop before it calls us."""
-    for name in ("assistant_model", "custom_generate", "past_key_values", "synced_gpus"):
-        if generate_kwargs.get(name):
-            raise UnsupportedOptionError(f"lade.generate does not support {name} yet")
+    """Raise for arguments of `generate` that would never reach us."""
+    refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
+    if generate_kwargs.get("cache_implementation") == "paged":
+        refused.append("cache_implementation='paged'")
+    refused += [name for name in ("synced_gpus", "token_healing") if generate_kwargs.get(name)]
+    if refused:
+        raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
+
+
+def _prepare_stop_strings(generate_kwargs: dict[str, Any]) -> None:
+    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither."""
+    tokenizer = generate_kwargs.pop("tokenizer", None)
+    stop_strings = generate_kwargs.pop("stop_strings", None)
+    config = generate_kwargs.get("generation_config")
+    if config is not None and config.stop_strings:
+        raise UnsupportedOptionError(
+            "lade.generate does not support stop_strings in a generation_config yet; pass "
+            "stop_strings= and tokenizer= instead"
+        )
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= beside stop_strings=, got none")
+    criteria = list(generate_kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
 
 
 def refuse_unsupported_options(
-    generation_config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any]
+    model: Model,
+    generation_config: GenerationConfig,
+    input_ids: Tensor,
+    model_kwargs: dict[str, Any],
 ) -> None:
     """Raise for what would change the text or the output and cannot be honoured yet."""
     config = generation_config
@@ -306,6 +370,9 @@ def refuse_unsupported_options(
             config.cache_implementation not in (None, "dynamic")
         ),
         "prefill_chunk_size": config.prefill_chunk_size is not None,
+        "models sharded by FSDP or DeepSpeed ZeRO-3": (
+            is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+        ),
     }
     if config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):

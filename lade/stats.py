@@ -37,7 +37,7 @@ class DecodeStats:
     draft_sec: float = 0.0  # asking the drafter and the budget, and building the tree's tensors
     forward_sec: float = 0.0  # the target's forward, until its choices are on the host
     verify_sec: float = 0.0  # walking the tree, logits processors and stop conditions included
-    commit_sec: float = 0.0  # compacting the cache, feeding the drafter; streamers not included
+    commit_sec: float = 0.0  # compacting the cache, feeding drafter and budget; not streamers
 
     @property
     def num_tokens(self) -> int:

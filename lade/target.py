@@ -23,6 +23,10 @@ from ngram_pool import Draft
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 
 
+# Slots behind the longest text: the rejected part of a last tree.
+_MAX_OVERHANG = 64
+
+
 class Target(Protocol):
     """A model in the middle of one generation: what the decoding loop needs of it.
 
@@ -30,12 +34,16 @@ class Target(Protocol):
     """
 
     device: torch.device
+    vocab_size: int  # no token id of a draft may reach it
 
     def prefill(self) -> Tensor:
         """Run the prompt; return the logits after its last token, [1, vocab_size]."""
 
-    def forward(self, tree: Tree) -> Tensor:
-        """Run a tree behind the committed tokens; return its logits, [num_nodes, vocab_size]."""
+    def inputs(self, tree: Tree) -> dict[str, Any]:
+        """Return what the model's forward takes for a tree behind the committed tokens."""
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the model on such inputs; return the logits of all nodes, [num_nodes, vocab_size]."""
 
     def commit(self, nodes: list[int]) -> None:
         """Of the nodes run last, keep those on the accepted path, the root first."""
@@ -50,13 +58,23 @@ class TreeTarget:
         model_kwargs: what `generate` prepared for the prefill; `attention_mask` (2D or None) and
             `position_ids` are continued by this class.
         num_layers: of the cache.
+        max_length: of the text, prompt included; memory for keys and values is planned by it.
     """
 
     def __init__(
-        self, model: Model, input_ids: Tensor, model_kwargs: dict[str, Any], num_layers: int
+        self,
+        model: Model,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        num_layers: int,
+        max_length: int,
     ) -> None:
         self.device: torch.device = model.device
-        self.cache = TreeCache(num_layers, input_ids.shape[1])
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        self.cache = TreeCache(
+            num_layers, input_ids.shape[1], max_length + _MAX_OVERHANG, share=len(devices) <= 1
+        )
         self._model = model
         self._input_ids = input_ids
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
@@ -78,17 +96,20 @@ class TreeTarget:
         self._num_cached = self._input_ids.shape[1] - 1
         return logits
 
-    def forward(self, tree: Tree) -> Tensor:
-        """Run a tree behind the committed tokens; return its logits, [num_nodes, vocab_size]."""
-        outputs = self._model(
-            input_ids=tree.token_ids,
-            position_ids=tree.depths + (self._num_cached + self._position_offset),
-            attention_mask=self._mask(tree),
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-        )
-        logits: Tensor = outputs.logits[0]
+    def inputs(self, tree: Tree) -> dict[str, Any]:
+        """Return the arguments of the model's forward for a tree behind the committed tokens."""
+        return {
+            "input_ids": tree.token_ids,
+            "position_ids": tree.depths + (self._num_cached + self._position_offset),
+            "attention_mask": self._mask(tree),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the model on such inputs; return the logits of all nodes, [num_nodes, vocab_size]."""
+        logits: Tensor = self._model(**inputs).logits[0]
         return logits
 
     def commit(self, nodes: list[int]) -> None:
@@ -127,8 +148,16 @@ def profile_of(model: Model) -> Profile:
     known: Profile | None = getattr(model, "_lade_profile", None)
     if known is not None and known.setting == setting:
         return known
-    num_layers = _full_attention_layers(model)
-    error = _tree_error(model, num_layers)
+    num_layers = full_attention_layers(model)
+    try:
+        error = _tree_error(model, num_layers)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot verify a tree of drafts: its forward fails on a tree "
+            f"({type(failure).__name__}: {failure})"
+        ) from failure
     # Half precision rounds differently in forwards of different sizes; a wrong mask, position or
     # cache is off by about 1 in this measure.
     limit = max(1e-3, 40 * torch.finfo(model.dtype).eps)
@@ -149,8 +178,13 @@ def attention_of(model: Model) -> str | None:
     return name
 
 
-def _full_attention_layers(model: Model) -> int:
-    """Return the number of cache layers, or raise where the model is outside full attention."""
+def full_attention_layers(model: Model) -> int:
+    """Return the number of cache layers.
+
+    Raises:
+        UnsupportedModelError: a rule says that the model is outside full attention; what only a
+            forward can tell is left to `profile_of`.
+    """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     reason = None
@@ -165,6 +199,12 @@ def _full_attention_layers(model: Model) -> int:
         )
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         reason = "its forward takes no position_ids"
+    elif "local" in (getattr(config, "attention_layers", None) or ()):
+        reason = "its local layers mask by cache slot, inside the model"
+    elif getattr(config, "keep_window_size", None) is not None:
+        reason = "its dynamic mask depends on the length of the cache"
+    elif getattr(config, "alibi", False):
+        reason = "its ALiBi bias follows the cache slots and not the positions"
     elif rope := _length_dependent_rope(config):
         reason = f"its rotary embedding ({rope}) depends on the length of each forward"
     if reason is not None:
@@ -213,12 +253,13 @@ def _tree_error(model: Model, num_layers: int) -> float:
         np.array(_CHECK_DEPTHS, np.int32),
         np.ones(4),
     )
-    target = TreeTarget(model, input_ids, {"use_cache": True}, num_layers)
+    target = TreeTarget(model, input_ids, {"use_cache": True}, num_layers, len(tokens))
     target.prefill()
     target.commit([0])
-    tree_logits = target.forward(Tree.build(root, draft, model.device))
+    tree_logits = target.forward(target.inputs(Tree.build(root, draft, model.device)))
     target.commit(list(_CHECK_BRANCHES[1]))
-    step_logits = target.forward(Tree.build(after, Draft.empty(), model.device))
+    step = Tree.build(after, Draft.empty(), model.device)
+    step_logits = target.forward(target.inputs(step))
 
     def alone(branch: Sequence[int], *more: int) -> Tensor:
         path = [draft_ids[node - 1] for node in branch[1:]]

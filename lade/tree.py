@@ -37,14 +37,16 @@ class Tree:
         token_ids = draft.token_ids.tolist()
         ancestors = np.zeros((num_nodes, num_nodes), np.bool_)
         ancestors[ROOT, ROOT] = True
+        depths = [0]
         children = {}
         for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True), start=1):
             ancestors[node] = ancestors[parent]
             ancestors[node, node] = True
+            depths.append(depths[parent] + 1)
             children[parent, token_id] = node
         return cls(
             token_ids=torch.tensor([[root_token_id, *token_ids]], device=device),
-            depths=torch.tensor([[0, *draft.depths.tolist()]], device=device),
+            depths=torch.tensor([depths], device=device),
             ancestors=torch.from_numpy(ancestors)[None].to(device),
             children=children,
         )

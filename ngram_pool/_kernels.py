@@ -57,9 +57,11 @@ _HASH_MULTIPLIER = 0x5851F42D
 # less than 1 % of the mean accepted tokens.
 #
 # Share of the probability that the longest matching context leaves to tokens it has not seen, by
-# its order 1, 2, … (the last value serves all longer ones): where all its occurrences went on
-# alike, and where they differed. Multiplied by sqrt(distinct successors / occurrences).
-_ESCAPE_UNANIMOUS = (0.75, 0.6, 0.45, 0.4, 0.3, 0.2)
+# its length 1, 2, …: where all its occurrences went on alike (from length 3 on, 1.5 / length), and
+# where they differed (from length 6 on, the last value). Multiplied by sqrt(distinct successors /
+# occurrences).
+_ESCAPE_UNANIMOUS = (0.75, 0.6)
+_ESCAPE_LONG = 1.5
 _ESCAPE_DIVIDED = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 # Share of what is left that the successors added by a shorter context get.
 _BACKOFF_SHARE = 0.35
@@ -67,11 +69,19 @@ _BACKOFF_SHARE = 0.35
 # the node is unlikely itself. 16 accepted as many tokens as 8 at twice the time; 4 accepted 1.5 %
 # fewer. Reading fewer for unlikely nodes lost nothing and took 17 % off a 32-node draft.
 MAX_OCCURRENCES = 8
-_UNLIKELY = 0.1
+UNLIKELY = 0.1
+# Shorter contexts are read while at least this much probability is left for what they may add. At
+# 0.004 as many tokens were accepted, at 0.08 up to 1 % fewer; a draft takes 35 % less time than at
+# 0.004.
+READ_ON = 0.03
+# Matches are followed back so many tokens, or N where the node is unlikely: how long they are tells
+# how far to trust them.
+MAX_MATCH = 32
 # At most so many entries of one bucket are read. On average a bucket holds one or two positions of
 # other n-grams; this only bounds the rare context that shares its bucket with a very frequent one.
 MAX_CHAIN = 4096
-# A node less likely than this is never drafted: verifying it costs more than it can bring.
+# A node less likely than this is drafted only as the best successor of its parent, so that a draft
+# runs as deep as the text it follows; no machine verifies other nodes for so little.
 MIN_PROB = 4e-3
 
 
@@ -151,21 +161,31 @@ def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, first: int, s
 
 
 @kernel
-def ends_with(text: Int32Array, position: int, first: int, context: Int64Array, order: int) -> bool:
-    """Tell whether the `order` tokens up to `position` are the first of `context`, newest first."""
+def match_length(text: Int32Array, position: int, first: int, context: Int64Array) -> int:
+    """Count how many tokens up to `position` are those of `context`, which is newest first."""
     num_rows = text.shape[0]
-    for i in range(order):
-        if position < first or text[position % num_rows, TOKEN] != context[i]:
-            return False
-        position = int(text[position % num_rows, PREVIOUS])
-    return True
+    row = position % num_rows
+    for length in range(context.shape[0]):
+        if position < first or text[row, TOKEN] != context[length]:
+            return length
+        previous = int(text[row, PREVIOUS])
+        if previous == position - 1:  # nearly always, and a division saved
+            row = row - 1 if row > 0 else num_rows - 1
+        else:
+            row = previous % num_rows
+        position = previous
+    return len(context)
 
 
 @kernel
-def escape_prob(order: int, num_successors: int, num_occurrences: int) -> float:
+def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
     """Estimate that the next token is none of those seen after the longest matching context."""
-    index = min(order, len(_ESCAPE_DIVIDED)) - 1
-    share = _ESCAPE_UNANIMOUS[index] if num_successors == 1 else _ESCAPE_DIVIDED[index]
+    if num_successors > 1:
+        share = _ESCAPE_DIVIDED[min(length, len(_ESCAPE_DIVIDED)) - 1]
+    elif length <= len(_ESCAPE_UNANIMOUS):
+        share = _ESCAPE_UNANIMOUS[length - 1]
+    else:
+        share = _ESCAPE_LONG / length
     return share * math.sqrt(num_successors / num_occurrences)
 
 
@@ -204,18 +224,22 @@ def successors(
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        context: newest token first. `max_order`: the longest order to look for.
+        context: int64 [length], newest token first. `max_order`: the longest order to look for.
         path_prob: probability of the node whose context this is.
-        found: int64 [4, at least MAX_OCCURRENCES and N + 1]; row 1 is filled with token ids, the
+        found: int64 [6, at least MAX_OCCURRENCES and N + 1]; row 1 is filled with token ids, the
             others are scratch.
         found_probs: float64 [MAX_OCCURRENCES], filled with their probabilities.
 
     Returns:
-        The number of successors found, and the longest order that had one (0 for none).
+        The number of successors found, and the length of the longest match (0 for none).
     """
     occurrences, found_ids, counts, newest = found[0], found[1], found[2], found[3]
+    lengths, next_ids = found[4], found[5]
     num_rows = text.shape[0]
-    limit = MAX_OCCURRENCES if path_prob > _UNLIKELY else MAX_OCCURRENCES // 2
+    limit = MAX_OCCURRENCES
+    if path_prob <= UNLIKELY:
+        limit //= 2
+        context = context[:max_order]
     num_occurrences = num_found = longest = 0
     mass_left = 1.0
     state = 0
@@ -224,33 +248,46 @@ def successors(
         newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
     for order in range(max_order, 0, -1):
         position = newest[order]
-        num_known = num_found
         num_read = 0
+        num_counted = num_occurrences
         while position >= first and num_read < MAX_CHAIN and num_occurrences < limit:
             row = position % num_rows
             after = int(text[row, NEXT])
-            if after != NONE and ends_with(text, position, first, context, order):
-                is_new = True  # not read under a longer order already
-                for i in range(num_occurrences):
+            if after != NONE:
+                length = match_length(text, position, first, context)
+                is_new = length >= order
+                for i in range(num_counted):  # those read under a longer order already
                     is_new = is_new and occurrences[i] != position
                 if is_new:
                     occurrences[num_occurrences] = position
+                    lengths[num_occurrences] = length
+                    next_ids[num_occurrences] = text[after % num_rows, TOKEN]
                     num_occurrences += 1
-                    token_id = int(text[after % num_rows, TOKEN])
-                    num_found = add_successor(token_id, found_ids, counts, num_found)
             position = int(links[row, order - 1])
             num_read += 1
-        if num_found > 0 and longest == 0:
-            longest = order
-            mass_left = escape_prob(order, num_found, num_occurrences)
-            for i in range(num_found):
-                found_probs[i] = (1.0 - mass_left) * counts[i] / num_occurrences
-        elif num_found > num_known:
-            share = _BACKOFF_SHARE * mass_left
-            for i in range(num_known, num_found):
-                found_probs[i] = share * counts[i] / num_occurrences
-                mass_left -= found_probs[i]
-        if num_occurrences == limit or mass_left * path_prob < MIN_PROB:
+        # Count the occurrences just read, those of the longest match first.
+        begin = num_counted
+        while num_counted < num_occurrences:
+            length = 0
+            for i in range(begin, num_occurrences):
+                length = max(length, lengths[i])
+            num_known = num_found
+            for i in range(begin, num_occurrences):
+                if lengths[i] == length:
+                    num_found = add_successor(next_ids[i], found_ids, counts, num_found)
+                    lengths[i] = 0
+                    num_counted += 1
+            if longest == 0:
+                longest = length
+                mass_left = escape_prob(length, num_found, num_counted)
+                for i in range(num_found):
+                    found_probs[i] = (1.0 - mass_left) * counts[i] / num_counted
+            elif num_found > num_known:
+                share = _BACKOFF_SHARE * mass_left
+                for i in range(num_known, num_found):
+                    found_probs[i] = share * counts[i] / num_counted
+                    mass_left -= found_probs[i]
+        if longest > 0 and (num_occurrences == limit or mass_left * path_prob < READ_ON):
             break
     return num_found, longest
 
@@ -338,14 +375,14 @@ def grow_tree(
     would open a leaf more than `max_candidates`.
 
     Args:
-        root_context: int64 [up to N], the tokens up to the root, newest first.
+        root_context: int64 [up to MAX_MATCH], the tokens up to the root, newest first.
         max_nodes: at least 1.
         max_candidates: at least 1.
-        context: int64 [N]; `found`, `found_probs`: as for `successors`; `candidates`: int64 [3,
-            max_nodes * MAX_OCCURRENCES] (token, parent, heap); `candidate_probs`: float64 of that
-            length. All scratch.
+        context: int64 [MAX_MATCH]; `found`, `found_probs`: as for `successors`; `candidates`: int64
+            [3, max_nodes * MAX_OCCURRENCES] (token, parent, heap); `candidate_probs`: float64 of
+            that length. All scratch.
         nodes: int64 [5, max_nodes]; filled with token, parent, depth, number of children and the
-            longest order that had successors.
+            length of the longest match.
         node_probs: float64 [max_nodes]; filled with path probabilities, greatest first.
     """
     num_nodes = num_candidates = queue_length = num_leaves = 0
@@ -359,7 +396,7 @@ def grow_tree(
             links,
             heads,
             first,
-            context,
+            context[:length],
             min(length, max_order),
             path_prob,
             found,
@@ -369,9 +406,13 @@ def grow_tree(
             root_order = longest
         else:
             nodes[4, node] = longest
+        likeliest = 0
+        for i in range(1, num_found):
+            if found_probs[i] > found_probs[likeliest]:
+                likeliest = i
         for i in range(num_found):
             prob = path_prob * found_probs[i]
-            if prob >= MIN_PROB:
+            if i == likeliest or prob >= MIN_PROB:
                 candidates[0, num_candidates] = found[1, i]
                 candidates[1, num_candidates] = node
                 candidate_probs[num_candidates] = prob

@@ -67,6 +67,14 @@ class NGramPool:
         self._allocate_scratch(64)
         self._compile()
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
+
     # --- what is held -----------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -88,6 +96,11 @@ class NGramPool:
     def max_ngram_size(self) -> int:
         """N, the number of tokens of the longest context."""
         return self._max_ngram_size
+
+    @property
+    def max_match(self) -> int:
+        """How many tokens of a context matter: matches of N are followed back so far."""
+        return max(_kernels.MAX_MATCH, self._max_ngram_size)
 
     @property
     def nbytes(self) -> int:
@@ -156,11 +169,12 @@ class NGramPool:
 
         Every node's own context, of N tokens down to one, is looked up in the text, and what
         followed there becomes its children. `probs` estimates that the target accepts a node, that
-        is, that its whole path is right. A path may be as deep as the tree has nodes.
+        is, that its whole path is right. The likeliest path goes on as long as the text does and
+        nodes are left; side branches less likely than 0.4 % are not drafted.
 
         Args:
-            context: integers [num_tokens], oldest first; only the last N matter. Need not have
-                been observed.
+            context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
+                not have been observed.
             max_nodes: the greatest number of nodes.
             max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
 
@@ -172,12 +186,12 @@ class NGramPool:
 
         >>> pool = NGramPool()
         >>> pool.observe([1, 2, 3, 1, 2, 4, 1, 2, 3])
-        >>> pool.draft([9, 1, 2], max_nodes=3).candidates()
-        [[3, 1], [4]]
+        >>> pool.draft([9, 1, 2], max_nodes=2).candidates()
+        [[3], [4]]
         >>> len(pool.draft([8], max_nodes=2))
         0
         """
-        ids = _token_ids("context", context)[-self._max_ngram_size :]
+        ids = _token_ids("context", context)[-self.max_match :]
         max_nodes = _positive("max_nodes", max_nodes)
         max_leaves = (
             max_nodes if max_candidates is None else _positive("max_candidates", max_candidates)
@@ -273,11 +287,13 @@ class NGramPool:
         self._num_observed += len(ids)
 
     def _allocate(self, num_rows: int) -> None:
-        self._text: Int32Array = np.full((num_rows, 3), NONE, np.int32)
-        self._links: Int32Array = np.full((num_rows, self._max_ngram_size), NONE, np.int32)
+        text: Int32Array = np.full((num_rows, 3), NONE, np.int32)
+        links: Int32Array = np.full((num_rows, self._max_ngram_size), NONE, np.int32)
         # One bucket a row, rounded down to a power of two: a bucket holds 1 to 2 positions.
         num_buckets = 1 << (num_rows.bit_length() - 1)
-        self._heads: Int32Array = np.full((self._max_ngram_size, num_buckets), NONE, np.int32)
+        heads: Int32Array = np.full((self._max_ngram_size, num_buckets), NONE, np.int32)
+        # All or nothing: where memory runs out, the pool stays as it was.
+        self._text, self._links, self._heads = text, links, heads
 
     def _grow(self, num_rows: int) -> None:
         # Growing happens before the first overwrite, so a position still is its own row.
@@ -296,9 +312,9 @@ class NGramPool:
 
     def _allocate_scratch(self, max_nodes: int) -> None:
         num_candidates = max_nodes * _kernels.MAX_OCCURRENCES
-        self._context = np.empty(self._max_ngram_size, np.int64)
+        self._context = np.empty(self.max_match, np.int64)
         self._found = np.empty(
-            (4, max(_kernels.MAX_OCCURRENCES, self._max_ngram_size + 1)), np.int64
+            (6, max(_kernels.MAX_OCCURRENCES, self._max_ngram_size + 1)), np.int64
         )
         self._found_probs = np.empty(_kernels.MAX_OCCURRENCES, np.float64)
         self._candidates = np.empty((3, num_candidates), np.int64)

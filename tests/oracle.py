@@ -31,53 +31,64 @@ class OraclePool:
     def held(self) -> list[tuple[int, int]]:
         return self.arrivals[-self.capacity :]
 
-    def occurrences(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """(arrival of the context's last token, token that followed), newest first."""
+    def occurrences(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(arrival of its last token, length of the match, token that followed), newest first."""
         found = []
         sequences: dict[int, list[tuple[int, int]]] = {}
         for arrival, (sequence, token_id) in enumerate(self.held()):
             sequences.setdefault(sequence, []).append((arrival, token_id))
-        n = len(context)
-        for sequence_held in sequences.values():
-            tokens = [token_id for _, token_id in sequence_held]
-            found += [
-                (sequence_held[end - 1][0], tokens[end])
-                for end in range(n, len(tokens))
-                if tokens[end - n : end] == list(context)
-            ]
+        for held in sequences.values():
+            tokens = [token_id for _, token_id in held]
+            for end in range(1, len(tokens)):
+                length = 0
+                while length < min(len(context), end) and (
+                    tokens[end - 1 - length] == context[-1 - length]
+                ):
+                    length += 1
+                found.append((held[end - 1][0], length, tokens[end]))
         return sorted(found, reverse=True)
 
     def successors(self, context: Sequence[int], path_prob: float) -> dict[int, float]:
-        limit = _kernels.MAX_OCCURRENCES
-        if path_prob <= _kernels._UNLIKELY:
-            limit //= 2
-        read: set[int] = set()
+        n = self.max_ngram_size
+        limit, reach = _kernels.MAX_OCCURRENCES, max(_kernels.MAX_MATCH, n)
+        if path_prob <= _kernels.UNLIKELY:
+            limit, reach = limit // 2, n
+        occurrences = self.occurrences(context[-reach:])
         counts: dict[int, int] = {}
         probs: dict[int, float] = {}
         mass_left = 1.0
-        for order in range(min(self.max_ngram_size, len(context)), 0, -1):
-            known = set(counts)
-            for arrival, token_id in self.occurrences(context[-order:]):
-                if len(read) < limit and arrival not in read:
-                    read.add(arrival)
+        num_read = num_counted = 0
+        for order in range(min(n, len(context)), 0, -1):
+            # Of order N are all that match at least so far, of a shorter one just its length.
+            read = [(m, t) for _, m, t in occurrences if m == order or (order == n and m > n)]
+            read = read[: limit - num_read]
+            num_read += len(read)
+            for length in sorted({m for m, _ in read}, reverse=True):
+                known = set(counts)
+                for token_id in [t for m, t in read if m == length]:
                     counts[token_id] = counts.get(token_id, 0) + 1
-            added = [token_id for token_id in counts if token_id not in known]
-            if counts and not known:
-                table = _kernels._ESCAPE_DIVIDED
-                if len(counts) == 1:
-                    table = _kernels._ESCAPE_UNANIMOUS
-                escape = table[min(order, len(table)) - 1] * math.sqrt(len(counts) / len(read))
-                mass_left = escape
-                for token_id in added:
-                    probs[token_id] = (1.0 - escape) * counts[token_id] / len(read)
-            else:
-                share = _kernels._BACKOFF_SHARE * mass_left
-                for token_id in added:
-                    probs[token_id] = share * counts[token_id] / len(read)
-                    mass_left -= probs[token_id]
-            if len(read) == limit or mass_left * path_prob < _kernels.MIN_PROB:
+                    num_counted += 1
+                added = [token_id for token_id in counts if token_id not in known]
+                if not known:
+                    mass_left = self.escape_prob(length, len(counts), num_counted)
+                    for token_id in added:
+                        probs[token_id] = (1.0 - mass_left) * counts[token_id] / num_counted
+                else:
+                    share = _kernels._BACKOFF_SHARE * mass_left
+                    for token_id in added:
+                        probs[token_id] = share * counts[token_id] / num_counted
+                        mass_left -= probs[token_id]
+            if counts and (num_read == limit or mass_left * path_prob < _kernels.READ_ON):
                 break
         return probs
+
+    @staticmethod
+    def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
+        if num_successors > 1:
+            share = [*_kernels._ESCAPE_DIVIDED, *[_kernels._ESCAPE_DIVIDED[-1]] * 100][length - 1]
+        else:
+            share = {1: 0.75, 2: 0.6}.get(length, 1.5 / length)
+        return share * math.sqrt(num_successors / num_occurrences)
 
     def draft(
         self, context: Sequence[int], max_nodes: int, max_candidates: int
@@ -90,8 +101,10 @@ class OraclePool:
         node, depth, path_prob = -1, 0, 1.0
         leaves: set[int] = set()
         while True:
-            for token_id, prob in self.successors(paths[node], path_prob).items():
-                if path_prob * prob >= _kernels.MIN_PROB:
+            successors = self.successors(paths[node], path_prob)
+            likeliest = max(successors, key=lambda token_id: successors[token_id], default=None)
+            for token_id, prob in successors.items():
+                if token_id == likeliest or path_prob * prob >= _kernels.MIN_PROB:
                     waiting.append((-path_prob * prob, num_made, token_id, node))
                     num_made += 1
             waiting.sort()

@@ -111,7 +111,16 @@ def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None
     environment = tmp_path / "env"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    install: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
     subprocess.run(install, check=True)
     program = (
         "import importlib.metadata as m, pathlib, lade\n"

@@ -43,11 +43,12 @@ def run(
     from lade.bench.report import as_json, prompts_fingerprint, table, write_json
     from lade.bench.run import Result, run_methods
 
+    check_writable(json_path)
     config = Config(max_draft_tokens=max_draft_tokens)
     prompts = read_prompts(prompts_path, limit)
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    interrupted = False
+    stopped_by: BaseException | None = None
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
         task = bars.add_task("answering", total=len(prompts) * len(methods) * num_passes)
         try:
@@ -61,10 +62,10 @@ def run(
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
             )
-        except KeyboardInterrupt:
-            interrupted = True
-    if not results:
-        raise KeyboardInterrupt
+        except BaseException as error:  # what was measured so far is shown and written all the same
+            stopped_by = error
+    if stopped_by is not None and not results:
+        raise stopped_by
     settings: dict[str, Any] = {
         "model": Path(loaded.name).name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -74,17 +75,24 @@ def run(
         "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
         "methods": {name: METHODS[name][1] for name in methods},
         "passes": num_passes,
-        "interrupted": interrupted,
+        "interrupted": stopped_by is not None,
         "config": asdict(config),
     }
     Console().print(table(results, methods))
-    if interrupted:
-        console.print(f"interrupted after {len(results)} of {len(prompts) * num_passes} prompts")
+    if stopped_by is not None:
+        console.print(f"stopped after {len(results)} of {len(prompts) * num_passes} prompts")
     if json_path is not None:
         write_json(json_path, as_json(results, methods, settings))
         console.print(f"[dim]written to {json_path}[/dim]")
-    if interrupted:
-        raise KeyboardInterrupt
+    if stopped_by is not None:
+        raise stopped_by
+
+
+def check_writable(json_path: Path | None) -> None:
+    """Raise before any work is done if a result file could not be written after it."""
+    if json_path is not None:
+        with json_path.open("a", encoding="utf-8"):
+            pass
 
 
 def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
@@ -93,6 +101,7 @@ def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
     from lade.bench.pool import as_json, time_pool
     from lade.bench.report import write_json
 
+    check_writable(json_path)
     time_pool(10_000, max_nodes)  # compiles
     sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
     timings = []

@@ -15,6 +15,7 @@ import lade
 from lade.bench.environment import environment
 from lade.bench.methods import plain
 from lade.bench.report import write_json
+from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.config import Config
 from lade.models import LoadedModel, encode
@@ -44,6 +45,7 @@ def run(
     json_path: Path | None,
 ) -> None:
     """Answer each prompt both ways, stream lade's answer, and end with the table."""
+    check_writable(json_path)
     out = Console(highlight=False)
     config = Config(max_draft_tokens=max_draft_tokens)
     model = loaded.model

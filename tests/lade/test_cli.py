@@ -14,7 +14,7 @@ from lade.cli.app import app
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.stats import Step
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 LADE = [sys.executable, "-c", "from lade.cli import main; main()"]
 
@@ -22,17 +22,9 @@ LADE = [sys.executable, "-c", "from lade.cli import main; main()"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved tiny model with a byte-level tokenizer made on the spot."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     path = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=len(vocab))
+    byte_tokenizer().save_pretrained(path)
+    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
     return str(path)
@@ -150,6 +142,7 @@ def test_bench_pool_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     [
         (["generate", "x", "--model", "does-not-exist-anywhere"], "could not be loaded"),
         (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
+        (["bench", "pool", "--json", "no/such/folder/x.json"], "No such file or directory"),
         (["bench", "run", "--prompts", __file__, "--methods", "plain,magic"], "got 'plain,magic'"),
     ],
 )

@@ -25,7 +25,7 @@ def checkpoint() -> None:
 
 def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:
     inputs = encode(loaded.tokenizer, prompt, loaded.model.device)
-    options = {"do_sample": False, "max_new_tokens": 48}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
     expected = loaded.model.generate(**inputs, **options)[0].tolist()
     got = lade.generate(loaded.model, **inputs, pool=pool, return_dict_in_generate=True, **options)
     return expected, got

@@ -1,5 +1,6 @@
 """The three doors, what passes through them, and what is refused at the start."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -21,7 +22,7 @@ from transformers import (
 import lade
 from lade.errors import LadeError, UnsupportedModelError, UnsupportedOptionError
 from lade.target import profile_of
-from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, random_prompt, tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 MASK = torch.ones_like(PROMPT)
@@ -105,22 +106,73 @@ def test_wrap_shares_one_pool_and_unwrap_leaves_no_trace(model: Any) -> None:
 def test_a_second_answer_profits_from_the_first(model: Any) -> None:
     pool = lade.NGramPool()
     config = lade.Config(max_draft_tokens=8)
-    options = {"pool": pool, "config": config, "return_dict_in_generate": True}
+    options: dict[str, Any] = {"pool": pool, "config": config, "return_dict_in_generate": True}
     first = ours(model, max_new_tokens=60, **options)
     second = ours(model, max_new_tokens=60, **options)
     assert second.sequences.tolist() == first.sequences.tolist()
     assert second.stats.mean_accepted_tokens > max(3.0, first.stats.mean_accepted_tokens)
 
 
-def test_the_embedded_text_generation_pipeline_decodes_with_lade(model: Any) -> None:
-    """The pipeline only needs `model.generate`; ids stand in for a tokenizer here."""
-    steps: list[Any] = []
+def test_a_pipeline_decodes_with_lade_after_wrap() -> None:
+    model = tiny_model("llama", seed=2, vocab_size=256)
+    model.generation_config.eos_token_id = None
+    tokenizer = byte_tokenizer()
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    options = {"do_sample": False, "max_new_tokens": 20}
+    expected = pipeline("abcabcabc", **options)
+    pool = lade.NGramPool()
+    lade.wrap(model, pool=pool)
+    assert pipeline("abcabcabc", **options) == expected
+    assert len(pool) == 29
+
+
+def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any) -> None:
     lade.wrap(model)
-    wrapped = model.generate
-    model.generate = lambda *args, **kwargs: wrapped(*args, on_step=steps.append, **kwargs)
-    out = model.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=12)
-    assert sum(len(step.token_ids) for step in steps) == 12
-    assert out.shape[1] == PROMPT.shape[1] + 12
+    expected = plain(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    got = copied.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=25)
+    assert got.tolist() == expected
+    assert copied._lade_wrapping[0] is not model._lade_wrapping[0]
+    lade.unwrap(copied)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_compiled_model_is_decoded_as_generate_would(model: Any) -> None:
+    expected = plain(model)
+    compiled: Any = torch.compile(model)  # compiles nothing before its own forward is called
+    options: dict[str, Any] = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 25}
+    assert lade.generate(compiled, PROMPT, **options).tolist() == expected
+    lade.wrap(compiled)
+    assert compiled.generate(PROMPT, **options).tolist() == expected
+    lade.unwrap(compiled)
+
+
+def test_a_pool_of_a_larger_vocabulary_cannot_break_a_smaller_model(model: Any) -> None:
+    expected = plain(model)
+    pool = lade.NGramPool()
+    pool.observe([5, 6, 7, 50_000, 5, 6, 7, 50_001] * 20)
+    config = lade.Config(max_draft_tokens=12)
+    assert ours(model, pool=pool, config=config).tolist() == expected
+
+
+def test_stop_strings_work_with_the_tokenizer_beside_them() -> None:
+    model = tiny_model("llama", seed=2, vocab_size=256)
+    model.generation_config.eos_token_id = None
+    tokenizer = byte_tokenizer()
+    options = {"tokenizer": tokenizer, "max_new_tokens": 40}
+    free = tokenizer.decode(plain(model, max_new_tokens=40)[0][PROMPT.shape[1] :])
+    num_cut = 0
+    letters = [letter for letter in free if letter.isascii() and letter.isprintable()]
+    for stop in (letters[2], letters[len(letters) // 2], letters[-3], "never there"):
+        expected = plain(model, stop_strings=[stop], **options)
+        assert ours(model, stop_strings=[stop], **options).tolist() == expected
+        num_cut += len(expected[0]) < PROMPT.shape[1] + 40
+    assert num_cut == 3
+    with pytest.raises(ValueError, match="expected tokenizer= beside stop_strings="):
+        ours(model, stop_strings=["x"])
 
 
 def test_dict_output_has_stats_and_a_cache_of_all_tokens_but_the_last(model: Any) -> None:
@@ -291,6 +343,9 @@ def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
         ({"custom_generate": lade.decode}, "custom_generate"),
         ({"assistant_model": object()}, "assistant_model"),
         ({"synced_gpus": True}, "synced_gpus"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
+        ({"token_healing": True}, "token_healing"),
+        ({"generation_config": GenerationConfig(stop_strings=["x"])}, "stop_strings in a gen"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
         ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
@@ -354,6 +409,12 @@ def test_conflicting_arguments_are_refused(model: Any) -> None:
             pool=lade.NGramPool(9),
             drafter=ScriptedDrafter([], np.random.default_rng(0), 1.0),
         )
+    with pytest.raises(ValueError, match="they are settings of the pool"):
+        ours(
+            model,
+            drafter=ScriptedDrafter([], np.random.default_rng(0), 1.0),
+            config=lade.Config(max_candidates=3),
+        )
     config = lade.Config(max_ngram_size=3)
     with pytest.raises(ValueError, match=r"expected Config\(max_ngram_size=5\) or None"):
         ours(model, pool=lade.NGramPool(9), config=config)
@@ -378,21 +439,46 @@ def test_conflicting_arguments_are_refused(model: Any) -> None:
             r"rotary embedding \(dynamic\)",
         ),
         (
-            "gpt_neo",  # its local layers mask by slot, inside the model
-            {"attention_types": [[["global", "local", "local"], 1]], "window_size": 4},
-            "the logits of a tree differ",
+            "gpt_neo",
+            {"attention_types": [[["global", "local", "local"], 1]], "num_layers": 3},
+            "its local layers mask by cache slot",
         ),
+        ("falcon", {"alibi": True, "new_decoder_architecture": False}, "its ALiBi bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_models_outside_full_attention_are_refused_with_the_reason(
     family: str, options: dict[str, Any], reason: str
 ) -> None:
-    attention = "sdpa" if family in ("llama", "mistral") else "eager"
+    attention = "sdpa" if family in ("llama", "mistral", "falcon") else "eager"
     model = tiny_model(family, attention=attention, **options)
     with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}.*{reason}"):
         ours(model, max_new_tokens=3)
     assert issubclass(UnsupportedModelError, LadeError)
+
+
+def test_local_layers_are_caught_by_the_check_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a window that a short check can see; the rule above is for the real one of 256."""
+    types = [[["global", "local", "local"], 1]]
+    model = tiny_model("gpt_neo", attention="eager", attention_types=types, window_size=4)
+    monkeypatch.setattr("lade.target.full_attention_layers", lambda model: 3)
+    with pytest.raises(UnsupportedModelError, match="the logits of a tree differ"):
+        profile_of(model)
+
+
+def test_a_forward_that_fails_on_a_tree_is_an_error_that_names_the_model(model: Any) -> None:
+    forward = model.model.forward
+
+    def fragile(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is not None:
+            assert len(kwargs["attention_mask"].shape) == 2
+        return forward(*args, **kwargs)
+
+    model.model.forward = fragile
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM .* fails on a tree \(Assert"
+    ):
+        profile_of(model)
 
 
 def test_flash_attention_is_refused_with_a_way_out(model: Any) -> None:
@@ -401,7 +487,9 @@ def test_flash_attention_is_refused_with_a_way_out(model: Any) -> None:
         profile_of(model)
 
 
-def test_a_model_that_ignores_the_mask_is_caught_before_it_decodes(model: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_ignores_the_mask_is_caught_before_it_decodes(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", seed=1, dtype=dtype)
     forward = model.model.forward
 
     def deaf(*args: Any, **kwargs: Any) -> Any:
@@ -413,7 +501,9 @@ def test_a_model_that_ignores_the_mask_is_caught_before_it_decodes(model: Any) -
         profile_of(model)
 
 
-def test_a_model_that_ignores_positions_is_caught_before_it_decodes(model: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_ignores_positions_is_caught_before_it_decodes(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", seed=1, dtype=dtype)
     forward = model.model.forward
 
     def stubborn(*args: Any, **kwargs: Any) -> Any:
@@ -450,9 +540,12 @@ def test_the_check_runs_once_draws_nothing_and_keeps_nothing_alive(model: Any) -
     handle.remove()
     model.set_attn_implementation("eager")
     assert profile_of(model) is not profile  # another attention, another check
-    reference = weakref.ref(ours(model, return_dict_in_generate=True).past_key_values)
-    gc.collect()
-    assert reference() is None
+    gc.disable()
+    try:
+        reference = weakref.ref(ours(model, return_dict_in_generate=True).past_key_values)
+        assert reference() is None  # freed at once, without waiting for the cyclic collector
+    finally:
+        gc.enable()
 
 
 def test_random_state_is_untouched_by_a_generation(model: Any) -> None:

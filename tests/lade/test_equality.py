@@ -135,6 +135,19 @@ def test_a_padded_prompt_gives_the_text_of_generate() -> None:
         assert got.tolist() == expected.tolist()
 
 
+def test_learned_positions_may_end_before_max_length() -> None:
+    """Plain decoding finishes by EOS before the positions run out; drafts must not reach there."""
+    model = tiny_model("gpt2", seed=1, n_positions=32, max_position_embeddings=32)
+    prompt = torch.tensor([[5, 6] * 12])
+    free = plain(model, prompt, max_length=32)[0].tolist()
+    options = {"max_new_tokens": 50, "eos_token_id": free[29]}
+    expected = plain(model, prompt, **options)
+    drafter = ScriptedDrafter(free, np.random.default_rng(0), accept=1.0)
+    config = lade.Config(max_draft_tokens=20)
+    got = ours(model, prompt, drafter=drafter, config=config, **options)
+    assert got.tolist() == expected.tolist()
+
+
 def test_learned_positions_may_be_used_up_to_the_last() -> None:
     """A tree that reached beyond `max_length` would index positions gpt2 does not have."""
     model = tiny_model("gpt2", seed=1, n_positions=32, max_position_embeddings=32)

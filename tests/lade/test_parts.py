@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from lade.budget import FixedBudget, MeasuredBudget
-from lade.choose import GreedyChoice, ProcessedGreedyChoice
+from lade.choose import GreedyChoice, Prefix, ProcessedGreedyChoice
 from lade.config import Config
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
@@ -21,8 +21,9 @@ CPU = torch.device("cpu")
 
 def chain_with_branch() -> Tree:
     """Root 1; under it 5 and 6; under 5 another 5; under 6 a 7."""
-    ids = (np.array(v, np.int32) for v in ([5, 6, 5, 7], [-1, -1, 0, 1], [1, 1, 2, 2]))
-    return Tree.build(1, Draft(*ids, np.array([0.5, 0.4, 0.3, 0.2])), CPU)
+    token_ids, parents = np.array([5, 6, 5, 7], np.int32), np.array([-1, -1, 0, 1], np.int32)
+    depths, probs = np.array([1, 1, 2, 2], np.int32), np.array([0.5, 0.4, 0.3, 0.2])
+    return Tree.build(1, Draft(token_ids, parents, depths, probs), CPU)
 
 
 class FixedChoice:
@@ -94,9 +95,19 @@ def test_processors_see_the_prefix_of_the_node_and_leave_the_logits_alone() -> N
     assert choice.token_at(1, [7, 8]) == 2
     assert seen == [([[7, 8]], torch.float32, [1, 4])]
     assert torch.equal(logits, before)
-    penalty = ProcessedGreedyChoice(RepetitionPenaltyLogitsProcessor(3.0), CPU)
-    penalty.look_at(torch.tensor([[1.0, 2.0, 1.5]]))
-    assert (penalty.token_at(0, [0]), penalty.token_at(0, [1])) == (1, 2)
+    for committed, expected in (([0], 1), ([1], 2)):
+        penalty = ProcessedGreedyChoice(RepetitionPenaltyLogitsProcessor(3.0), CPU)
+        penalty.look_at(torch.tensor([[1.0, 2.0, 1.5]]))
+        assert penalty.token_at(0, committed) == expected
+
+
+def test_a_prefix_grows_with_the_committed_tokens() -> None:
+    prefix = Prefix(CPU)
+    committed: list[int] = []
+    for number in range(50):
+        committed += [number, number + 1][: 1 + number % 2]
+        assert prefix.of(committed).tolist() == [committed]
+    assert prefix.of(committed).tolist() == [committed]  # nothing new
 
 
 # --- budget ---------------------------------------------------------------------------------

@@ -27,8 +27,12 @@ def make_draft(parents: list[int], seed: int = 0) -> Draft:
         depths.append(1 if parent < 0 else depths[parent] + 1)
         siblings = {t for t, p in zip(token_ids, parents, strict=False) if p == parent}
         token_ids.append(int(rng.choice([t for t in range(VOCAB_SIZE) if t not in siblings])))
-    arrays = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Draft(*arrays, np.linspace(0.9, 0.1, len(parents)))
+    return Draft(
+        np.array(token_ids, np.int32),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.linspace(0.9, 0.1, len(parents)),
+    )
 
 
 def path_to(draft: Draft, tree_node: int) -> list[int]:
@@ -91,11 +95,11 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(
 @torch.no_grad()
 def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     prompt = [5, 9, 11, 5, 9]
-    target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, 3)
+    target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, 3, 40)
     target.prefill()
     target.commit([ROOT])
     tree = Tree.build(8, draft, CPU)
-    logits = target.forward(tree)
+    logits = target.forward(target.inputs(tree))
     token_ids = tree.token_ids[0].tolist()
     for node in range(len(tree)):
         path = [token_ids[i] for i in path_to(draft, node)]
@@ -113,7 +117,7 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
 
 
 def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
-    cache = TreeCache(num_layers=2, num_slots=0)
+    cache = TreeCache(num_layers=2, num_slots=0, max_slots=400)
     expected = []
     for step in range(5):
         for layer in range(2):
@@ -126,8 +130,33 @@ def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
         assert cache.get_seq_length() == 150 * (step + 1)
 
 
+def test_cache_grows_in_steps_and_not_beyond_what_is_needed() -> None:
+    cache = TreeCache(num_layers=1, num_slots=1000, max_slots=1500)
+
+    def num_slots() -> int:
+        return int(cache.layers[0]._key_store.buffer.shape[3])
+
+    cache.update(torch.zeros(1, 1, 1000, 2), torch.zeros(1, 1, 1000, 2), 0)
+    assert num_slots() == 1256
+    for expected in (1256, 1256, 1500, 1500, 1500, 1600):
+        cache.update(torch.zeros(1, 1, 100, 2), torch.zeros(1, 1, 100, 2), 0)
+        assert num_slots() == expected
+    short = TreeCache(num_layers=1, num_slots=10, max_slots=20)
+    short.update(torch.zeros(1, 1, 10, 2), torch.zeros(1, 1, 10, 2), 0)
+    assert short.layers[0]._key_store.buffer.shape[3] == 20
+
+
+def test_layers_on_several_devices_have_stores_of_their_own() -> None:
+    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9, share=False)
+    for layer in range(2):
+        cache.update(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), layer)
+        assert cache.layers[layer]._key_store.buffer.shape[0] == 1
+    cache.keep(0, [1])
+    assert cache.get_seq_length() == 1
+
+
 def test_layers_of_unlike_shapes_each_find_a_place() -> None:
-    cache = TreeCache(num_layers=3, num_slots=4)
+    cache = TreeCache(num_layers=3, num_slots=4, max_slots=9)
     shapes = [(1, 2, 3, 4), (1, 1, 3, 4), (1, 2, 3, 6)]
     states = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
     for layer, (keys, values) in enumerate(states):
@@ -139,8 +168,8 @@ def test_layers_of_unlike_shapes_each_find_a_place() -> None:
 
 
 def test_cache_crops_reorders_and_resets_like_any_other() -> None:
-    cache = TreeCache(num_layers=1, num_slots=4)
-    assert cache.layers[0].keys is None
+    cache = TreeCache(num_layers=1, num_slots=4, max_slots=9)
+    assert cache.get_seq_length() == 0
     keys = torch.randn(2, 1, 3, 4)
     cache.update(keys, -keys, 0)
     cache.crop(-1)
@@ -156,7 +185,7 @@ def test_cache_crops_reorders_and_resets_like_any_other() -> None:
 
 def test_commit_moves_only_what_is_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that is a prefix of the tree, the usual case, copies nothing."""
-    cache = TreeCache(num_layers=1, num_slots=8)
+    cache = TreeCache(num_layers=1, num_slots=8, max_slots=9)
     keys = torch.randn(1, 1, 6, 4)
     cache.update(keys, keys, 0)
     with monkeypatch.context() as patch:

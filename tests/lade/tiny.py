@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ngram_pool import Draft
 
@@ -118,8 +119,12 @@ class ScriptedDrafter:
             spine = len(token_ids) - (2 if token_ids[-2:-1] == [first] else 1)
             depth += 1
         probs = np.linspace(0.9, 0.1, len(token_ids))
-        ids = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-        return Draft(*ids, probs)
+        return Draft(
+            np.array(token_ids, np.int32),
+            np.array(parents, np.int32),
+            np.array(depths, np.int32),
+            probs,
+        )
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         assert sequence == 7
@@ -128,3 +133,12 @@ class ScriptedDrafter:
     def close(self, sequence: int) -> None:
         assert sequence == 7
         self.closed += 1
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer with one token for each of the 256 bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)

@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.observe([token_id], 0)
 
     @rule(
-        context=st.lists(st.integers(0, 4), min_size=1, max_size=7),
+        context=st.lists(st.integers(0, 4), min_size=1, max_size=12),
         max_nodes=st.integers(1, 40),
         max_candidates=st.integers(1, 6) | st.none(),
     )
