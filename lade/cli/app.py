@@ -44,7 +44,7 @@ DtypeOption = Annotated[
     Dtype | None,
     typer.Option(
         help="Number format of the model. Without it, bfloat16 where the processor or GPU computes "
-        "in it natively, else float32. float32 gives exactly the text of plain generate; in half "
+        "in it natively, else float32. float32 gives the text of plain generate; in half "
         "precision, near-ties may fall the other way."
     ),
 ]

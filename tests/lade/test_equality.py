@@ -82,6 +82,18 @@ def test_text_is_the_same_whatever_is_drafted(family: str, accept: float, attent
             assert output.stats.mean_accepted_tokens < 1.3
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_text_equals_plain_generate_on_a_gpu(family: str) -> None:
+    rng = np.random.default_rng(6)
+    model = tiny_model(family, seed=6).cuda()
+    pool = lade.NGramPool()
+    for _ in range(20):
+        prompt = random_prompt(rng).cuda()
+        expected = plain(model, prompt, max_new_tokens=30)
+        assert ours(model, prompt, max_new_tokens=30, pool=pool).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_stops_at_every_eos_id_and_at_the_exact_length(family: str) -> None:
     """EOS ids are chosen from the answer itself, so that they come in the middle of drafts."""
