@@ -204,9 +204,8 @@ def _decode(
     max_length = generation_config.max_length
     target = TreeTarget(model, input_ids, model_kwargs, profile.num_layers, max_length)
     # Learned positions end there, and a draft must not ask for more than plain decoding would.
-    last_position = getattr(
-        model.config.get_text_config(decoder=True), "max_position_embeddings", max_length
-    )
+    text_config = model.config.get_text_config(decoder=True)
+    last_position = getattr(text_config, "max_position_embeddings", None) or max_length
     prompt_ids: list[int] = input_ids[0].tolist()
 
     def emit(step: Step) -> None:
