@@ -82,7 +82,7 @@ def generate(
     _prepare_stop_strings(generate_kwargs)
     model = _without_compiler(model)
     strategy = partial(
-        _decode,
+        decode,
         pool=pool,
         drafter=drafter,
         config=config,
@@ -93,39 +93,6 @@ def generate(
         generate_kwargs["input_ids"] = input_ids
     # The class's generate: the instance may carry the one that `wrap` put there.
     return type(model).generate(model, custom_generate=strategy, **generate_kwargs)
-
-
-def decode(
-    model: Model,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    pool: NGramPool | None = None,
-    drafter: Drafter | None = None,
-    config: Config | None = None,
-    on_step: OnStep | None = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Decode inside `model.generate(..., custom_generate=lade.decode)`.
-
-    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate` and may be given to
-    `model.generate`. A `streamer` given to `model.generate` is dropped by transformers before it
-    calls any custom function; use `lade.generate` or `lade.wrap` to stream.
-    """
-    return _decode(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        pool,
-        drafter,
-        config,
-        on_step,
-        None,
-        **model_kwargs,
-    )
 
 
 def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None = None) -> Model:
@@ -184,7 +151,7 @@ def _wrapped_generate(
 # --- the strategy ---------------------------------------------------------------------------
 
 
-def _decode(
+def decode(
     model: Model,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -197,6 +164,13 @@ def _decode(
     token_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Any:
+    """Decode inside `model.generate(..., custom_generate=lade.decode)`.
+
+    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate` and may be given to
+    `model.generate`, and so may `token_streamer`, which gets the emitted tokens and the end. A
+    `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
+    calls any custom function. `lade.generate` and `lade.wrap` mend that.
+    """
     full_attention_layers(model)
     refuse_unsupported_options(model, generation_config, input_ids, model_kwargs)
     drafter = _choose_drafter(pool, drafter, config)

