@@ -1,19 +1,16 @@
-"""Answer several questions with one pool, and see how what was said speeds up what comes next."""
+"""Ask a question twice with one pool: what was said once is drafted when it is said again."""
 
 import lade
 from lade.models import encode, load
 
-QUESTIONS = [
-    "List five planets, one a line, with a fact about each.",
-    "List five planets, one a line, with a fact about each, and number the lines.",
-]
+QUESTION = "List five planets, one a line, with a fact about each."
 
 
 def main() -> None:
     model, tokenizer, _ = load()  # the embedded default model; or a hub id, or a folder
     pool = lade.NGramPool()
-    for question in QUESTIONS:
-        inputs = encode(tokenizer, question, model.device)
+    inputs = encode(tokenizer, QUESTION, model.device)
+    for _ in range(2):
         output = lade.generate(
             model,
             **inputs,

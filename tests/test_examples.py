@@ -33,4 +33,4 @@ def test_examples_with_the_default_model(name: str, capsys: pytest.CaptureFixtur
     assert len(output.split()) > 20
     if name == "chat_with_memory.py":
         first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
-        assert second > first  # the second question profits from the first
+        assert second > first + 1  # the answer is in the pool by then
