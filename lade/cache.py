@@ -102,7 +102,9 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Tensor | None:
         """[rows, heads, length, head_dim], or None before the first forward."""
-        return self._key_store.buffer[self._key_row][:, :, : self._length] if self._length else None
+        if not self._length:
+            return None
+        return self._key_store.buffer[self._key_row][:, :, : self._length]
 
     @property
     def values(self) -> Tensor | None:

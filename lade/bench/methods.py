@@ -9,7 +9,7 @@ import torch
 
 from lade.config import Config
 from lade.hf import generate
-from lade.stats import DecodeStats
+from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 
 
@@ -49,11 +49,17 @@ def prompt_lookup(model: Any, inputs: dict[str, Any], max_new_tokens: int) -> An
 
 
 class Lade:
-    """Run `lade.generate`; its pool lives on from prompt to prompt, or is new for each."""
+    """Run `lade.generate`; a given pool lives on from prompt to prompt, else each has a new one."""
 
-    def __init__(self, config: Config | None = None, *, keeps_pool: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config | None,
+        pool: NGramPool | None = None,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
         self._config = config
-        self._pool = NGramPool() if keeps_pool else None
+        self._pool = pool
+        self._on_step = on_step
 
     def __call__(self, model: Any, inputs: dict[str, Any], max_new_tokens: int) -> Answer:
         """Answer one prompt."""
@@ -63,6 +69,7 @@ class Lade:
             **inputs,
             pool=self._pool,
             config=self._config,
+            on_step=self._on_step,
             do_sample=False,
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
@@ -78,11 +85,8 @@ class Lade:
 METHODS: dict[str, tuple[Callable[[Config | None], Method], str]] = {
     "plain": (lambda config: plain, "generate, one token a step"),
     "prompt_lookup": (lambda config: prompt_lookup, "transformers' prompt_lookup_num_tokens=10"),
-    "lade": (lambda config: Lade(config), "lade, one pool for all prompts of a pass"),
-    "lade_fresh": (
-        lambda config: Lade(config, keeps_pool=False),
-        "lade, a new and empty pool for each prompt",
-    ),
+    "lade": (lambda config: Lade(config, NGramPool()), "lade, one pool for all prompts of a pass"),
+    "lade_fresh": (lambda config: Lade(config), "lade, a new and empty pool for each prompt"),
 }
 
 

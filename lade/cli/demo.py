@@ -1,9 +1,7 @@
 """`lade demo`: plain generate and lade on the same prompts, seen and measured."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import lade
 from lade.bench.environment import environment
-from lade.bench.methods import plain
+from lade.bench.methods import Lade, plain
 from lade.bench.report import write_json
 from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
@@ -60,7 +57,7 @@ def run(
     out.print(", or the model's own token.\n")
     warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
     plain(model, warm_up, 8)
-    _stream(loaded, warm_up, 8, NGramPool(), config, lambda step: None)
+    Lade(config)(model, warm_up, 8)
     pool = NGramPool()
     rows = []
     for title, prompt in titled:
@@ -70,11 +67,14 @@ def run(
         with out.status("plain generate …"):
             expected = plain(model, inputs, max_new_tokens)
         printer = TokenPrinter(loaded.tokenizer, out)
-        token_ids, stats, sec = _stream(loaded, inputs, max_new_tokens, pool, config, printer.show)
+        got = Lade(config, pool, printer.show)(model, inputs, max_new_tokens)
         out.print()
-        difference = _difference(model, inputs, expected.token_ids, token_ids)
-        rows.append(Row(title, len(expected.token_ids), expected.sec, stats, sec, difference))
-        speedup = (stats.num_tokens / sec) / (len(expected.token_ids) / expected.sec)
+        assert got.stats is not None, "lade counts its steps"
+        difference = _difference(model, inputs, expected.token_ids, got.token_ids)
+        rows.append(
+            Row(title, len(expected.token_ids), expected.sec, got.stats, got.sec, difference)
+        )
+        speedup = (len(got.token_ids) / got.sec) / (len(expected.token_ids) / expected.sec)
         out.print(f"[dim]{speedup:.2f}x plain, {difference}[/dim]\n")
     out.print(_table(rows))
     if any("gap" in row.text for row in rows):
@@ -120,29 +120,6 @@ class TokenPrinter:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
-
-
-def _stream(
-    loaded: LoadedModel,
-    inputs: dict[str, Any],
-    max_new_tokens: int,
-    pool: NGramPool,
-    config: Config,
-    on_step: Callable[[Step], None],
-) -> tuple[list[int], DecodeStats, float]:
-    start = perf_counter()
-    output = lade.generate(
-        loaded.model,
-        **inputs,
-        pool=pool,
-        config=config,
-        on_step=on_step,
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-    )
-    sec = perf_counter() - start
-    return output.sequences[0, inputs["input_ids"].shape[1] :].tolist(), output.stats, sec
 
 
 def _difference(model: Any, inputs: dict[str, Any], expected: list[int], got: list[int]) -> str:
