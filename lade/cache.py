@@ -1,15 +1,16 @@
-"""Preallocated keys and values that keep the accepted path in place.
+"""Preallocated keys and values that keep the accepted paths in place.
 
 transformers' own dynamic cache concatenates, and so copies, all keys and values at every step; here
-a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. Only
-this file knows how a transformers cache works inside.
+a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. Each
+row of a batch has a length of its own. Only this file knows how a transformers cache works inside.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 _FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
 _GROWTH = 4  # then a quarter more, up to the longest the generation can get
@@ -24,7 +25,7 @@ class _Store:
     def __init__(self, num_layers: int, states: Tensor, num_slots: int, max_slots: int) -> None:
         rows, heads, _, head_dim = states.shape
         self._max_slots = max_slots
-        self.buffer = states.new_empty((num_layers, rows, heads, num_slots, head_dim))
+        self.buffer = _allocated(states, (num_layers, rows, heads, num_slots, head_dim))
 
     def fits(self, states: Tensor) -> bool:
         """Tell whether a layer with such new keys or values can live here."""
@@ -35,20 +36,39 @@ class _Store:
             mine.shape[3],
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
-    def write(self, layer: int, start: int, states: Tensor) -> Tensor:
-        """Put new states at slot `start` of a layer; return a view of all its states so far."""
-        stop = start + states.shape[2]
+    def write(self, layer: int, states: Tensor, slots: "_Slots") -> Tensor:
+        """Put new states behind each row's own; return a view of all states of the layer."""
         num_slots = self.buffer.shape[3]
-        if stop > num_slots:
+        if slots.stop > num_slots:
             roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
             shape = list(self.buffer.shape)
-            shape[3] = max(stop, min(roomy, self._max_slots))
-            larger = self.buffer.new_empty(shape)
-            larger[:, :, :, :start] = self.buffer[:, :, :, :start]
+            shape[3] = max(slots.stop, min(roomy, self._max_slots))
+            larger = _allocated(self.buffer, tuple(shape))
+            larger[:, :, :, :num_slots] = self.buffer
             self.buffer = larger
         mine = self.buffer[layer]
-        mine[:, :, start:stop] = states
-        return mine[:, :, :stop]
+        if slots.index is None:
+            mine[:, :, slots.stop - states.shape[2] : slots.stop] = states
+        else:
+            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
+            mine[rows, :, slots.index.to(mine.device)] = states.transpose(1, 2)
+        return mine[:, :, : slots.stop]
+
+
+def _allocated(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # What is hidden by a mask is still multiplied by 0, and memory never written to may hold NaN.
+    # One row alone never has hidden slots that were not written.
+    return like.new_zeros(shape) if shape[1] > 1 else like.new_empty(shape)
+
+
+class _Slots:
+    """Where a forward writes: behind the cached tokens of each row."""
+
+    def __init__(self, starts: Sequence[int], num_new: int) -> None:
+        self.stop = max(starts) + num_new
+        self.index: Tensor | None = None  # int64 [rows, num_new], or None where all rows are alike
+        if min(starts) < max(starts):
+            self.index = torch.tensor(starts)[:, None] + torch.arange(num_new)
 
 
 class _Storage:
@@ -60,6 +80,8 @@ class _Storage:
         self._max_slots = max_slots
         self._of_keys: list[_Store] = []
         self._of_values: list[_Store] = []
+        self.lengths: list[int] = []  # committed slots of each row
+        self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
 
     def place_keys(self, layer: int, states: Tensor) -> tuple[_Store, int]:
         """Return the store for a layer's keys, and the layer's row in it."""
@@ -69,14 +91,38 @@ class _Storage:
         """Return the store for a layer's values, and the layer's row in it."""
         return self._place(self._of_values, layer, states)
 
-    def move(self, source: list[int], start: int) -> None:
-        """Copy slots `source` of every layer to those from `start` on."""
+    def slots(self, num_pending: int, num_new: int) -> _Slots:
+        """Return where to write `num_new` states behind the committed and the pending ones."""
+        known = self._slots.get((num_pending, num_new))
+        if known is None:  # one forward asks the same of every layer
+            known = _Slots([length + num_pending for length in self.lengths], num_new)
+            self._slots = {(num_pending, num_new): known}
+        return known
+
+    def commit(self, lengths: list[int]) -> None:
+        """Set the number of committed slots of each row."""
+        self.lengths = lengths
+        self._slots = {}
+
+    def move(self, row: int, source: list[int], start: int) -> None:
+        """Copy slots `source` of a row, in every layer, to those from `start` on."""
         for store in (*self._of_keys, *self._of_values):
             index = torch.tensor(source, device=store.buffer.device)
-            moved = store.buffer.index_select(3, index)
-            store.buffer[:, :, :, start : start + len(source)] = moved
+            mine = store.buffer[:, row]
+            mine[:, :, start : start + len(source)] = mine.index_select(2, index)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in ascending order, without a copy of the whole."""
+        for store in (*self._of_keys, *self._of_values):
+            for place, row in enumerate(rows):
+                if place != row:
+                    store.buffer[:, place] = store.buffer[:, row]
+            store.buffer = store.buffer[:, : len(rows)]
+        self.commit([self.lengths[row] for row in rows])
 
     def _place(self, stores: list[_Store], layer: int, states: Tensor) -> tuple[_Store, int]:
+        if not self.lengths:
+            self.lengths = [0] * states.shape[0]
         if not stores and self._num_alike > 1:
             # The first layer speaks for the others: most models' layers are alike.
             stores.append(_Store(self._num_alike, states, self._num_slots, self._max_slots))
@@ -89,7 +135,6 @@ class _Storage:
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
-    is_croppable = True
     is_sliding = False
 
     def __init__(self, storage: _Storage, index: int) -> None:
@@ -97,21 +142,21 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
         self._storage = storage
         self._index = index
-        self._length = 0
+        self.num_pending = 0  # slots written behind the committed ones
 
     @property
     def keys(self) -> Tensor | None:
         """[rows, heads, length, head_dim], or None before the first forward."""
-        if not self._length:
+        if not self.is_initialized:
             return None
-        return self._key_store.buffer[self._key_row][:, :, : self._length]
+        return self._key_store.buffer[self._key_row][:, :, : self.get_seq_length()]
 
     @property
     def values(self) -> Tensor | None:
         """[rows, heads, length, head_dim], or None before the first forward."""
-        if not self._length:
+        if not self.is_initialized:
             return None
-        return self._value_store.buffer[self._value_row][:, :, : self._length]
+        return self._value_store.buffer[self._value_row][:, :, : self.get_seq_length()]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Find a place in the stores; called with the first keys and values."""
@@ -123,44 +168,26 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values behind the held ones; return views of all of them."""
+        """Write new keys and values behind those of each row; return views of the whole layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = self._key_store.write(self._key_row, self._length, key_states)
-        values = self._value_store.write(self._value_row, self._length, value_states)
-        self._length += key_states.shape[2]
+        slots = self._storage.slots(self.num_pending, key_states.shape[2])
+        keys = self._key_store.write(self._key_row, key_states, slots)
+        values = self._value_store.write(self._value_row, value_states, slots)
+        self.num_pending += key_states.shape[2]
         return keys, values
 
     def get_seq_length(self) -> int:
-        """Return the number of slots held."""
-        return self._length
+        """Return the number of slots held by the longest row."""
+        return max(self._storage.lengths, default=0) + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys a query of that length sees, and their offset."""
-        return self._length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """Return -1: the cache grows without a fixed end."""
         return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last slots; transformers passes their number negated."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"expected a number of at most 0, got {tokens_to_remove}")
-        self._length = max(0, self._length + tokens_to_remove)
-
-    def reset(self) -> None:
-        """Hold nothing, keep the memory."""
-        self._length = 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select rows of the batch; part of the layer interface of transformers."""
-        if self.is_initialized:
-            for states in (
-                self._key_store.buffer[self._key_row],
-                self._value_store.buffer[self._value_row],
-            ):
-                states.copy_(states.index_select(0, beam_idx.to(states.device)))
 
 
 class TreeCache(Cache):  # type: ignore[misc]
@@ -181,18 +208,51 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._storage = _Storage(num_layers if share else 1, first, max_slots)
         super().__init__(layers=[TreeCacheLayer(self._storage, i) for i in range(num_layers)])
 
-    def keep(self, num_committed: int, nodes: list[int]) -> None:
-        """Of the slots written after the first `num_committed`, keep `nodes`, in that order.
+    @property
+    def lengths(self) -> list[int]:
+        """Committed slots of each row; empty before the first forward."""
+        return self._storage.lengths
+
+    def keep_all(self) -> None:
+        """Commit every slot written so far, those of padding too."""
+        num_pending = self.layers[0].num_pending
+        self._commit([length + num_pending for length in self.lengths])
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of the slots written since the last commit, keep those of each row's path, in order.
 
         Args:
-            num_committed: slots that stay as they are.
-            nodes: indices, ascending, counted from `num_committed`.
+            paths: for each row node indices, ascending, counted from the row's committed slots.
         """
-        in_place = 0
-        while in_place < len(nodes) and nodes[in_place] == in_place:
-            in_place += 1
-        if in_place < len(nodes):
-            source = [num_committed + node for node in nodes[in_place:]]
-            self._storage.move(source, num_committed + in_place)
+        for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
+            in_place = 0
+            while in_place < len(path) and path[in_place] == in_place:
+                in_place += 1
+            if in_place < len(path):
+                source = [length + node for node in path[in_place:]]
+                self._storage.move(row, source, length + in_place)
+        self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, ascending; between steps only."""
+        self._storage.select(rows)
+
+    def take_over(self, cache: DynamicCache) -> None:
+        """Copy what a filled cache holds; that cache stays as it is."""
+        for index, layer in enumerate(cache.layers):
+            self.update(layer.keys, layer.values, index)
+        self.keep_all()
+
+    def hand_over(self, cache: DynamicCache) -> None:
+        """Let a dynamic cache hold what this one holds, without a copy; rows are of one length."""
+        assert len(set(self.lengths)) == 1
+        for index, mine in enumerate(self.layers):
+            if index >= len(cache.layers) or not cache.layers[index].is_initialized:
+                cache.update(mine.keys[:, :, :0], mine.values[:, :, :0], index)
+            layer = cache.layers[index]
+            layer.keys, layer.values = mine.keys, mine.values
+
+    def _commit(self, lengths: list[int]) -> None:
+        self._storage.commit(lengths)
         for layer in self.layers:
-            layer._length = num_committed + len(nodes)
+            layer.num_pending = 0

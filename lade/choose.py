@@ -1,82 +1,286 @@
-"""The target's own choice at a node of the tree, the one function that the verifier asks.
+"""The target's own choice at a node of a tree, the one thing that the verifier asks.
 
 Next file: `verify.py`.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+from lade.processors import Processors
+from lade.text import Text
+from lade.tree import Tree
+
+Place = tuple[int, int]  # row, and node of the row's tree
+# Told what a token was chosen from: row, raw and processed scores, float32 [vocab_size] each.
+OnChoice = Callable[[int, Tensor, Tensor], None]
+
+# The noise of positions that only some rows have reached is kept for the others; no row may run
+# further ahead than this memory holds. 64 MiB are 42 positions of 8 rows of 49 152 tokens.
+_MAX_NOISE_BYTES = 64 * 2**20
+_MIN_LEAD = 8
 
 
 class Choice(Protocol):
-    """Chooses the token that the target itself emits at a node."""
+    """Chooses the tokens that the target itself emits."""
 
-    def look_at(self, logits: Tensor) -> None:
-        """Take in the logits of a step, [num_nodes, vocab_size]; waits for the device."""
+    @property
+    def max_lead(self) -> int | None:
+        """How many tokens a row may be ahead of another; None for any number."""
 
-    def token_at(self, node: int, committed: list[int]) -> int:
-        """Return the token that follows `committed`, which ends with the token of `node`.
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Take in the logits of a step and wait for the device.
 
-        Called once per emitted token, in order of emission.
+        Args:
+            logits: [rows, width, vocab_size].
+            trees: by row, in the order of the rows of `logits`.
         """
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Return the next token of each place's row, whose last committed token is the node's.
+
+        Called once for each emitted token, in order of emission within a row, and with all rows
+        together where processors or stop conditions need that.
+        """
+
+    def close(self) -> None:
+        """Leave everything as `generate` would; called once, also after an error."""
 
 
 class GreedyChoice:
     """The likeliest token, the first of equals, as `generate(do_sample=False)` takes it."""
 
-    def look_at(self, logits: Tensor) -> None:
-        """Find the likeliest token of all nodes at once."""
+    max_lead = None
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Find the likeliest tokens of all nodes at once."""
         if logits.dtype == torch.float64:  # `generate` decides in float32, also between ties there
             logits = logits.float()
-        self._token_ids = logits.argmax(dim=-1).tolist()
+        self._token_ids = dict(zip(trees, logits.argmax(dim=-1).tolist(), strict=True))
 
-    def token_at(self, node: int, committed: list[int]) -> int:
-        """Return the likeliest token at a node."""
-        token_id: int = self._token_ids[node]
-        return token_id
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Return the likeliest tokens."""
+        return [self._token_ids[row][node] for row, node in places]
 
-
-class Prefix:
-    """Committed tokens as a tensor that grows with them, for those who ask after every token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._ids = torch.empty((1, 0), dtype=torch.int64, device=device)
-        self._num_known = 0
-
-    def of(self, committed: list[int]) -> Tensor:
-        """Return all of `committed`, int64 [1, num_tokens]; it must have grown since last time."""
-        new = committed[self._num_known :]
-        if len(committed) > self._ids.shape[1]:
-            larger = self._ids.new_empty((1, 2 * len(committed)))
-            larger[:, : self._num_known] = self._ids[:, : self._num_known]
-            self._ids = larger
-        self._ids[0, self._num_known : len(committed)] = torch.tensor(new, device=self._ids.device)
-        self._num_known = len(committed)
-        return self._ids[:, : len(committed)]
+    def close(self) -> None:
+        """Nothing was touched."""
 
 
-class ProcessedGreedyChoice:
-    """The likeliest token after logits processors, which see the true prefix of each node.
+class Picked(NamedTuple):
+    """Tokens picked, and whether their scores allowed it; int64 and bool [n]."""
 
-    Processors run only where a token is emitted, once for each and in order, because some count
-    their calls and all may look at the whole prefix.
+    token_ids: Tensor
+    is_valid: Tensor
+
+
+class Pick(Protocol):
+    """Picks tokens by their processed scores."""
+
+    @property
+    def max_lead(self) -> int | None:
+        """As of a `Choice`."""
+
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick one token for each of `scores`.
+
+        Args:
+            scores: processed, float32 [n, vocab_size].
+            rows: each one's row.
+            times: how many tokens each one's row has emitted before.
+        """
+
+    def begin_step(self, first_time: int) -> None:
+        """Learn that no token of an earlier time will be picked any more."""
+
+    def close(self, num_times: int) -> None:
+        """Learn that tokens of so many times were emitted, and no more will be."""
+
+
+class Likeliest:
+    """Greedy picking, for scores that were processed."""
+
+    max_lead = None
+
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick the first of the highest scores; `generate` takes any, valid or not."""
+        token_ids = scores.argmax(dim=-1)
+        return Picked(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+
+    def begin_step(self, first_time: int) -> None:
+        """Keep nothing."""
+
+    def close(self, num_times: int) -> None:
+        """Leave nothing."""
+
+
+class Race:
+    """Sampling, seed for seed as `generate(do_sample=True)` samples.
+
+    `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
+    token of each row and returns the argmax of probs / variates. `generate` calls it once for each
+    new column of the batch. Drawing the same variates for the same column, in the same order, makes
+    the token at a node a function of its scores: however many columns a step emits, each takes its
+    own draw, and drafts decide nothing but how many that is.
+
+    Args:
+        num_rows: of the whole batch; finished rows are drawn for too, as `generate` does.
+        vocab_size: about; only limits memory.
+        device: of the scores; its default generator is drawn from.
+        ahead: whether tokens are picked at nodes that may not be emitted. Draws that were not used
+            are then taken back in the end.
     """
 
-    def __init__(self, processor: LogitsProcessor, device: torch.device) -> None:
-        self._processor = processor
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ahead: bool) -> None:
+        self._num_rows = num_rows
         self._device = device
-        self._prefix = Prefix(device)
+        self._ahead = ahead
+        self._noise: dict[int, Tensor] = {}  # by time
+        self._states: dict[int, Tensor] = {}  # by time, the generator's before that time's draw
+        self._num_drawn = 0
+        size = 4 * num_rows * vocab_size
+        self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
 
-    def look_at(self, logits: Tensor) -> None:
-        """Take the logits over in float32, as `generate` does."""
-        self._scores = logits.to(self._device, torch.float32, copy=True)
-        self._scores[0, 0].item()  # wait, or the time of the forward would be counted elsewhere
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick at random."""
+        probs = scores.softmax(dim=-1)
+        vocab_size = probs.shape[-1]
+        if list(rows) == list(range(self._num_rows)) and len(set(times)) == 1:
+            noise = self._noise_at(times[0], vocab_size)
+        else:
+            places = zip(rows, times, strict=True)
+            noise = torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
+        # One infinity or NaN among the scores makes the whole distribution NaN.
+        return Picked((probs / noise).argmax(dim=-1), ~probs[:, 0].isnan())
 
-    def token_at(self, node: int, committed: list[int]) -> int:
-        """Process the logits of a node under its prefix and return the likeliest token."""
-        scores = self._processor(self._prefix.of(committed), self._scores[node : node + 1])
-        return int(scores.argmax(dim=-1))
+    def begin_step(self, first_time: int) -> None:
+        """Forget the noise of earlier times."""
+        for times in (self._noise, self._states):
+            for time in [time for time in times if time < first_time]:
+                del times[time]
+
+    def close(self, num_times: int) -> None:
+        """Take back what was drawn ahead and not used."""
+        if self._num_drawn > num_times:
+            self._restore(self._states[num_times])
+        self._noise, self._states = {}, {}
+
+    def _noise_at(self, time: int, vocab_size: int) -> Tensor:
+        while self._num_drawn <= time:
+            if self._ahead:
+                self._states[self._num_drawn] = self._state()
+            shape = (self._num_rows, vocab_size)
+            noise = torch.empty(shape, dtype=torch.float32, device=self._device)
+            self._noise[self._num_drawn] = noise.exponential_()
+            self._num_drawn += 1
+        return self._noise[time]
+
+    def _state(self) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
+
+    def _restore(self, state: Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+class ProcessedChoice:
+    """Tokens picked by processed scores, where they are emitted and nowhere else.
+
+    Processors run once for each emitted token, with the true prefix and in order: some count their
+    calls, some draw random numbers, and any may look at the whole prefix. Processors that look at
+    the scores alone could run at all nodes at once, see `ChoiceAtOnce`.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        processors: Processors,
+        pick: Pick,
+        device: torch.device,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        self.max_lead = pick.max_lead
+        self._text = text
+        self._processors = processors
+        self._pick = pick
+        self._device = device
+        self._on_choice = on_choice
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Keep the logits until they are asked for."""
+        self._logits = logits
+        self._index = {row: index for index, row in enumerate(trees)}
+        self._pick.begin_step(min(self._text.num_emitted(row) for row in trees))
+        logits[0, 0, 0].item()  # wait, or the time of the forward would be counted elsewhere
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Process and pick."""
+        rows = [row for row, _ in places]
+        raw = torch.stack([self._logits[self._index[row], node] for row, node in places])
+        raw = raw.to(self._device, torch.float32)
+        # `generate` keeps the raw logits as they were; some processors write in place.
+        scores = self._processors(self._text, rows, raw.clone() if self._on_choice else raw)
+        times = [self._text.num_emitted(row) for row in rows]
+        if self._on_choice is not None:
+            for i, row in enumerate(rows):
+                self._on_choice(row, raw[i], scores[i])
+        picked = self._pick(scores, rows, times)
+        token_ids: list[int] = picked.token_ids.tolist()
+        for i, is_valid in enumerate(picked.is_valid.tolist()):
+            if not is_valid:
+                _raise_invalid(scores[i])
+        return token_ids
+
+    def close(self) -> None:
+        """Leave the random state where `generate` would."""
+        self._pick.close(self._text.longest - self._text.num_prompt)
+
+
+class ChoiceAtOnce(ProcessedChoice):
+    """The same, with all nodes of a step processed and picked in one go.
+
+    For processors that need no prefix, on a device that is waited for at every look at a result. On
+    a CPU nobody waits, and the work at nodes never reached is lost: top-p at 16 nodes of 49 152
+    tokens took 25 ms there, at one node 3 ms, in a step of 60 ms.
+    """
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Process and pick everywhere; one wait for the device."""
+        rows, width, vocab_size = logits.shape
+        first_times = [self._text.num_emitted(row) for row in trees]
+        self._pick.begin_step(min(first_times))
+        self._index = {row: index for index, row in enumerate(trees)}
+        self._raw = logits.to(self._device, torch.float32, copy=True)
+        flat = self._raw.view(-1, vocab_size)
+        scores = self._processors.without_prefix(flat.clone() if self._on_choice else flat)
+        of_nodes, times = [], []
+        for row, first_time, tree in zip(trees, first_times, trees.values(), strict=True):
+            depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never asked for
+            of_nodes += [row] * width
+            times += [first_time + depth for depth in depths]
+        picked = self._pick(scores, of_nodes, times)
+        self._scores = scores.view(rows, width, vocab_size)
+        self._token_ids, self._is_valid = (part.view(rows, width).tolist() for part in picked)
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Return what was picked."""
+        token_ids = []
+        for row, node in places:
+            index = self._index[row]
+            if not self._is_valid[index][node]:
+                _raise_invalid(self._scores[index, node])
+            if self._on_choice is not None:
+                self._on_choice(row, self._raw[index, node], self._scores[index, node])
+            token_ids.append(self._token_ids[index][node])
+        return token_ids
+
+
+def _raise_invalid(scores: Tensor) -> None:
+    """Raise what `torch.multinomial` raises for scores, float32 [vocab_size], it cannot sample."""
+    torch.multinomial(scores.softmax(dim=-1), 1)
+    raise AssertionError("expected torch.multinomial to refuse these scores")

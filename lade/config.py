@@ -1,11 +1,14 @@
 """`Config`: what a user may fix by hand. Every default is automatic, none needs to be touched."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+Verifier = Literal["exact", "rejection"]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of the decoding; the text never depends on them in exact arithmetic.
+    """Settings of the decoding; no text depends on them in exact arithmetic, but see `verifier`.
 
     Raises:
         TypeError: a field is not an integer.
@@ -20,6 +23,12 @@ class Config:
     max_draft_tokens: int | None = None
     #: N of the pool made when none is passed; None for the pool's own default.
     max_ngram_size: int | None = None
+    #: How sampled text is held against a draft. "exact" emits, seed for seed, the tokens that
+    #: `generate(do_sample=True)` emits, and accepts a draft token where it is the same. "rejection"
+    #: draws drafts from the pool's own probabilities and accepts or rejects them so that the text
+    #: has the target's distribution (`lade.rejection`), with other tokens for the same seed. Greedy
+    #: decoding is the same with both: its target distribution is one token.
+    verifier: Verifier = "exact"
 
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
@@ -30,3 +39,8 @@ class Config:
                 raise TypeError(f"expected Config({name}=…) to be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"expected Config({name}=…) of at least {least}, got {value}")
+        if self.verifier not in get_args(Verifier):
+            raise ValueError(
+                f"expected Config(verifier=…) of {', '.join(map(repr, get_args(Verifier)))}, "
+                f"got {self.verifier!r}"
+            )

@@ -5,116 +5,241 @@
 Nothing here knows of generation options; `hf.py` translates those. Next file: `drafting.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lade.budget import Budget
 from lade.choose import Choice
-from lade.drafting import Drafter
+from lade.drafting import Drafter, chain
+from lade.outputs import Outputs
 from lade.stats import DecodeStats, Step
-from lade.target import Target
-from lade.tree import Tree
-from lade.verify import accepted_path
+from lade.target import Forward, Target
+from lade.text import Text
+from lade.tree import Tree, TreeBatch
+from lade.verify import accepted_paths
 from ngram_pool import Draft
 
 
-def decode_row(
-    prompt_ids: Sequence[int],
-    target: Target,
-    drafter: Drafter,
-    choice: Choice,
-    budget: Budget,
-    max_length: int,
-    is_finished: Callable[[list[int]], bool],
-    on_step: Callable[[Step], None],
-) -> tuple[list[int], DecodeStats]:
-    """Decode one sequence to its end.
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How the rows of a batch go together, and how far they go.
+
+    Attributes:
+        max_length: no draft reaches beyond so many tokens in all, prompt included; beyond them, and
+            to end there is for `stop` to say, steps go on without a draft.
+        stop: told after every token which rows emitted it; marks rows of the text as finished.
+        is_joint: all rows emit together, because something must see them all at one length.
+        keeps_finished: a finished row goes on, with padding or whatever it has, until the last one
+            is finished, because the caller wants what `generate` would have computed there.
+    """
+
+    max_length: int
+    stop: Callable[[list[int]], None]
+    is_joint: bool = False
+    keeps_finished: bool = False
+
+
+class Decoder:
+    """One generation: all rows of a batch, from prompt to end.
 
     Args:
-        prompt_ids: at least one token.
-        target: a model set up for this prompt, not yet run.
-        drafter: proposes; is fed the prompt first and every committed token after.
-        choice: the target's own token at a node.
+        text: the prompts; grows.
+        contexts: for each row the prompt as the drafter is to see it, without padding; grows.
+        target: a model set up for the prompts, not yet run.
+        drafter: proposes; is fed each context first and every emitted token after, no padding.
+        choice: the target's own tokens.
         budget: how many nodes to verify.
-        max_length: no draft reaches beyond so many tokens in all, prompt included; beyond them, and
-            to end there is for `is_finished` to say, steps go on without a draft.
-        is_finished: asked after every single token, with prompt and emitted tokens.
-        on_step: told of every step after its commit, the prefill included.
-
-    Returns:
-        All committed tokens, prompt included, and the counts and times.
+        rules: see there.
+        on_step: told of every step after its commit, the prefill included, row by row.
+        outputs: gathers what the caller wants besides the text.
     """
-    stats = DecodeStats(num_prefills=1)
-    committed = list(prompt_ids)
-    sequence = drafter.open(prompt_ids)
 
-    def verify_and_commit(tree: Tree) -> tuple[Step, bool]:
-        """Emit the accepted path and the bonus token, or as much as a stop condition lets pass."""
-        nodes: list[int] = []
-        finished = False
-        with stats.timed("verify"):
-            for node, token_id in accepted_path(tree, choice, committed):
-                nodes.append(node)
-                committed.append(token_id)
-                if finished := is_finished(committed):
-                    break
-        with stats.timed("commit"):
-            emitted = committed[-len(nodes) :]
-            target.commit(nodes)
-            drafter.observe(sequence, emitted)
-        # A path that was cut may end on a draft token; otherwise its last one is the bonus token.
-        ends_on_draft = (nodes[-1], emitted[-1]) in tree.children
-        return Step(emitted, len(tree) - 1, len(emitted) - (not ends_on_draft)), finished
+    def __init__(
+        self,
+        text: Text,
+        contexts: list[list[int]],
+        target: Target,
+        drafter: Drafter,
+        choice: Choice,
+        budget: Budget,
+        rules: Rules,
+        on_step: Callable[[Sequence[Step]], None],
+        outputs: Outputs,
+    ) -> None:
+        self.stats = DecodeStats(num_prefills=text.num_rows)
+        self._text = text
+        self._contexts = contexts
+        self._target = target
+        self._drafter = drafter
+        self._choice = choice
+        self._budget = budget
+        self._rules = rules
+        self._on_step = on_step
+        self._outputs = outputs
+        self._rows = list(range(text.num_rows))  # those in the target's batch
+        self._sequences: dict[int, int] = {}  # row -> the drafter's handle
 
-    try:
-        with stats.timed("prefill"):
-            choice.look_at(target.prefill())
-        # The prompt's last token is the root of a first tree, one without a draft.
-        step, finished = verify_and_commit(Tree.build(committed[-1], Draft.empty(), target.device))
-        on_step(step)
-        while not finished:
-            with stats.timed("draft"):
-                proposed = _propose(
-                    drafter, sequence, committed, budget.max_nodes, max_length, target.vocab_size
+    def run(self) -> DecodeStats:
+        """Decode to the end and return the counts and times; the text is in `text`."""
+        try:
+            for row in self._rows:
+                self._sequences[row] = self._drafter.open(self._contexts[row])
+            self._prefill()
+            while emitting := [row for row in self._rows if self._may_emit(row)]:
+                self._step(emitting)
+            return self.stats
+        finally:
+            self._choice.close()
+            for sequence in self._sequences.values():
+                self._drafter.close(sequence)
+
+    # --- the two kinds of forward -----------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Run the prompts: a first step without a draft, whose roots are cached already."""
+        # The tokens of these roots are never looked at.
+        trees = {row: Tree.build(0, Draft.empty()) for row in self._rows}
+        with self.stats.timed("prefill"):
+            output = self._target.prefill()
+            self._choice.look_at(output.logits[:, -1:], trees)
+            self._outputs.add_prefill(output)
+        steps, _ = self._verify(trees)
+        with self.stats.timed("commit"):
+            self._leave()
+        self._on_step(steps)
+
+    def _step(self, emitting: Sequence[int]) -> None:
+        with self.stats.timed("draft"):
+            proposed = {row: self._propose(row) for row in emitting}
+            num_nodes = self._budget.num_nodes([d.probs.tolist() for d in proposed.values()])
+            trees = {
+                row: Tree.build(
+                    self._text.token_ids[row][-1],
+                    proposed[row].first(num_nodes) if row in proposed else Draft.empty(),
                 )
-                draft = proposed.first(budget.num_nodes(proposed.probs.tolist()))
-                tree = Tree.build(committed[-1], draft, target.device)
-                inputs = target.inputs(tree)
-            with stats.timed("forward") as forward:
-                choice.look_at(target.forward(inputs))
-            step, finished = verify_and_commit(tree)
-            with stats.timed("commit"):
-                stats.count_step(step)
-                guesses = proposed.depths == 1
-                budget.record(
-                    num_nodes=len(draft),
-                    forward_sec=forward.sec,
-                    expected=float(proposed.probs[guesses].sum()),
-                    came=bool((proposed.token_ids[guesses] == step.token_ids[0]).any()),
-                )
-            on_step(step)
-        return committed, stats
-    finally:
-        drafter.close(sequence)
+                for row in self._rows
+            }
+            inputs = self._target.inputs(TreeBatch.stack([*trees.values()], self._target.device))
+        with self.stats.timed("forward") as forward:
+            output = self._target.forward(inputs)
+            self._choice.look_at(output.logits, trees)
+        steps, paths = self._verify(trees)
+        with self.stats.timed("commit"):
+            self._commit(output, paths)
+            self.stats.num_steps += 1
+            for step in steps:
+                self.stats.count_row_step(step)
+            width = max(map(len, trees.values()))
+            self._learn_costs(steps, proposed, width - 1, forward.sec)
+        self._on_step(steps)
+
+    # --- draft ------------------------------------------------------------------------------
+
+    def _may_emit(self, row: int) -> bool:
+        text, rules = self._text, self._rules
+        if rules.is_joint:
+            return not all(text.is_finished)
+        if text.is_finished[row]:
+            return rules.keeps_finished and len(text.token_ids[row]) < text.longest
+        return self._choice.max_lead is None or self._lead(row) < self._choice.max_lead
+
+    def _lead(self, row: int) -> int:
+        """Return how many tokens a row is ahead of the shortest."""
+        return len(self._text.token_ids[row]) - min(
+            len(self._text.token_ids[other]) for other in self._rows
+        )
+
+    def _propose(self, row: int) -> Draft:
+        """Ask for a draft, and cut it before the first node that the target cannot run.
+
+        That is one beyond the longest text, or, from a pool that learned from another model's text,
+        a token that this model does not have.
+        """
+        text = self._text
+        is_finished = text.is_finished[row]
+        limit = self._rules.max_length
+        if is_finished and not self._rules.is_joint:
+            limit = min(limit, text.longest)
+        room = limit - len(text.token_ids[row]) - 1  # the bonus token needs one place more
+        if self._choice.max_lead is not None:
+            room = min(room, self._choice.max_lead - self._lead(row) - 1)
+        max_nodes = self._budget.max_nodes
+        if room < 1 or max_nodes < 1:
+            return Draft.empty()
+        if is_finished and text.pad_token_id is not None:
+            return chain([text.pad_token_id] * min(room, max_nodes))
+        draft = self._drafter.draft(self._sequences[row], self._contexts[row], max_nodes)
+        impossible = np.flatnonzero(
+            (draft.depths > room) | (draft.token_ids >= self._target.vocab_size)
+        )
+        return draft.first(int(impossible[0])) if len(impossible) else draft
+
+    # --- verify and commit ------------------------------------------------------------------
+
+    def _verify(self, trees: Mapping[int, Tree]) -> tuple[list[Step], dict[int, list[int]]]:
+        """Emit the accepted paths and bonus tokens, and feed them to the drafter."""
+        text = self._text
+        starts = {row: text.num_unpadded[row] for row in trees}
+        working = [row for row in trees if not text.is_finished[row]]
+        with self.stats.timed("verify"):
+            paths = accepted_paths(
+                trees, self._choice, text, self._may_emit, self._rules.stop, self._rules.is_joint
+            )
+        with self.stats.timed("commit"):
+            steps = []
+            for row, start in starts.items():
+                emitted = text.token_ids[row][start : text.num_unpadded[row]]
+                self._contexts[row] += emitted
+                if emitted:
+                    self._drafter.observe(self._sequences[row], emitted)
+                if emitted and row in working:
+                    steps.append(_step_of(row, trees[row], paths[row], emitted))
+        return steps, paths
+
+    def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
+        """Keep the accepted paths, in the cache and in what the caller gets."""
+        of_rows = [paths[row] for row in self._rows]
+        self._outputs.add_step(output, self._rows, self._target.num_cached, of_rows)
+        self._target.commit(of_rows)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Let finished rows go, so that the others have the machine to themselves."""
+        staying = [row for row in self._rows if not self._text.is_finished[row]]
+        if self._rules.keeps_finished or not staying or len(staying) == len(self._rows):
+            return
+        self._target.select([self._rows.index(row) for row in staying])
+        for row in set(self._rows) - set(staying):
+            self._drafter.close(self._sequences.pop(row))
+        self._rows = staying
+
+    def _learn_costs(
+        self,
+        steps: Sequence[Step],
+        proposed: Mapping[int, Draft],
+        num_nodes: int,
+        forward_sec: float,
+    ) -> None:
+        """Tell the budget what the step cost, and whether guesses came true."""
+        expected = came = 0.0
+        for step in steps:
+            guesses = proposed[step.row].depths == 1
+            expected += float(proposed[step.row].probs[guesses].sum())
+            came += bool((proposed[step.row].token_ids[guesses] == step.token_ids[0]).any())
+        share = 1 / max(1, len(steps))
+        self._budget.record(
+            num_rows=len(self._rows),
+            num_nodes=num_nodes,
+            forward_sec=forward_sec,
+            expected=expected * share,
+            came=came * share,
+        )
 
 
-def _propose(
-    drafter: Drafter,
-    sequence: int,
-    committed: Sequence[int],
-    max_nodes: int,
-    max_length: int,
-    vocab_size: int,
-) -> Draft:
-    """Ask for a draft, and cut it before the first node that the target cannot run.
-
-    That is one beyond the longest text, or, from a pool that learned from another model's text, a
-    token that this model does not have.
-    """
-    room = max_length - len(committed) - 1  # the bonus token needs one place more
-    if room < 1 or max_nodes < 1:
-        return Draft.empty()
-    draft = drafter.draft(sequence, committed, max_nodes)
-    impossible = np.flatnonzero((draft.depths > room) | (draft.token_ids >= vocab_size))
-    return draft.first(int(impossible[0])) if len(impossible) else draft
+def _step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> Step:
+    # A row that was stopped may end on a draft token; otherwise its last one is the bonus token.
+    last = len(emitted) - 1
+    ends_on_draft = (path[last], emitted[last]) in tree.children
+    return Step(emitted, len(tree) - 1, last + ends_on_draft, row)

@@ -6,6 +6,8 @@ Next file: `tree.py`.
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from ngram_pool import Draft, NGramPool
 
 
@@ -34,15 +36,23 @@ class PoolDrafter:
     def __init__(self, pool: NGramPool, max_candidates: int | None = None) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
+        self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        """Feed the prompt as a sequence of its own."""
+        """Feed the prompt as a sequence of its own.
+
+        Of a prompt that is being answered already, as where several samples are asked for, only
+        the end is fed again, to tie the new answer to it: more would drown what follows elsewhere.
+        """
+        prompt = tuple(prompt_ids)
+        new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
         sequence = self.pool.open_sequence()
         try:
-            self.pool.observe(prompt_ids, sequence)
+            self.pool.observe(new, sequence)
         except BaseException:
             self.pool.close_sequence(sequence)
             raise
+        self._open_prompts[sequence] = prompt
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
@@ -56,4 +66,19 @@ class PoolDrafter:
 
     def close(self, sequence: int) -> None:
         """Let the sequence's handle go; its text stays."""
+        self._open_prompts.pop(sequence, None)
         self.pool.close_sequence(sequence)
+
+    def _is_open(self, prompt: tuple[int, ...]) -> bool:
+        return prompt in self._open_prompts.values()
+
+
+def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
+    """Return the draft of one path, each node as likely as the others."""
+    num_nodes = len(token_ids)
+    return Draft(
+        np.array(token_ids, np.int32).reshape(num_nodes),
+        np.arange(-1, num_nodes - 1, dtype=np.int32),
+        np.arange(1, num_nodes + 1, dtype=np.int32),
+        np.full(num_nodes, prob),
+    )

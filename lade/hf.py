@@ -4,7 +4,9 @@
 transformers' preparation (configs, masks, processors, criteria) is transformers' own.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -20,20 +22,31 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.budget import Budget, FixedBudget
-from lade.choose import Choice, GreedyChoice, Prefix, ProcessedGreedyChoice
+from lade.choose import (
+    Choice,
+    ChoiceAtOnce,
+    GreedyChoice,
+    Likeliest,
+    Pick,
+    ProcessedChoice,
+    Race,
+)
 from lade.config import Config
-from lade.decoding import decode_row
+from lade.decoding import Decoder, Rules
 from lade.drafting import Drafter, PoolDrafter
 from lade.errors import UnsupportedOptionError
+from lade.outputs import Outputs
+from lade.processors import Processors
 from lade.stats import DecodeStats, Step
 from lade.target import Model, Profile, TreeTarget, full_attention_layers, profile_of
+from lade.text import Text
 from ngram_pool import NGramPool
 
 OnStep = Callable[[Step], None]
@@ -63,7 +76,7 @@ def generate(
 
     Args:
         model: a transformers causal LM.
-        input_ids: int64 [1, num_tokens].
+        input_ids: int64 [rows, num_tokens], batches padded on the left.
         pool: learns the prompt and the answer, and drafts from all it has learned; pass the same
             one again to keep it. A new one is made if None.
         drafter: drafts instead of a pool.
@@ -79,8 +92,11 @@ def generate(
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     refuse_unsupported_arguments(generate_kwargs)
-    _prepare_stop_strings(generate_kwargs)
     model = _without_compiler(model)
+    with_stop_strings = _take_stop_strings(model, generate_kwargs)
+    cache = generate_kwargs.get("past_key_values")
+    if cache is not None:
+        cache._is_user_defined = True  # as newer transformers mark it themselves
     strategy = partial(
         decode,
         pool=pool,
@@ -92,7 +108,8 @@ def generate(
     if input_ids is not None:
         generate_kwargs["input_ids"] = input_ids
     # The class's generate: the instance may carry the one that `wrap` put there.
-    return type(model).generate(model, custom_generate=strategy, **generate_kwargs)
+    with with_stop_strings:
+        return type(model).generate(model, custom_generate=strategy, **generate_kwargs)
 
 
 def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None = None) -> Model:
@@ -172,40 +189,109 @@ def decode(
     calls any custom function. `lade.generate` and `lade.wrap` mend that.
     """
     full_attention_layers(model)
-    refuse_unsupported_options(model, generation_config, input_ids, model_kwargs)
+    refuse_unsupported_options(model, generation_config, model_kwargs)
     drafter = _choose_drafter(pool, drafter, config)
-    profile = profile_of(model)
+    num_rows, device = input_ids.shape[0], input_ids.device
+    profile = profile_of(model, num_rows)
     max_length = generation_config.max_length
-    target = TreeTarget(model, input_ids, model_kwargs, profile.num_layers, max_length)
-    # Learned positions end there, and a draft must not ask for more than plain decoding would.
-    text_config = model.config.get_text_config(decoder=True)
-    last_position = getattr(text_config, "max_position_embeddings", None) or max_length
-    prompt_ids: list[int] = input_ids[0].tolist()
+    target = TreeTarget(
+        model,
+        input_ids,
+        model_kwargs,
+        profile.num_layers,
+        max_length - input_ids.shape[1],
+        generation_config,
+    )
+    stop = _StopRule(stopping_criteria, num_rows)
+    pad_token = generation_config._pad_token_tensor if stop.has_eos else None
+    text = Text(input_ids, None if pad_token is None else int(pad_token))
+    outputs = Outputs(num_rows, _wanted_outputs(generation_config))
+    stop.watch(text, outputs)
+    processors = Processors(logits_processor, num_rows)
+    is_joint = stop.is_joint or processors.is_joint
+    cache = model_kwargs.get("past_key_values")
+    stream = _Stream(token_streamer, text)
 
-    def emit(step: Step) -> None:
-        if token_streamer is not None:
-            for token_id in step.token_ids:
-                token_streamer.put(torch.tensor([token_id]))
+    def emit(steps: Sequence[Step]) -> None:
+        stream.put_complete()
         if on_step is not None:
-            on_step(step)
+            for step in steps:
+                on_step(step)
 
-    committed, stats = decode_row(
-        prompt_ids,
+    decoder = Decoder(
+        text,
+        _contexts(input_ids, model_kwargs.get("attention_mask")),
         target,
         drafter,
-        _choose_choice(logits_processor, input_ids.device),
+        _choose_choice(text, processors, generation_config, target.vocab_size, device, outputs),
         _choose_budget(config, profile),
-        min(max_length, last_position),
-        _StopRule(stopping_criteria, input_ids.device),
+        Rules(
+            max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
+            stop=stop,
+            is_joint=is_joint,
+            keeps_finished=is_joint
+            or text.pad_token_id is None
+            or generation_config.return_dict_in_generate
+            or _is_users(cache),
+        ),
         emit,
+        outputs,
     )
-    if token_streamer is not None:
-        token_streamer.end()
-    new_ids = torch.tensor([committed[len(prompt_ids) :]], device=input_ids.device)
-    sequences = torch.cat([input_ids, new_ids], dim=1)
+    stats = decoder.run()
+    stream.end()
+    if len(set(target.num_cached)) == 1 and cache is not None:
+        target.cache.hand_over(cache)
     if not generation_config.return_dict_in_generate:
-        return sequences
-    return GenerateOutput(sequences=sequences, past_key_values=target.cache, stats=stats)
+        return text.sequences()
+    return GenerateOutput(
+        sequences=text.sequences(),
+        scores=outputs.columns("scores"),
+        logits=outputs.columns("logits"),
+        attentions=outputs.columns("attentions"),
+        hidden_states=outputs.columns("hidden_states"),
+        past_key_values=cache,
+        stats=stats,
+    )
+
+
+def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """Return what the drafter sees of each prompt: all that is not masked."""
+    if attention_mask is None:
+        return input_ids.tolist()
+    # The mask also covers the cache of an earlier turn, whose tokens may not have been passed.
+    masks = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+    return [
+        ids[mask].tolist() for ids, mask in zip(input_ids, masks.to(input_ids.device), strict=True)
+    ]
+
+
+def _longest_draft(
+    model: Model, max_length: int, input_ids: Tensor, model_kwargs: dict[str, Any]
+) -> int:
+    """Return how long the text may get with a draft.
+
+    Learned positions end somewhere, and a draft must not ask for more than plain decoding would.
+    """
+    config = model.config.get_text_config(decoder=True)
+    last_position: int | None = getattr(config, "max_position_embeddings", None)
+    if last_position is None:
+        return max_length
+    positions = model_kwargs.get("position_ids")
+    first = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
+    return min(max_length, input_ids.shape[1] + max(0, last_position - first))
+
+
+def _wanted_outputs(config: GenerationConfig) -> list[str]:
+    names = ("scores", "logits", "hidden_states", "attentions")
+    wanted = [name for name in names if getattr(config, f"output_{name}")]
+    return wanted if config.return_dict_in_generate else []
+
+
+def _is_users(cache: DynamicCache | None) -> bool:
+    """Tell whether the caller passed the cache, and so may want to go on from it."""
+    return cache is not None and (
+        getattr(cache, "_is_user_defined", False) or cache.get_seq_length()
+    )
 
 
 def _choose_drafter(
@@ -247,48 +333,108 @@ def _choose_budget(config: Config | None, profile: Profile) -> Budget:
     return FixedBudget(config.max_draft_tokens)
 
 
-def _choose_choice(logits_processor: LogitsProcessorList, device: torch.device) -> Choice:
-    if not logits_processor:
+def _choose_choice(
+    text: Text,
+    processors: Processors,
+    config: GenerationConfig,
+    vocab_size: int,
+    device: torch.device,
+    outputs: Outputs,
+) -> Choice:
+    on_choice = None
+    if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        on_choice = outputs.add_choice
+    if not config.do_sample and not processors and on_choice is None:
         return GreedyChoice()
-    return ProcessedGreedyChoice(logits_processor, device)
+    at_once = device.type != "cpu" and not processors.need_prefix
+    pick: Pick = Likeliest()
+    if config.do_sample:
+        pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
+    kind = ChoiceAtOnce if at_once else ProcessedChoice
+    return kind(text, processors, pick, device, on_choice)
 
 
 class _StopRule:
     """Every stop condition, asked after each token, exactly where `generate` asks.
 
-    Length and EOS, which every call has, are compared as integers; other criteria get tensors.
+    Length and EOS, which every call has, are compared as integers; stop strings are looked for row
+    by row; other criteria get all rows at one length, as in `generate`.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, device: torch.device) -> None:
-        self._prefix = Prefix(device)
+    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._max_length: int | None = None
         self._eos_token_ids: set[int] = set()
-        self._others = []
+        self._of_rows = StoppingCriteriaList()
+        self._of_all = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
                 limits = [self._max_length, criterion.max_length]
                 self._max_length = min(limit for limit in limits if limit is not None)
             elif type(criterion) is EosTokenCriteria:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is StopStringCriteria:
+                self._of_rows.append(criterion)
             else:
-                self._others.append(criterion)
+                self._of_all.append(criterion)
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.is_joint = num_rows > 1 and bool(self._of_all)
 
-    def __call__(self, committed: list[int]) -> bool:
-        finished = committed[-1] in self._eos_token_ids
-        if self._max_length is not None and len(committed) >= self._max_length:
-            finished = True
-        if self._others:
-            input_ids = self._prefix.of(committed)
-            for criterion in self._others:
-                finished = bool(criterion(input_ids, None)) or finished
-        return finished
+    def watch(self, text: Text, outputs: Outputs) -> None:
+        """Set what to look at."""
+        self._text = text
+        self._outputs = outputs
+
+    def __call__(self, rows: list[int]) -> None:
+        """Mark those of the rows as finished whose last token ends them."""
+        text = self._text
+        for row in rows:
+            token_ids = text.token_ids[row]
+            finished = token_ids[-1] in self._eos_token_ids
+            if self._max_length is not None and len(token_ids) >= self._max_length:
+                finished = True
+            if self._of_rows:
+                finished = bool(self._of_rows(text.prefix(row), None)) or finished
+            text.is_finished[row] = text.is_finished[row] or finished
+        if self._of_all:
+            done = self._of_all(text.prefixes(rows), self._outputs.columns("scores"))
+            for row, finished in zip(rows, done.tolist(), strict=True):
+                text.is_finished[row] = text.is_finished[row] or finished
+
+
+class _Stream:
+    """Hands columns of tokens to a streamer, each once all rows have it."""
+
+    def __init__(self, streamer: BaseStreamer | None, text: Text) -> None:
+        self._streamer = streamer
+        self._text = text
+        self._next = text.num_prompt
+
+    def put_complete(self) -> None:
+        """Put every column that is complete, int64 [rows] each, on the CPU."""
+        text, pad_token_id = self._text, self._text.pad_token_id
+        while self._streamer is not None and self._next < text.longest:
+            column = []
+            for row, token_ids in enumerate(text.token_ids):
+                if self._next < len(token_ids):
+                    column.append(token_ids[self._next])
+                elif text.is_finished[row] and pad_token_id is not None:
+                    column.append(pad_token_id)
+                else:
+                    return
+            self._streamer.put(torch.tensor(column))
+            self._next += 1
+
+    def end(self) -> None:
+        """Tell the streamer that all has come."""
+        if self._streamer is not None:
+            self._streamer.end()
 
 
 # --- what is refused ------------------------------------------------------------------------
 
 
 # transformers drops these before it calls a custom function, or turns elsewhere.
-_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate", "past_key_values")
+_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
 
 
 def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
@@ -301,60 +447,77 @@ def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
         raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
 
 
-def _prepare_stop_strings(generate_kwargs: dict[str, Any]) -> None:
-    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither."""
+def _take_stop_strings(
+    model: Model, generate_kwargs: dict[str, Any]
+) -> AbstractContextManager[object]:
+    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
+
+    Returns:
+        In what to call `model.generate`: the model's own generation config is without its stop
+        strings there, because transformers would ask for the tokenizer that it has dropped.
+    """
     tokenizer = generate_kwargs.pop("tokenizer", None)
-    stop_strings = generate_kwargs.pop("stop_strings", None)
-    config = generate_kwargs.get("generation_config")
-    if config is not None and config.stop_strings:
-        raise UnsupportedOptionError(
-            "lade.generate does not support stop_strings in a generation_config yet; pass "
-            "stop_strings= and tokenizer= instead"
-        )
+    of_call = generate_kwargs.get("generation_config")
+    asked = generate_kwargs.pop("stop_strings", None)
+    if of_call is not None and of_call.stop_strings is not None:
+        asked = asked or of_call.stop_strings
+        of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
+        of_call.stop_strings = None
+    own = model.generation_config
+    stop_strings = asked or own.stop_strings
     if stop_strings is None:
-        return
+        return nullcontext()
     if tokenizer is None:
-        raise ValueError("expected tokenizer= beside stop_strings=, got none")
+        raise ValueError("expected tokenizer= beside stop_strings, got none")
     criteria = list(generate_kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    return _without_stop_strings(model) if own.stop_strings is not None else nullcontext()
+
+
+@contextmanager
+def _without_stop_strings(model: Model) -> Iterator[None]:
+    own = model.generation_config
+    model.generation_config = copy.deepcopy(own)
+    model.generation_config.stop_strings = None
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def refuse_unsupported_options(
-    model: Model,
-    generation_config: GenerationConfig,
-    input_ids: Tensor,
-    model_kwargs: dict[str, Any],
+    model: Model, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
-    """Raise for what would change the text or the output and cannot be honoured yet."""
-    config = generation_config
+    """Raise for what would change the text or the output and cannot be honoured."""
+    mode = config.get_generation_mode().value
     reasons = {
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
-        f"num_return_sequences={config.num_return_sequences}": (
-            (config.num_return_sequences or 1) > 1
-        ),
-        "do_sample=True": config.do_sample,
-        f"a batch of {input_ids.shape[0]} rows": input_ids.shape[0] != 1,
-        f"generation mode {config.get_generation_mode().value}": (
-            config.get_generation_mode().value != "greedy_search"
-        ),
+        f"generation mode {mode}": mode not in ("greedy_search", "sample"),
         "use_cache=False": config.use_cache is False,
         f"cache_implementation={config.cache_implementation!r}": (
             config.cache_implementation not in (None, "dynamic")
         ),
-        "prefill_chunk_size": config.prefill_chunk_size is not None,
         "models sharded by FSDP or DeepSpeed ZeRO-3": (
             is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
         ),
     }
-    if config.return_dict_in_generate:
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            reasons[name] = bool(getattr(config, name))
-    reasons["inputs_embeds without input_ids"] = input_ids.shape[1] == 0
     cache = model_kwargs.get("past_key_values")
-    is_foreign = getattr(cache, "_is_user_defined", False) or type(cache) is not DynamicCache
-    reasons["past_key_values"] = cache is not None and (is_foreign or cache.get_seq_length() > 0)
-    known = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    reasons[f"past_key_values of {type(cache).__name__}"] = cache is not None and (
+        type(cache) is not DynamicCache
+        or getattr(cache, "offloading", False)
+        or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    )
+    known = {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+    }
     for name, value in model_kwargs.items():
         reasons[f"the model input {name}"] = name not in known and value is not None
     for reason, applies in reasons.items():

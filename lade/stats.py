@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """What one step committed; the first step of a sequence is its prefill."""
+    """What one step committed to one row; the first step of a row is its prefill."""
 
-    token_ids: list[int]  # in order; cut where a stop condition was met
+    token_ids: list[int]  # in order; cut where a stop condition was met; no padding
     num_draft_tokens: int
     num_accepted: int  # how many of `token_ids`, from the front, were drafted
+    row: int = 0  # of the batch
 
 
 @dataclass(slots=True)
@@ -24,13 +25,18 @@ class Timer:
 
 @dataclass(slots=True)
 class DecodeStats:
-    """Counts and times of one or more generations. A step is one target forward after prefill."""
+    """Counts and times of one or more generations.
+
+    A step is one target forward after prefill; a row step is the part of one row in it, so that a
+    row alone has as many of them as steps.
+    """
 
     num_steps: int = 0
+    num_row_steps: int = 0  # of rows that were not finished
     num_draft_tokens: int = 0  # verified
     num_accepted_tokens: int = 0  # of those, accepted and emitted
     num_committed_tokens: int = 0  # by steps: accepted and bonus tokens
-    num_prefills: int = 0  # each commits one token more
+    num_prefills: int = 0  # prompts run; each commits one token more
     #: Accepted draft tokens by their depth in the tree, from depth 1.
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_sec: float = 0.0
@@ -46,8 +52,8 @@ class DecodeStats:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """MAT: tokens committed per step, bonus included; plain decoding is 1.00."""
-        return _ratio(self.num_committed_tokens, self.num_steps)
+        """MAT: tokens committed per row and step, bonus included; plain decoding is 1.00."""
+        return _ratio(self.num_committed_tokens, self.num_row_steps)
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,8 +62,8 @@ class DecodeStats:
 
     @property
     def nodes_per_step(self) -> float:
-        """Draft tokens verified per step, the root not included."""
-        return _ratio(self.num_draft_tokens, self.num_steps)
+        """Draft tokens verified per row and step, the root not included."""
+        return _ratio(self.num_draft_tokens, self.num_row_steps)
 
     @property
     def overhead(self) -> float:
@@ -75,9 +81,9 @@ class DecodeStats:
         timer.sec = perf_counter() - start
         setattr(self, name, getattr(self, name) + timer.sec)
 
-    def count_step(self, step: Step) -> None:
-        """Count a step after prefill."""
-        self.num_steps += 1
+    def count_row_step(self, step: Step) -> None:
+        """Count what a step after prefill did for a row that was not finished."""
+        self.num_row_steps += 1
         self.num_draft_tokens += step.num_draft_tokens
         self.num_accepted_tokens += step.num_accepted
         self.num_committed_tokens += len(step.token_ids)

@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lade.budget import Budget, MeasuredBudget
 from lade.cache import TreeCache
 from lade.errors import UnsupportedModelError
 from lade.masks import tree_mask
-from lade.tree import Tree
+from lade.tree import Tree, TreeBatch
 from ngram_pool import Draft
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
@@ -27,38 +28,54 @@ Model = Any  # a transformers PreTrainedModel with generate; transformers is unt
 _MAX_OVERHANG = 64
 
 
+class Forward(Protocol):
+    """What a forward gives back; transformers' own output classes do."""
+
+    logits: Tensor  # [rows, num_nodes, vocab_size]; of a prefill, those of the last tokens alone
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor | None, ...] | None
+
+
 class Target(Protocol):
     """A model in the middle of one generation: what the decoding loop needs of it.
 
-    Between steps the cache holds every committed token but the last, which is the next root.
+    Between steps the cache holds every committed token of a row but the last, its next root.
     """
 
     device: torch.device
     vocab_size: int  # no token id of a draft may reach it
 
-    def prefill(self) -> Tensor:
-        """Run the prompt; return the logits after its last token, [1, vocab_size]."""
+    @property
+    def num_cached(self) -> list[int]:
+        """Cached tokens of each row."""
 
-    def inputs(self, tree: Tree) -> dict[str, Any]:
-        """Return what the model's forward takes for a tree behind the committed tokens."""
+    def prefill(self) -> Forward:
+        """Run the prompts."""
 
-    def forward(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the model on such inputs; return the logits of all nodes, [num_nodes, vocab_size]."""
+    def inputs(self, trees: TreeBatch) -> dict[str, Any]:
+        """Return what the model's forward takes for trees behind the committed tokens."""
 
-    def commit(self, nodes: list[int]) -> None:
-        """Of the nodes run last, keep those on the accepted path, the root first."""
+    def forward(self, inputs: dict[str, Any]) -> Forward:
+        """Run the model on such inputs."""
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of the nodes run last, keep those on each row's accepted path, the root first."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, ascending indices into those there are now."""
 
 
 class TreeTarget:
-    """Verifies a whole tree in one forward, by a 4D mask and explicit positions; full attention.
+    """Verifies whole trees in one forward, by a 4D mask and explicit positions; full attention.
 
     Args:
         model: the target.
-        input_ids: int64 [1, num_tokens], the prompt.
+        input_ids: int64 [rows, num_tokens], the prompts; no tokens where `inputs_embeds` is given.
         model_kwargs: what `generate` prepared for the prefill; `attention_mask` (2D or None) and
-            `position_ids` are continued by this class.
+            `position_ids` are continued by this class. A filled `past_key_values` is copied.
         num_layers: of the cache.
-        max_length: of the text, prompt included; memory for keys and values is planned by it.
+        max_new_tokens: memory for keys and values is planned by it.
+        generation_config: the prefill follows its `prefill_chunk_size`.
     """
 
     def __init__(
@@ -67,64 +84,103 @@ class TreeTarget:
         input_ids: Tensor,
         model_kwargs: dict[str, Any],
         num_layers: int,
-        max_length: int,
+        max_new_tokens: int,
+        generation_config: GenerationConfig | None = None,
     ) -> None:
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        devices = set((getattr(model, "hf_device_map", None) or {}).values())
-        self.cache = TreeCache(
-            num_layers, input_ids.shape[1], max_length + _MAX_OVERHANG, share=len(devices) <= 1
-        )
         self._model = model
         self._input_ids = input_ids
+        self._generation_config = generation_config or GenerationConfig()
+        past = model_kwargs.get("past_key_values")
+        embeds = model_kwargs.get("inputs_embeds")
+        num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        num_slots += past.get_seq_length() if past is not None else 0
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        self.cache = TreeCache(
+            num_layers,
+            num_slots,
+            num_slots + max_new_tokens + _MAX_OVERHANG,
+            share=len(devices) <= 1,
+        )
+        if past is not None and past.get_seq_length():
+            self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
-        self._num_cached = 0
         mask = model_kwargs.get("attention_mask")
         self._padding = None if mask is None else mask.bool().to(self.device)
-        positions = model_kwargs.get("position_ids")
-        last = input_ids.shape[1] - 1 if positions is None else int(positions[0, -1])
-        self._position_offset = last - (input_ids.shape[1] - 1)  # position minus cache slot
+        self._outputs = {
+            name: model_kwargs[name]
+            for name in ("output_attentions", "output_hidden_states")
+            if model_kwargs.get(name)
+        }
         self._additive_dtype = model.dtype if attention_of(model) == "eager" else None
 
-    def prefill(self) -> Tensor:
-        """Run the prompt exactly as `generate` does; return the last logits, [1, vocab_size]."""
-        inputs = self._model.prepare_inputs_for_generation(
-            self._input_ids, is_first_iteration=True, **self._model_kwargs
-        )
-        logits: Tensor = self._model(**inputs, return_dict=True).logits[:, -1]
-        # The loop commits the last prompt token as the root of a tree without a draft.
-        self._num_cached = self._input_ids.shape[1] - 1
-        return logits
+    @property
+    def num_cached(self) -> list[int]:
+        """Cached tokens of each row."""
+        return self.cache.lengths
 
-    def inputs(self, tree: Tree) -> dict[str, Any]:
-        """Return the arguments of the model's forward for a tree behind the committed tokens."""
+    def prefill(self) -> Forward:
+        """Run the prompts exactly as `generate` does."""
+        output: Forward = self._model._prefill(
+            self._input_ids, self._generation_config, dict(self._model_kwargs)
+        )
+        self.cache.keep_all()
+        rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
+        positions = self._model_kwargs.get("position_ids")
+        if positions is None:
+            last = torch.full((rows,), num_cached - 1, device=self.device)
+        else:
+            last = positions[:, -1].to(self.device).expand(rows)
+        self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._place_rows()
+        return output
+
+    def inputs(self, trees: TreeBatch) -> dict[str, Any]:
+        """Return the arguments of the model's forward for trees behind the committed tokens."""
         return {
-            "input_ids": tree.token_ids,
-            "position_ids": tree.depths + (self._num_cached + self._position_offset),
-            "attention_mask": self._mask(tree),
+            "input_ids": trees.token_ids,
+            "position_ids": trees.depths + self._root_positions,
+            "attention_mask": self._mask(trees),
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
+            **self._outputs,
         }
 
-    def forward(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the model on such inputs; return the logits of all nodes, [num_nodes, vocab_size]."""
-        logits: Tensor = self._model(**inputs).logits[0]
-        return logits
+    def forward(self, inputs: dict[str, Any]) -> Forward:
+        """Run the model on such inputs."""
+        output: Forward = self._model(**inputs)
+        return output
 
-    def commit(self, nodes: list[int]) -> None:
-        """Keep the accepted path in the cache; drop the rest of the tree."""
-        self.cache.keep(self._num_cached, nodes)
-        self._num_cached += len(nodes)
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted paths in the cache; drop the rest of the trees."""
+        self.cache.keep(paths)
+        self._place_rows()
 
-    def _mask(self, tree: Tree) -> Tensor | None:
-        if len(tree) == 1 and self._padding is None:
-            return None  # as `generate` itself does for one token
-        prefix = torch.ones((1, self._num_cached), dtype=torch.bool, device=self.device)
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the other rows."""
+        index = torch.tensor(rows, device=self.device)
+        self.cache.select(rows)
+        self._position_offsets = self._position_offsets[index]
         if self._padding is not None:
-            shared = min(self._num_cached, self._padding.shape[1])
-            prefix[:, :shared] = self._padding[:, :shared]
-        return tree_mask(prefix, tree.ancestors, self._additive_dtype)
+            self._padding = self._padding[index]
+        self._place_rows()
+
+    def _place_rows(self) -> None:
+        self._num_cached = torch.tensor(self.num_cached, device=self.device)
+        self._root_positions = (self._num_cached + self._position_offsets)[:, None]
+
+    def _mask(self, trees: TreeBatch) -> Tensor | None:
+        is_ragged = len(set(self.num_cached)) > 1
+        if trees.width == 1 and self._padding is None and not is_ragged:
+            return None  # as `generate` itself does for one token
+        slots = torch.arange(max(self.num_cached), device=self.device)
+        visible = slots < self._num_cached[:, None]
+        if self._padding is not None:
+            shared = min(visible.shape[1], self._padding.shape[1])
+            visible[:, :shared] &= self._padding[:, :shared]
+        return tree_mask(visible, self._num_cached, trees.ancestors, self._additive_dtype)
 
 
 @dataclass(slots=True)
@@ -134,28 +190,39 @@ class Profile:
     setting: tuple[object, ...]  # attention, dtype and device it is true for
     num_layers: int
     budget: Budget = field(default_factory=MeasuredBudget)
+    has_batched: bool = False  # whether a padded and ragged batch was checked too
 
 
-def profile_of(model: Model) -> Profile:
+def profile_of(model: Model, num_rows: int = 1) -> Profile:
     """Return what is known of a model; at its first use, check that it verifies trees exactly.
 
-    The check costs five forwards of a dozen tokens. It draws no random numbers.
+    The check costs five forwards of a dozen tokens, and as many again when the first batch comes.
+    It draws no random numbers.
 
     Raises:
         UnsupportedModelError: the model cannot verify a tree, with the reason.
     """
     setting = (attention_of(model), model.dtype, str(model.device))
     known: Profile | None = getattr(model, "_lade_profile", None)
-    if known is not None and known.setting == setting:
-        return known
-    num_layers = full_attention_layers(model)
+    if known is None or known.setting != setting:
+        num_layers = full_attention_layers(model)
+        _check(model, num_layers, is_batch=False)
+        known = model._lade_profile = Profile(setting, num_layers)
+    if num_rows > 1 and not known.has_batched:
+        _check(model, known.num_layers, is_batch=True)
+        known.has_batched = True
+    return known
+
+
+def _check(model: Model, num_layers: int, *, is_batch: bool) -> None:
+    trees = "trees of drafts in a batch" if is_batch else "a tree of drafts"
     try:
-        error = _tree_error(model, num_layers)
+        error = _tree_error(model, num_layers, is_batch=is_batch)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot verify a tree of drafts: its forward fails on a tree "
+            f"{type(model).__name__} cannot verify {trees}: its forward fails on a tree "
             f"({type(failure).__name__}: {failure})"
         ) from failure
     # Half precision rounds differently in forwards of different sizes; a wrong mask, position or
@@ -163,13 +230,11 @@ def profile_of(model: Model) -> Profile:
     limit = max(1e-3, 40 * torch.finfo(model.dtype).eps)
     if not error <= limit:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: the logits of a tree differ from those of its paths alone "
+            f"{type(model).__name__}: the logits of {trees} differ from those of its paths alone "
             f"by {error:.2g} of their standard deviation (expected at most {limit:.2g}), so drafts "
             "cannot be verified exactly"
             + ("; the model is in training mode, try model.eval()" if model.training else "")
         )
-    model._lade_profile = Profile(setting, num_layers)
-    return model._lade_profile  # type: ignore[no-any-return]
 
 
 def attention_of(model: Model) -> str | None:
@@ -237,8 +302,11 @@ _CHECK_BRANCHES = ((0, 1, 3), (0, 2, 4))
 
 
 @torch.no_grad()
-def _tree_error(model: Model, num_layers: int) -> float:
+def _tree_error(model: Model, num_layers: int, *, is_batch: bool) -> float:
     """Return how far a tree, a commit and a further step are from plain forwards without a cache.
+
+    In a batch, a second row has two tokens masked, has the same tree and keeps nothing but its
+    root, so that the further step is ragged.
 
     The measure is the largest difference of two logits in units of the logits' standard deviation.
     """
@@ -246,32 +314,52 @@ def _tree_error(model: Model, num_layers: int) -> float:
     # Any tokens do; these differ from each other in every vocabulary of a real model.
     tokens = [(7919 * (i + 1)) % vocab_size for i in range(12)]
     prompt, root, draft_ids, after = tokens[:6], tokens[6], tokens[7:11], tokens[11]
-    input_ids = torch.tensor([prompt], device=model.device)
     draft = Draft(
         np.array(draft_ids, np.int32),
         np.array(_CHECK_PARENTS, np.int32),
         np.array(_CHECK_DEPTHS, np.int32),
         np.ones(4),
     )
-    target = TreeTarget(model, input_ids, {"use_cache": True}, num_layers, len(tokens))
-    target.prefill()
-    target.commit([0])
-    tree_logits = target.forward(target.inputs(Tree.build(root, draft, model.device)))
-    target.commit(list(_CHECK_BRANCHES[1]))
-    step = Tree.build(after, Draft.empty(), model.device)
-    step_logits = target.forward(target.inputs(step))
+    masks = [[1] * len(prompt)]
+    kept: list[tuple[int, ...]] = [_CHECK_BRANCHES[1]]
+    if is_batch:
+        # Masked behind the first token, not before it: a query that sees nothing at all, as in left
+        # padding, is NaN in eager attention in float64, also for `generate`.
+        masks.append([1, 0, 0, *[1] * (len(prompt) - 3)])
+        kept.append((0,))
+    rows = len(kept)
+    mask = torch.tensor(masks, device=model.device)
+    model_kwargs: dict[str, Any] = {"use_cache": True}
+    if is_batch:
+        model_kwargs["attention_mask"] = mask
+        model_kwargs["position_ids"] = mask.cumsum(-1) - 1
+    input_ids = torch.tensor([prompt] * rows, device=model.device)
+    target = TreeTarget(model, input_ids, model_kwargs, num_layers, len(tokens))
 
-    def alone(branch: Sequence[int], *more: int) -> Tensor:
-        path = [draft_ids[node - 1] for node in branch[1:]]
-        ids = torch.tensor([[*prompt, root, *path, *more]], device=model.device)
+    def run(tree: Tree) -> Tensor:
+        trees = TreeBatch.stack([tree] * rows, model.device)
+        return target.forward(target.inputs(trees)).logits.double()
+
+    def alone(row: int, *more: int) -> Tensor:
+        seen = [token_id for token_id, is_seen in zip(prompt, masks[row], strict=True) if is_seen]
+        ids = torch.tensor([[*seen, root, *more]], device=model.device)
         logits: Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits
-        return logits[0, len(prompt) :].double()
+        return logits[0, len(seen) :].double()
 
-    first, second = alone(_CHECK_BRANCHES[0]), alone(_CHECK_BRANCHES[1], after)
-    got = [
-        tree_logits[list(_CHECK_BRANCHES[0])],
-        tree_logits[list(_CHECK_BRANCHES[1])],
-        step_logits,
-    ]
-    expected = torch.cat([first, second])
-    return float((torch.cat(got).double() - expected).abs().max() / expected.std())
+    target.prefill()
+    tree_logits = run(Tree.build(root, draft))
+    target.commit(kept)
+    step_logits = run(Tree.build(after, Draft.empty()))
+    got, expected = [], []
+    for row in range(rows):
+        for branch in _CHECK_BRANCHES:
+            path = [draft_ids[node - 1] for node in branch[1:]]
+            is_kept = branch == kept[row]
+            got.append(tree_logits[row, list(branch)])
+            expected.append(alone(row, *path, *([after] if is_kept else [])))
+            if is_kept:
+                got.append(step_logits[row])
+    if is_batch:
+        got.append(step_logits[1])
+        expected.append(alone(1, after)[1:])
+    return float((torch.cat(got) - torch.cat(expected)).abs().max() / torch.cat(expected).std())

@@ -1,12 +1,15 @@
-"""A draft as tensors: what one target forward takes in.
+"""A draft as a tree under the last committed token, and the trees of a batch as tensors.
 
 Next file: `masks.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ngram_pool import Draft
@@ -16,21 +19,21 @@ ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The last committed token and the draft under it, for one row.
+    """The last committed token of one row and the draft under it."""
 
-    The leading dimension of the tensors is the rows of a batch.
-    """
-
-    token_ids: Tensor  # int64 [1, num_nodes], root first, parents before children
-    depths: Tensor  # int64 [1, num_nodes], 0 for the root
-    ancestors: Tensor  # bool [1, num_nodes, num_nodes]: node (row) sees node (column), itself too
+    token_ids: list[int]  # root first, parents before children
+    depths: list[int]  # 0 for the root
+    ancestors: NDArray[
+        np.bool_
+    ]  # [num_nodes, num_nodes]: node (row) sees node (column), itself too
     children: dict[tuple[int, int], int]  # (node, token id) -> child node
+    draft: Draft
 
     def __len__(self) -> int:
-        return self.token_ids.shape[1]
+        return len(self.token_ids)
 
     @classmethod
-    def build(cls, root_token_id: int, draft: Draft, device: torch.device) -> "Tree":
+    def build(cls, root_token_id: int, draft: Draft) -> "Tree":
         """Lay a draft under its root."""
         num_nodes = len(draft) + 1
         parents = (draft.parents + 1).tolist()
@@ -44,9 +47,32 @@ class Tree:
             ancestors[node, node] = True
             depths.append(depths[parent] + 1)
             children[parent, token_id] = node
-        return cls(
-            token_ids=torch.tensor([[root_token_id, *token_ids]], device=device),
-            depths=torch.tensor([depths], device=device),
-            ancestors=torch.from_numpy(ancestors)[None].to(device),
-            children=children,
-        )
+        return cls([root_token_id, *token_ids], depths, ancestors, children, draft)
+
+
+class TreeBatch(NamedTuple):
+    """The trees of several rows, padded to the largest; a padding node sees itself alone."""
+
+    token_ids: Tensor  # int64 [rows, width]
+    depths: Tensor  # int64 [rows, width]
+    ancestors: Tensor  # bool [rows, width, width]
+
+    @property
+    def width(self) -> int:
+        """Nodes of the largest tree."""
+        return self.token_ids.shape[1]
+
+    @classmethod
+    def stack(cls, trees: Sequence[Tree], device: torch.device) -> "TreeBatch":
+        """Bring the trees of a step to the device."""
+        width = max(map(len, trees))
+        token_ids = np.zeros((len(trees), width), np.int64)
+        depths = np.zeros((len(trees), width), np.int64)
+        # Attention over nothing is NaN, and a NaN in one row of keys and values spreads.
+        ancestors = np.tile(np.eye(width, dtype=np.bool_), (len(trees), 1, 1))
+        for row, tree in enumerate(trees):
+            size = len(tree)
+            token_ids[row, :size] = tree.token_ids
+            depths[row, :size] = tree.depths
+            ancestors[row, :size, :size] = tree.ancestors
+        return cls(*(torch.from_numpy(a).to(device) for a in (token_ids, depths, ancestors)))

@@ -1,23 +1,52 @@
-"""Hold a draft against the target's own choices.
+"""Hold drafts against the target's own choices.
 
 Next file: `budget.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 
 from lade.choose import Choice
+from lade.text import Text
 from lade.tree import ROOT, Tree
 
 
-def accepted_path(tree: Tree, choice: Choice, committed: list[int]) -> Iterator[tuple[int, int]]:
-    """Walk down from the root along the target's choices, as far as the draft has them.
+def accepted_paths(
+    trees: Mapping[int, Tree],
+    choice: Choice,
+    text: Text,
+    may_emit: Callable[[int], bool],
+    stop: Callable[[list[int]], None],
+    is_joint: bool,
+) -> dict[int, list[int]]:
+    """Walk down each tree along the target's choices, as far as the draft has them, and commit.
 
-    Yields (node, token id): the token the target emits at that node. All but the last are draft
-    tokens that were accepted; the last is the bonus token, which the draft did not have there. The
-    caller appends each token to `committed` before it asks for the next, and may stop at any.
+    Each round emits one token in every row that still walks. The last token of a row is the bonus
+    token, which the draft did not have there, unless the row was stopped before.
+
+    Args:
+        trees: by row, ascending.
+        choice: has looked at the step's logits.
+        text: grows by the emitted tokens.
+        may_emit: whether a row may emit one more token now.
+        stop: marks rows of `text` as finished; told after every round which rows emitted.
+        is_joint: whether all rows must emit together; then the first that leaves its draft ends the
+            walk of all.
+
+    Returns:
+        For each tree the nodes at which tokens were emitted, in order from the root.
     """
-    node: int | None = ROOT
-    while node is not None:
-        token_id = choice.token_at(node, committed)
-        yield node, token_id
-        node = tree.children.get((node, token_id))
+    paths: dict[int, list[int]] = {row: [] for row in trees}
+    walking = {row: ROOT for row in trees if may_emit(row)}
+    while walking and not (is_joint and len(walking) < len(trees)):
+        next_nodes = {}
+        for (row, node), chosen in zip(
+            walking.items(), choice.tokens_at([*walking.items()]), strict=True
+        ):
+            token_id = text.append(row, chosen)
+            paths[row].append(node)
+            child = trees[row].children.get((node, token_id))
+            if child is not None:
+                next_nodes[row] = child
+        stop([*walking])
+        walking = {row: node for row, node in next_nodes.items() if may_emit(row)}
+    return paths

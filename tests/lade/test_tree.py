@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from lade.cache import TreeCache
 from lade.masks import tree_mask
 from lade.target import TreeTarget
-from lade.tree import ROOT, Tree
+from lade.tree import ROOT, Tree, TreeBatch
 from ngram_pool import Draft
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
@@ -50,11 +50,11 @@ random_parents = st.lists(st.integers(0, 10**6), max_size=14).map(
 
 def test_build_lays_the_draft_under_the_root() -> None:
     draft = make_draft([-1, 0, -1, 2, 2])
-    tree = Tree.build(42, draft, CPU)
+    tree = Tree.build(42, draft)
     assert len(tree) == 6
-    assert tree.token_ids.tolist() == [[42, *draft.token_ids.tolist()]]
-    assert tree.depths.tolist() == [[0, 1, 2, 1, 2, 2]]
-    assert tree.ancestors[0].int().tolist() == [
+    assert tree.token_ids == [42, *draft.token_ids.tolist()]
+    assert tree.depths == [0, 1, 2, 1, 2, 2]
+    assert tree.ancestors.astype(int).tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -65,15 +65,39 @@ def test_build_lays_the_draft_under_the_root() -> None:
     assert tree.children[3, int(draft.token_ids[4])] == 5
 
 
+def test_trees_of_a_batch_are_padded_with_nodes_that_see_themselves_alone() -> None:
+    trees = [Tree.build(7, make_draft([])), Tree.build(8, make_draft([-1, 0]))]
+    batch = TreeBatch.stack(trees, CPU)
+    assert batch.width == 3
+    assert batch.token_ids[0, 0] == 7
+    assert batch.token_ids[1].tolist() == trees[1].token_ids
+    assert batch.depths.tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert batch.ancestors.int().tolist() == [
+        [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+    ]
+
+
 def test_additive_mask_hides_with_the_lowest_finite_value() -> None:
-    prefix = torch.tensor([[False, True]])
-    tree = Tree.build(1, make_draft([-1]), CPU)
-    assert tree_mask(prefix, tree.ancestors, None).int().tolist() == [
+    visible, num_cached = torch.tensor([[False, True]]), torch.tensor([2])
+    ancestors = TreeBatch.stack([Tree.build(1, make_draft([-1]))], CPU).ancestors
+    assert tree_mask(visible, num_cached, ancestors, None).int().tolist() == [
         [[[0, 1, 1, 0], [0, 1, 1, 1]]]
     ]
     low = torch.finfo(torch.float16).min
-    assert tree_mask(prefix, tree.ancestors, torch.float16).tolist() == [
+    assert tree_mask(visible, num_cached, ancestors, torch.float16).tolist() == [
         [[[low, 0, 0, low], [low, 0, 0, 0]]]
+    ]
+
+
+def test_nodes_of_a_ragged_batch_lie_behind_their_own_row() -> None:
+    visible = torch.tensor([[True, True, True], [True, False, False]])
+    tree = Tree.build(1, make_draft([-1]))
+    ancestors = TreeBatch.stack([tree, tree], CPU).ancestors
+    mask = tree_mask(visible, torch.tensor([3, 1]), ancestors, None)
+    assert mask.int().tolist() == [
+        [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]],
+        [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]],  # not [1, 0, 0, 1, 0]: slots follow the row's own
     ]
 
 
@@ -97,23 +121,72 @@ def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     prompt = [5, 9, 11, 5, 9]
     target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, 3, 40)
     target.prefill()
-    target.commit([ROOT])
-    tree = Tree.build(8, draft, CPU)
-    logits = target.forward(target.inputs(tree))
-    token_ids = tree.token_ids[0].tolist()
+    tree = Tree.build(8, draft)
+    logits = target.forward(target.inputs(TreeBatch.stack([tree], CPU))).logits[0]
     for node in range(len(tree)):
-        path = [token_ids[i] for i in path_to(draft, node)]
+        path = [tree.token_ids[i] for i in path_to(draft, node)]
         alone = model(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits[node], alone, rtol=1e-5, atol=1e-5)
     kept = path_to(draft, leaf)
-    target.commit(kept)
-    committed = prompt + [token_ids[i] for i in kept]
+    target.commit([kept])
+    committed = prompt + [tree.token_ids[i] for i in kept]
+    assert target.num_cached == [len(committed)]
+    check_cache(model, target, 0, committed)
+
+
+def check_cache(model: Any, target: TreeTarget, row: int, committed: list[int]) -> None:
+    """The row of the cache is what a fresh forward over its committed tokens leaves."""
     fresh = DynamicCache(config=model.config)
     model(torch.tensor([committed]), past_key_values=fresh)
-    assert target.cache.get_seq_length() == len(committed)
     for mine, theirs in zip(target.cache.layers, fresh.layers, strict=True):
-        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-5, atol=1e-5)
+        for got, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            held = got[row : row + 1, :, : len(committed)]
+            torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attention: str) -> None:
+    model = tiny_model(family, seed=4, attention=attention)
+    prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
+
+    @settings(max_examples=12, deadline=None)
+    @given(
+        steps=st.lists(
+            st.lists(st.tuples(random_parents, st.integers(0, 10**6)), min_size=3, max_size=3),
+            min_size=1,
+            max_size=3,
+        ),
+        dropped=st.integers(0, 2),
+    )
+    @torch.no_grad()
+    def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
+        target = TreeTarget(model, torch.tensor(prompts), {"use_cache": True}, 3, 60)
+        target.prefill()
+        committed = [list(prompt) for prompt in prompts]
+        for number, step in enumerate(steps):
+            if number == 1:
+                keep = [row for row in range(3) if row != dropped]
+                target.select(keep)
+                committed = [committed[row] for row in keep]
+            drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
+            trees = [Tree.build(8 + number, draft) for draft in drafts]
+            logits = target.forward(target.inputs(TreeBatch.stack(trees, CPU))).logits
+            kept = []
+            for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
+                leaf = step[row][1] % len(tree)
+                path = path_to(draft, leaf)
+                ids = [*committed[row], *[tree.token_ids[node] for node in path]]
+                alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(logits[row, leaf], alone, rtol=1e-5, atol=1e-5)
+                kept.append(path)
+                committed[row] = ids
+            target.commit(kept)
+            assert target.num_cached == [len(ids) for ids in committed]
+        for row, ids in enumerate(committed):
+            check_cache(model, target, row, ids)
+
+    check()
 
 
 def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
@@ -151,7 +224,7 @@ def test_layers_on_several_devices_have_stores_of_their_own() -> None:
     for layer in range(2):
         cache.update(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), layer)
         assert cache.layers[layer]._key_store.buffer.shape[0] == 1
-    cache.keep(0, [1])
+    cache.keep([[1]])
     assert cache.get_seq_length() == 1
 
 
@@ -161,26 +234,10 @@ def test_layers_of_unlike_shapes_each_find_a_place() -> None:
     states = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
     for layer, (keys, values) in enumerate(states):
         cache.update(keys, values, layer)
-    cache.keep(1, [1])  # of slots 1 and 2, the second
+    cache.keep([[0, 2]])
     for layer, (keys, values) in zip(cache.layers, states, strict=True):
         assert torch.equal(layer.keys, keys[:, :, [0, 2]])
         assert torch.equal(layer.values, values[:, :, [0, 2]])
-
-
-def test_cache_crops_reorders_and_resets_like_any_other() -> None:
-    cache = TreeCache(num_layers=1, num_slots=4, max_slots=9)
-    assert cache.get_seq_length() == 0
-    keys = torch.randn(2, 1, 3, 4)
-    cache.update(keys, -keys, 0)
-    cache.crop(-1)
-    assert torch.equal(cache.layers[0].keys, keys[:, :, :2])
-    cache.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(cache.layers[0].values, -keys[[1, 1], :, :2])
-    with pytest.raises(ValueError, match="expected a number of at most 0, got 2"):
-        cache.layers[0].crop(2)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert cache.get_max_length() == -1
 
 
 def test_commit_moves_only_what_is_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +247,53 @@ def test_commit_moves_only_what_is_out_of_place(monkeypatch: pytest.MonkeyPatch)
     cache.update(keys, keys, 0)
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "index_select", None)
-        cache.keep(2, [0, 1, 2])
+        cache.keep([[0, 1, 2, 3, 4]])
     assert torch.equal(cache.layers[0].keys, keys[:, :, :5])
+
+
+def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None:
+    """Hidden slots are multiplied by 0, and 0 times NaN is NaN."""
+    cache = TreeCache(num_layers=1, num_slots=4, max_slots=600)
+    cache.update(torch.ones(2, 1, 4, 1), torch.ones(2, 1, 4, 1), 0)
+    cache.keep([[0], [0, 1, 2, 3]])
+    for _ in range(3):
+        new = torch.full((2, 1, 150, 1), 2.0)
+        keys, _ = cache.update(new, new, 0)
+        assert bool(keys.isfinite().all())
+    assert keys[0, 0, :, 0].tolist() == [1] + [2] * 450 + [0] * 3
+    assert keys[1, 0, :, 0].tolist() == [1] * 4 + [2] * 450
+
+
+def test_selected_rows_go_on_in_place() -> None:
+    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9)
+    keys = torch.randn(4, 1, 3, 2)
+    for layer in range(2):
+        cache.update(keys, -keys, layer)
+    cache.keep([[0], [0, 1], [0, 1, 2], [0, 2]])
+    memory = cache.layers[0].keys.data_ptr()
+    cache.select([1, 3])
+    assert cache.lengths == [2, 2]
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, torch.stack([keys[1, :, :2], keys[3][:, [0, 2]]]))
+    assert cache.layers[0].keys.data_ptr() == memory
+
+
+def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
+    theirs = DynamicCache()
+    keys = torch.randn(2, 1, 3, 4)
+    for layer in range(2):
+        theirs.update(keys, -keys, layer)
+    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9)
+    cache.take_over(theirs)
+    assert cache.lengths == [3, 3]
+    new = torch.randn(2, 1, 2, 4)
+    for layer in range(2):
+        cache.update(new, new, layer)
+    assert theirs.get_seq_length() == 3  # an interrupted call leaves it as it was
+    cache.keep([[1], [1]])
+    for given_cache in (theirs, DynamicCache()):  # one that is filled, one that has no layers yet
+        cache.hand_over(given_cache)
+        assert given_cache.get_seq_length() == 4
+        for layer, mine in zip(given_cache.layers, cache.layers, strict=True):
+            assert torch.equal(layer.keys, torch.cat([keys, new[:, :, 1:]], dim=2))
+            assert layer.keys.data_ptr() == mine.keys.data_ptr()

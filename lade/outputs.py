@@ -1,0 +1,95 @@
+"""What `return_dict_in_generate` asks for besides the text, gathered as rows emit tokens.
+
+Next file: `decoding.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lade.target import Forward
+
+
+class Outputs:
+    """Scores, logits, hidden states and attentions, in the form `generate` returns them.
+
+    Everything is kept per row and emitted token, because rows emit at their own pace, and brought
+    into columns at the end.
+    """
+
+    def __init__(self, num_rows: int, wanted: Sequence[str]) -> None:
+        """`wanted`: any of "scores", "logits", "hidden_states", "attentions"."""
+        self._rows = range(num_rows)
+        self._prefill: dict[str, Any] = {}
+        self._of_rows: dict[str, list[list[Any]]] = {
+            name: [[] for _ in self._rows] for name in wanted
+        }
+
+    def add_choice(self, row: int, logits: Tensor, scores: Tensor) -> None:
+        """Keep what one emitted token was chosen from, float32 [vocab_size] each."""
+        for name, values in (("logits", logits), ("scores", scores)):
+            if name in self._of_rows:
+                self._of_rows[name][row].append(values.clone())
+
+    def add_prefill(self, output: Forward) -> None:
+        """Keep the inside of the prompts' forward."""
+        for name in ("hidden_states", "attentions"):
+            if name in self._of_rows:
+                self._prefill[name] = getattr(output, name)
+
+    def add_step(
+        self,
+        output: Forward,
+        rows: Sequence[int],
+        num_cached: Sequence[int],
+        paths: Sequence[list[int]],
+    ) -> None:
+        """Keep the inside of a step's forward at the nodes where tokens were emitted.
+
+        Args:
+            rows: which rows took part, in the order of the forward's.
+            num_cached: cached tokens of each before the step.
+            paths: emitting nodes of each.
+        """
+        for index, (row, cached, path) in enumerate(zip(rows, num_cached, paths, strict=True)):
+            for i, node in enumerate(path):
+                # The keys that a node sees: its row's cached tokens, its ancestors, itself.
+                keys = [*range(cached), *(cached + ancestor for ancestor in path[: i + 1])]
+                for name, kept in (("hidden_states", slice(None)), ("attentions", keys)):
+                    if name in self._of_rows:
+                        layers = _of_layers(getattr(output, name), index, node, kept)
+                        self._of_rows[name][row].append(layers)
+
+    def columns(self, name: str) -> tuple[Any, ...] | None:
+        """Return one entry for each column of emitted tokens, or None if `name` is not wanted."""
+        if name not in self._of_rows:
+            return None
+        of_rows = self._of_rows[name]
+        if name in ("scores", "logits"):
+            return tuple(torch.stack(column) for column in zip(*of_rows, strict=False))
+        steps = [_stacked(column, name) for column in zip(*of_rows, strict=True)]
+        return (self._prefill[name], *steps)
+
+
+def _of_layers(
+    layers: Sequence[Tensor | None] | None, row: int, node: int, kept: slice | list[int]
+) -> list[Tensor | None] | None:
+    """Copy a node's part of each layer; some attention implementations give no weights."""
+    if layers is None:
+        return None
+    return [
+        None if layer is None else layer[row][..., node, :][..., kept].clone() for layer in layers
+    ]
+
+
+def _stacked(column: Sequence[Any], name: str) -> Any:
+    """Join the rows of one step: for each layer [rows, …], with one query."""
+    if column[0] is None:
+        return None
+    query = -2 if name == "attentions" else 1
+    return tuple(
+        None if layer[0] is None else torch.stack(layer).unsqueeze(query)
+        for layer in zip(*column, strict=True)
+    )
