@@ -162,7 +162,7 @@ class Race:
 
     def close(self, num_times: int) -> None:
         """Take back what was drawn ahead and not used."""
-        if self._num_drawn > num_times:
+        if self._ahead and self._num_drawn > num_times:
             self._restore(self._states[num_times])
         self._noise, self._states = {}, {}
 

@@ -135,6 +135,36 @@ class ScriptedDrafter:
         self.closed += 1
 
 
+class BatchDrafter:
+    """A `ScriptedDrafter` for each row, in the order in which the rows are opened."""
+
+    def __init__(
+        self, answers: Sequence[Sequence[int]], rng: np.random.Generator, accept: float
+    ) -> None:
+        self._answers = [*answers]
+        self._rng = rng
+        self._accept = accept
+        self._rows: list[ScriptedDrafter] = []
+
+    @property
+    def closed(self) -> int:
+        return sum(row.closed for row in self._rows)
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        self._rows.append(ScriptedDrafter(self._answers[len(self._rows)], self._rng, self._accept))
+        self._rows[-1].open(prompt_ids)
+        return len(self._rows) - 1
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        return self._rows[sequence].draft(7, committed, max_nodes)
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        self._rows[sequence].observe(7, token_ids)
+
+    def close(self, sequence: int) -> None:
+        self._rows[sequence].close(7)
+
+
 def byte_tokenizer() -> Any:
     """Return a tokenizer with one token for each of the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

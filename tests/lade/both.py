@@ -1,0 +1,42 @@
+"""Plain `generate` and lade side by side, with drafts that are often right."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import lade
+from tests.lade.tiny import BatchDrafter
+
+ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9, 9, 9, 9]])
+
+
+def both(
+    model: Any, prompt: torch.Tensor, *, accept: float = 0.7, seed: int = 0, **options: Any
+) -> tuple[Any, Any]:
+    """Run plain `generate` and lade with drafts that are often right; compare the random state."""
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+        "attention_mask": (prompt != 0).long(),
+        "return_dict_in_generate": True,
+        **options,
+    }
+    torch.manual_seed(seed)
+    expected = model.generate(prompt, **options)
+    state = torch.get_rng_state()
+    repeats = options.get("num_return_sequences", 1)
+    masks = options["attention_mask"].repeat_interleave(repeats, dim=0)
+    answers = []
+    for row, mask in zip(expected.sequences.tolist(), masks.tolist(), strict=True):
+        answers.append([*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]])
+    drafter = BatchDrafter(answers, np.random.default_rng(seed), accept)
+    torch.manual_seed(seed)
+    config = lade.Config(max_draft_tokens=8)
+    got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert drafter.closed == len(answers)
+    return expected, got

@@ -1,0 +1,212 @@
+"""Batches: rows that finish early, run ahead, wait for each other, and share one pool."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lade
+from ngram_pool import Draft
+from tests.lade.both import THREE, both
+from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
+
+
+class Columns:
+    """A streamer that records all it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.events.append(value.tolist())
+
+    def end(self) -> None:
+        self.events.append("end")
+
+
+def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random prompts, padded on the left."""
+    prompts = [random_prompt(rng)[0] for _ in range(num_rows)]
+    length = max(map(len, prompts))
+    ids = torch.zeros((num_rows, length), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = prompt
+        mask[row, length - len(prompt) :] = 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("num_rows", [2, 5, 9])
+def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    model = tiny_model(family, seed=num_rows)
+    ids, mask = batch_of(rng, num_rows)
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": [*range(0, 97, 7)]}
+    options |= {"max_new_tokens": 40, "pad_token_id": 0}
+    pool = lade.NGramPool()
+    for _ in range(2):  # a second time, with all answers in the pool
+        config = lade.Config(max_draft_tokens=6)
+        got = lade.generate(model, ids, attention_mask=mask, pool=pool, config=config, **options)
+        for row in range(num_rows):
+            prompt = ids[row : row + 1, mask[row] == 1]
+            alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            answer = alone[0, prompt.shape[1] :]
+            mine = got[row, ids.shape[1] :]
+            assert mine[: len(answer)].tolist() == answer.tolist()
+            assert mine[len(answer) :].tolist() == [0] * (len(mine) - len(answer))
+    pool.check()
+    assert list(pool._tails) == [0]
+
+
+def test_finished_rows_leave_the_forward() -> None:
+    model = tiny_model("llama", seed=5)
+    free = model.generate(THREE, attention_mask=(THREE != 0).long(), max_new_tokens=30)
+    # Rows end after 5 and 15 tokens and not at all.
+    ends = [int(free[0, 12]), int(free[2, 22])]
+    sizes: list[tuple[int, ...]] = []
+
+    def watch(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        sizes.append(tuple(inputs["input_ids"].shape))
+
+    both(model, THREE, do_sample=False, eos_token_id=ends)  # with all outputs: all rows stay
+    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": ends, "do_sample": False}
+    options["pad_token_id"] = 0
+    config = lade.Config(max_draft_tokens=0)
+    got = lade.generate(model, THREE, attention_mask=(THREE != 0).long(), config=config, **options)
+    handle.remove()
+    expected = model.generate(THREE, attention_mask=(THREE != 0).long(), **options)
+    assert got.tolist() == expected.tolist()
+    rows = [shape[0] for shape in sizes]
+    assert rows[0] == 3
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 3
+
+
+def test_rows_without_padding_go_on_until_the_last_is_finished() -> None:
+    """Without an EOS token `generate` pads nothing; stop strings then end rows one by one."""
+    model = tiny_model("llama", seed=2)
+    model.generation_config.eos_token_id = None
+
+    def ends(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 4 == 0
+
+    expected, _ = both(model, THREE, eos_token_id=None, stopping_criteria=[ends])
+    done = (expected.sequences[:, 7:] % 4 == 0).int()
+    assert len(set(done.argmax(dim=1).tolist())) > 1  # they did end at different times
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.5}])
+def test_streamers_get_each_column_once_all_rows_have_it(options: dict[str, Any]) -> None:
+    model = tiny_model("llama", seed=1)
+    for accept in (0.0, 0.6, 1.0):
+        theirs, mine = Columns(), Columns()
+        common: dict[str, Any] = {"eos_token_id": [*range(0, 97, 5)], "do_sample": False, **options}
+        mask = (THREE != 0).long()
+        torch.manual_seed(1)
+        expected = model.generate(
+            THREE, attention_mask=mask, streamer=theirs, max_new_tokens=24, pad_token_id=0, **common
+        )
+        answers = [
+            row[int((m == 0).sum()) :] for row, m in zip(expected.tolist(), mask, strict=True)
+        ]
+        drafter = BatchDrafter(answers, np.random.default_rng(0), accept)
+        torch.manual_seed(1)
+        lade.generate(
+            model,
+            THREE,
+            attention_mask=mask,
+            streamer=mine,
+            max_new_tokens=24,
+            pad_token_id=0,
+            drafter=drafter,
+            config=lade.Config(max_draft_tokens=6),
+            **common,
+        )
+        assert mine.events == theirs.events
+        assert mine.events[-1] == "end"
+
+
+def test_rows_learn_from_each_other() -> None:
+    """The first prompt holds the second's answer; nothing else does."""
+    model = tiny_model("llama", seed=6)
+    prompt = torch.tensor([[5, 6, 7]])
+    mask = torch.ones_like(prompt)
+    answer = model.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
+    padded = torch.zeros_like(answer)
+    padded[0, -3:] = prompt
+    ids = torch.cat([answer, padded])
+    options: dict[str, Any] = {
+        "attention_mask": (torch.arange(ids.shape[1]) >= torch.tensor([[0], [40]])).long(),
+        "max_new_tokens": 30,
+        "do_sample": False,
+        "config": lade.Config(max_draft_tokens=8),
+    }
+    steps: list[lade.Step] = []
+    lade.generate(model, ids, on_step=steps.append, **options)
+    by_row = [[step for step in steps if step.row == row] for row in (0, 1)]
+    assert sum(len(step.token_ids) for step in by_row[1]) == 30
+    assert len(by_row[1]) < 10  # 8 drafted tokens at a time
+
+
+def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
+    monkeypatch.setattr("lade.choose._MIN_LEAD", 3)
+    model = tiny_model("llama", seed=1)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 40}
+    options["pad_token_id"] = 0
+    mask = (THREE != 0).long()
+    torch.manual_seed(0)
+    expected = model.generate(THREE, attention_mask=mask, **options)
+
+    class OneFast(BatchDrafter):
+        """Knows the answer of the first row alone."""
+
+        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+            if sequence == 0:
+                return super().draft(sequence, committed, max_nodes)
+            return Draft.empty()
+
+    answers = [row[int((m == 0).sum()) :] for row, m in zip(expected.tolist(), mask, strict=True)]
+    drafter = OneFast(answers, np.random.default_rng(0), 1.0)
+    lengths = [0, 0, 0]
+    leads = []
+
+    def watch(step: lade.Step) -> None:
+        lengths[step.row] += len(step.token_ids)
+        if step.row == 2:  # the last to be told of a step
+            leads.append(max(lengths) - min(lengths))
+
+    torch.manual_seed(0)
+    got = lade.generate(
+        model,
+        THREE,
+        attention_mask=mask,
+        drafter=drafter,
+        config=lade.Config(max_draft_tokens=8),
+        on_step=watch,
+        **options,
+    )
+    assert got.tolist() == expected.tolist()
+    assert 2 <= max(leads) <= 3
+
+
+def test_a_broken_row_closes_the_sequences_of_all() -> None:
+    model = tiny_model("llama", seed=1)
+    calls = []
+
+    class BrokenBatch(BatchDrafter):
+        def draft(self, *args: Any) -> Draft:
+            calls.append(1)
+            if len(calls) == 5:
+                raise OSError("disk full")
+            return Draft.empty()
+
+    drafter = BrokenBatch([[]] * 3, np.random.default_rng(0), 0.0)
+    with pytest.raises(OSError, match="disk full"):
+        lade.generate(
+            model, THREE, attention_mask=(THREE != 0).long(), drafter=drafter, max_new_tokens=9
+        )
+    assert drafter.closed == 3

@@ -1,0 +1,297 @@
+"""What `generate` returns and takes besides the text: scores, states, caches, embeddings, masks."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+import lade
+from tests.lade.both import ONE, THREE, both
+from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
+
+ALL_OUTPUTS = {
+    "output_scores": True,
+    "output_logits": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+
+
+def assert_same(mine: Any, theirs: Any) -> None:
+    """Same nesting of tuples, same shapes and dtypes, same numbers."""
+    if isinstance(theirs, tuple):
+        assert isinstance(mine, tuple)
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    elif theirs is None:
+        assert mine is None
+    else:
+        assert mine.dtype == theirs.dtype
+        # float64 models go through float32 inside their norms and softmax.
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_cache(mine: DynamicCache, theirs: DynamicCache, mask: torch.Tensor) -> None:
+    """Same keys and values wherever there is no padding."""
+    assert type(mine) is type(theirs)
+    assert mine.get_seq_length() == theirs.get_seq_length()
+    seen = torch.ones((mask.shape[0], mine.get_seq_length()), dtype=torch.bool)
+    seen[:, : mask.shape[1]] = mask.bool()
+    for one, other in zip(mine.layers, theirs.layers, strict=True):
+        for got, expected in ((one.keys, other.keys), (one.values, other.values)):
+            assert got.shape == expected.shape
+            torch.testing.assert_close(
+                got.transpose(1, 2)[seen], expected.transpose(1, 2)[seen], rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", ["one", "unpadded", "padded"])
+def test_all_outputs_are_those_of_generate(family: str, do_sample: bool, rows: str) -> None:
+    # Left padding leaves rows that see nothing: in float64 eager attention makes NaN of them.
+    dtype = torch.float32 if rows == "padded" else torch.float64
+    model = tiny_model(family, seed=1, attention="eager", dtype=dtype)
+    prompt = {"one": ONE, "unpadded": ONE[:, [[0, 1, 2, 3], [1, 1, 1, 0], [2, 0, 2, 0]]][0]}.get(
+        rows, THREE
+    )
+    expected, got = both(
+        model,
+        prompt,
+        do_sample=do_sample,
+        repetition_penalty=1.1,
+        eos_token_id=[*range(0, 97, 9)],
+        **ALL_OUTPUTS,
+    )
+    assert set(got) - set(expected) == {"stats"}
+    assert got.stats.num_accepted_tokens > 0
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        assert_same(getattr(got, name), getattr(expected, name))
+    assert_same_cache(got.past_key_values, expected.past_key_values, (prompt != 0).long())
+
+
+def test_attention_that_gives_no_weights_gives_none_as_in_generate() -> None:
+    model = tiny_model("llama", seed=1, attention="sdpa")
+    options = {"output_hidden_states": True, "output_scores": True}
+    expected, got = both(model, THREE, **options)
+    assert got.attentions is None
+    assert expected.attentions is None
+    assert_same(got.hidden_states, expected.hidden_states)
+
+
+def test_scores_are_not_kept_when_nobody_asks() -> None:
+    _, got = both(tiny_model("llama", seed=1), ONE, output_scores=False)
+    assert got.scores is None
+    assert got.logits is None
+    assert got.hidden_states is None
+
+
+def test_scores_reach_stopping_criteria() -> None:
+    model = tiny_model("llama", seed=1)
+    seen: list[Any] = []
+
+    def unsure(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(scores)
+        return torch.full((input_ids.shape[0],), len(scores) >= 9 and bool(scores[-1].max() > 0))
+
+    for prompt in (ONE, THREE):
+        expected, got = both(model, prompt, stopping_criteria=[unsure], output_scores=True)
+        assert_same(got.scores, expected.scores)
+        assert len(got.scores) < 24
+    assert [len(scores) for scores in seen[:3]] == [1, 2, 3]
+
+
+# --- caches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new tokens alone"])
+def test_a_chat_goes_on_from_the_cache_of_the_turn_before(
+    prompt: torch.Tensor, do_sample: bool, whole: bool
+) -> None:
+    model = tiny_model("llama", seed=3)
+    model.generation_config.eos_token_id = None
+    expected, got = both(model, prompt, do_sample=do_sample)
+    mask = (prompt != 0).long()
+    assert_same_cache(got.past_key_values, expected.past_key_values, mask)
+    caches = [expected.past_key_values, got.past_key_values]
+    sequences = expected.sequences
+    for turn in range(3):
+        new = torch.tensor([[8, 9 + turn, 8]] * prompt.shape[0])
+        ids = torch.cat([sequences, new], dim=1)
+        mask = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1]).long()], dim=1)
+        passed = ids if whole else ids[:, caches[0].get_seq_length() :]
+        options: dict[str, Any] = {"attention_mask": mask, "do_sample": do_sample}
+        options |= {"max_new_tokens": 12, "return_dict_in_generate": True}
+        outs = []
+        for generate, cache in ((model.generate, caches[0]), (wrapped(model), caches[1])):
+            torch.manual_seed(turn)
+            outs.append(generate(passed, past_key_values=cache, **options))
+        assert outs[1].sequences.tolist() == outs[0].sequences.tolist()
+        assert outs[1].past_key_values is caches[1]  # filled in place, as `generate` does
+        assert_same_cache(caches[1], caches[0], mask)
+        sequences = torch.cat([ids[:, : ids.shape[1] - passed.shape[1]], outs[0].sequences], dim=1)
+        caches = [caches[1], caches[0]]  # each goes on from what the other left
+
+
+def wrapped(model: Any) -> Any:
+    config = lade.Config(max_draft_tokens=6)
+    return lambda ids, **options: lade.generate(model, ids, config=config, **options)
+
+
+def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
+    model = tiny_model("llama", seed=1)
+    for empty in (DynamicCache(), DynamicCache(config=model.config)):
+        theirs = copy.deepcopy(empty)
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "do_sample": False}
+        model.generate(ONE, past_key_values=theirs, max_new_tokens=9, **options)
+        lade.generate(model, ONE, past_key_values=empty, max_new_tokens=9, **options)
+        assert_same_cache(empty, theirs, torch.ones_like(ONE))
+    before = copy.deepcopy(theirs)
+
+    class Interrupted:
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    ids = torch.cat([ONE, torch.tensor([[4] * 12])], dim=1)
+    with pytest.raises(KeyboardInterrupt):
+        lade.generate(
+            model,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=theirs,
+            streamer=Interrupted(),
+            max_new_tokens=9,
+        )
+    assert_same_cache(theirs, before, torch.ones_like(ONE))
+
+
+def test_an_empty_cache_is_filled_through_the_plain_door_too() -> None:
+    model = tiny_model("llama", seed=1)
+    for prompt in (ONE, THREE):
+        cache = DynamicCache(config=model.config)
+        out = model.generate(
+            prompt,
+            attention_mask=(prompt != 0).long(),
+            past_key_values=cache,
+            custom_generate=lade.decode,
+            return_dict_in_generate=True,
+            do_sample=False,
+            max_new_tokens=9,
+        )
+        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+
+
+# --- inputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 50])
+def test_chunked_prefill_gives_the_same(chunk: int) -> None:
+    model = tiny_model("llama", seed=2)
+    for prompt in (ONE, THREE):
+        both(model, prompt, prefill_chunk_size=chunk)
+
+
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_embeddings_give_the_tokens_of_generate(prompt: torch.Tensor, with_ids: bool) -> None:
+    model = tiny_model("llama", seed=2)
+    embeds = model.get_input_embeddings()(prompt) * 1.01  # like no token's own
+    mask = (prompt != 0).long()
+    for do_sample in (False, True):
+        options: dict[str, Any] = {"attention_mask": mask, "do_sample": do_sample}
+        options |= {"max_new_tokens": 20, "inputs_embeds": embeds}
+        if with_ids:
+            options |= {"input_ids": prompt, "repetition_penalty": 1.1}
+        torch.manual_seed(0)
+        expected = model.generate(**options)
+        torch.manual_seed(0)
+        pool = lade.NGramPool()
+        config = lade.Config(max_draft_tokens=6)
+        got = lade.generate(model, pool=pool, config=config, **options)
+        assert got.tolist() == expected.tolist()
+        # A second time, with the whole answer in the pool.
+        torch.manual_seed(0)
+        options["return_dict_in_generate"] = True
+        again = lade.generate(model, pool=pool, config=config, **options)
+        assert again.sequences.tolist() == expected.tolist()
+        assert again.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_masks_with_holes_are_continued(family: str, attention: str) -> None:
+    model = tiny_model(family, seed=3, attention=attention)
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 9], [3, 6, 2, 5, 6, 2, 5, 6]])
+    mask = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1]])
+    for rows in ([0], [1], [0, 1]):
+        for do_sample in (False, True):
+            both(model, prompt[rows], attention_mask=mask[rows], do_sample=do_sample)
+
+
+def test_explicit_positions_are_continued() -> None:
+    model = tiny_model("llama", seed=3)
+    positions = torch.tensor([[3, 4, 5, 9, 10, 11, 20]])
+    both(model, ONE, position_ids=positions, do_sample=False)
+    both(model, THREE, position_ids=positions.repeat(3, 1) + torch.tensor([[0], [5], [9]]))
+
+
+def test_generation_configs_of_model_and_call_are_both_honoured() -> None:
+    model = tiny_model("llama", seed=4)
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.7
+    model.generation_config.repetition_penalty = 1.2
+    for of_call in (
+        GenerationConfig(max_new_tokens=17),
+        GenerationConfig(top_k=7, max_length=40, pad_token_id=0),
+        GenerationConfig(do_sample=False, max_new_tokens=12, return_dict_in_generate=True),
+    ):
+        for prompt in (ONE, THREE):
+            results = []
+            for generate in (model.generate, wrapped(model)):
+                torch.manual_seed(3)
+                mask = (prompt != 0).long()
+                out = generate(prompt, generation_config=of_call, attention_mask=mask)
+                results.append(out if torch.is_tensor(out) else out.sequences)
+            assert results[0].tolist() == results[1].tolist()
+
+
+@pytest.mark.parametrize("place", ["model", "call", "argument"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int) -> None:
+    model = tiny_model("llama", seed=2, vocab_size=256)
+    model.generation_config.eos_token_id = None if num_rows == 1 else 255
+    tokenizer = byte_tokenizer()
+    prompt = (THREE + 60)[:num_rows]
+    free = model.generate(prompt, max_new_tokens=30, do_sample=False, attention_mask=prompt * 0 + 1)
+    letters = [c for c in tokenizer.decode(free[0, 12:]) if c.isascii() and c.isprintable()]
+    stop = [letters[3], letters[5]]
+    options: dict[str, Any] = {"attention_mask": prompt * 0 + 1, "tokenizer": tokenizer}
+    options |= {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    if place == "model":
+        model.generation_config.stop_strings = stop
+    elif place == "call":
+        options["generation_config"] = GenerationConfig(stop_strings=stop, do_sample=False)
+    else:
+        options["stop_strings"] = stop
+    expected = model.generate(prompt, **options)
+    assert expected.shape[1] < free.shape[1] or num_rows > 1
+    drafter = None
+    if num_rows == 1:
+        drafter = ScriptedDrafter(free[0].tolist(), np.random.default_rng(0), 1.0)
+    config = lade.Config(max_draft_tokens=8)
+    got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
+    assert got.tolist() == expected.tolist()
+    assert model.generation_config.stop_strings == (stop if place == "model" else None)
+    if place != "argument":
+        del options["tokenizer"]
+        with pytest.raises(ValueError, match="expected tokenizer="):
+            lade.generate(model, prompt, **options)

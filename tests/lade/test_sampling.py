@@ -1,0 +1,167 @@
+"""Sampling gives, seed for seed, the tokens and the random state of plain `generate`."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+import lade
+from tests.lade.both import ONE, THREE, both
+from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
+
+WARPERS: list[dict[str, Any]] = [
+    {"temperature": 0.3},
+    {"temperature": 1.7},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"typical_p": 0.7},
+    {"epsilon_cutoff": 0.02},
+    {"eta_cutoff": 0.02},
+    {"top_h": 0.4},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "renormalize_logits": True},
+]
+PROCESSORS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 1.5},
+    {"encoder_no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[9], [10, 11]]},
+    {"sequence_bias": [[[9], 2.0], [[10, 11], 3.0]]},
+    {"min_new_tokens": 12, "eos_token_id": [5, 6, 7, 8, 9, 10]},
+    {"min_length": 15, "eos_token_id": [5, 6, 7, 8, 9, 10]},
+    {"forced_bos_token_id": 4},
+    {"forced_eos_token_id": 3},
+    {"exponential_decay_length_penalty": (3, 1.3)},
+    {"suppress_tokens": [1, 2, 3, 4]},
+    {"begin_suppress_tokens": [5, 6, 7]},
+    {"remove_invalid_values": True},
+    {"guidance_scale": 1.5},
+    {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+    {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 8], ngram_len=3)},
+    {"repetition_penalty": 1.2, "temperature": 0.4, "top_p": 0.9, "no_repeat_ngram_size": 3},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [row + 2, (int(ids[-1]) + row) % 50, 60, 61]},
+]
+
+
+def name_of(options: dict[str, Any]) -> str:
+    return "-".join(options)
+
+
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("options", WARPERS + PROCESSORS, ids=name_of)
+def test_every_processor_samples_as_generate_does(
+    options: dict[str, Any], prompt: torch.Tensor
+) -> None:
+    accepted = 0
+    for seed in range(3):
+        model = tiny_model("llama", seed=seed)
+        _, got = both(model, prompt, seed=seed, **options)
+        accepted += got.stats.num_accepted_tokens
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("options", PROCESSORS, ids=name_of)
+def test_every_processor_is_greedy_in_batches_as_generate_is(options: dict[str, Any]) -> None:
+    both(tiny_model("llama", seed=3), THREE, do_sample=False, **options)
+
+
+def test_samples_of_one_prompt_are_those_of_generate() -> None:
+    model = tiny_model("llama", seed=1)
+    for seed in range(4):
+        _, got = both(model, ONE, seed=seed, num_return_sequences=5, temperature=0.4)
+        assert got.stats.num_prefills == 5
+        assert got.stats.num_row_steps > got.stats.num_steps
+
+
+def test_the_measured_budget_and_any_pool_give_the_same_samples() -> None:
+    model = tiny_model("llama", seed=2)
+    pool = lade.NGramPool()
+    pool.observe(list(range(2, VOCAB_SIZE)) * 5)
+    options: dict[str, Any] = {
+        "attention_mask": (THREE != 0).long(),
+        "do_sample": True,
+        "temperature": 0.5,
+        "max_new_tokens": 40,
+    }
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = model.generate(THREE, **options)
+        torch.manual_seed(seed)
+        assert lade.generate(model, THREE, pool=pool, **options).tolist() == expected.tolist()
+
+
+class Noisy(LogitsProcessor):  # type: ignore[misc]
+    """Draws from torch's own generator between the draws of `generate`."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        return scores + torch.randn(scores.shape)
+
+
+class EveryThird(StoppingCriteria):  # type: ignore[misc]
+    """Finishes one row after the other, by counting its calls."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append((input_ids.tolist(), scores))
+        rows = torch.arange(input_ids.shape[0])
+        return rows < len(self.seen) // 3
+
+
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("eos_token_id", [EOS_TOKEN_ID, None])
+def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
+    prompt: torch.Tensor, eos_token_id: int | None
+) -> None:
+    model = tiny_model("llama", seed=1)
+    model.generation_config.eos_token_id = eos_token_id
+    for do_sample in (True, False):
+        seen = []
+        for generate in (model.generate, lade.generate):
+            processor, criterion = Noisy(), EveryThird()
+            torch.manual_seed(0)
+            args = (prompt,) if generate == model.generate else (model, prompt)
+            out = generate(
+                *args,
+                attention_mask=(prompt != 0).long(),
+                do_sample=do_sample,
+                temperature=0.5 if do_sample else None,
+                max_new_tokens=30,
+                logits_processor=[processor],
+                stopping_criteria=[criterion],
+            )
+            seen.append(
+                (out.tolist(), processor.seen, criterion.seen, torch.get_rng_state().tolist())
+            )
+        assert seen[0] == seen[1]
+        assert len(seen[0][1]) > 2
+
+
+def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
+    model = tiny_model("llama", seed=1)
+
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * float("nan") if input_ids.shape[1] > 12 else scores
+
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 20}
+    options["logits_processor"] = [broken]
+    for prompt in (ONE, THREE):
+        mask = (prompt != 0).long()
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(prompt, attention_mask=mask, **options)
+        pool = lade.NGramPool()
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            lade.generate(model, prompt, attention_mask=mask, pool=pool, **options)
+        assert list(pool._tails) == [0]
