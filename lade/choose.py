@@ -6,12 +6,15 @@ Next file: `verify.py`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lade.processors import Processors
+from lade.rejection import try_children
 from lade.text import Text
 from lade.tree import Tree
+from ngram_pool import SampledDraft
 
 Place = tuple[int, int]  # row, and node of the row's tree
 # Told what a token was chosen from: row, raw and processed scores, float32 [vocab_size] each.
@@ -188,12 +191,49 @@ class Race:
             torch.get_device_module(self._device).set_rng_state(state, self._device)
 
 
-class ProcessedChoice:
-    """Tokens picked by processed scores, where they are emitted and nowhere else.
+class _ScoredChoice:
+    """Processed scores of the nodes where tokens are emitted, and of no others.
 
     Processors run once for each emitted token, with the true prefix and in order: some count their
-    calls, some draw random numbers, and any may look at the whole prefix. Processors that look at
-    the scores alone could run at all nodes at once, see `ChoiceAtOnce`.
+    calls, some draw random numbers, and any may look at the whole prefix.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        processors: Processors,
+        device: torch.device,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        self._text = text
+        self._processors = processors
+        self._device = device
+        self._on_choice = on_choice
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Keep the logits until they are asked for."""
+        self._logits = logits
+        self._trees = trees
+        self._index = {row: index for index, row in enumerate(trees)}
+        logits[0, 0, 0].item()  # wait, or the time of the forward would be counted elsewhere
+
+    def _scores_at(self, places: Sequence[Place]) -> Tensor:
+        """Return processed scores, float32 [len(places), vocab_size]."""
+        rows = [row for row, _ in places]
+        raw = torch.stack([self._logits[self._index[row], node] for row, node in places])
+        raw = raw.to(self._device, torch.float32)
+        # `generate` keeps the raw logits as they were; some processors write in place.
+        scores = self._processors(self._text, rows, raw.clone() if self._on_choice else raw)
+        if self._on_choice is not None:
+            for i, row in enumerate(rows):
+                self._on_choice(row, raw[i], scores[i])
+        return scores
+
+
+class ProcessedChoice(_ScoredChoice):
+    """Tokens picked by processed scores, where they are emitted and nowhere else.
+
+    Processors that look at the scores alone could run at all nodes at once, see `ChoiceAtOnce`.
     """
 
     def __init__(
@@ -204,32 +244,20 @@ class ProcessedChoice:
         device: torch.device,
         on_choice: OnChoice | None = None,
     ) -> None:
+        super().__init__(text, processors, device, on_choice)
         self.max_lead = pick.max_lead
-        self._text = text
-        self._processors = processors
         self._pick = pick
-        self._device = device
-        self._on_choice = on_choice
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Keep the logits until they are asked for."""
-        self._logits = logits
-        self._index = {row: index for index, row in enumerate(trees)}
+        super().look_at(logits, trees)
         self._pick.begin_step(min(self._text.num_emitted(row) for row in trees))
-        logits[0, 0, 0].item()  # wait, or the time of the forward would be counted elsewhere
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Process and pick."""
+        scores = self._scores_at(places)
         rows = [row for row, _ in places]
-        raw = torch.stack([self._logits[self._index[row], node] for row, node in places])
-        raw = raw.to(self._device, torch.float32)
-        # `generate` keeps the raw logits as they were; some processors write in place.
-        scores = self._processors(self._text, rows, raw.clone() if self._on_choice else raw)
-        times = [self._text.num_emitted(row) for row in rows]
-        if self._on_choice is not None:
-            for i, row in enumerate(rows):
-                self._on_choice(row, raw[i], scores[i])
-        picked = self._pick(scores, rows, times)
+        picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
         token_ids: list[int] = picked.token_ids.tolist()
         for i, is_valid in enumerate(picked.is_valid.tolist()):
             if not is_valid:
@@ -278,6 +306,76 @@ class ChoiceAtOnce(ProcessedChoice):
                 self._on_choice(row, self._raw[index, node], self._scores[index, node])
             token_ids.append(self._token_ids[index][node])
         return token_ids
+
+
+class RejectionChoice(_ScoredChoice):
+    """Draft tokens accepted or rejected so that the text has the target's distribution.
+
+    Takes one generator for each row, so that no row's tokens depend on another's.
+    """
+
+    max_lead = None
+
+    def __init__(
+        self,
+        text: Text,
+        processors: Processors,
+        generators: Sequence[torch.Generator],
+        device: torch.device,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        super().__init__(text, processors, device, on_choice)
+        self._generators = generators
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Try the children of each node; return the accepted one's token, or another."""
+        scores = self._scores_at(places)
+        probs = scores.softmax(dim=-1)
+        for i, is_invalid in enumerate(probs[:, 0].isnan().tolist()):
+            if is_invalid:
+                _raise_invalid(scores[i])
+        children = [self._children_of(row, node) for row, node in places]
+        width = max(len(of_node) for of_node in children)
+        support_size = max((len(ids) for of_node in children for _, ids, _ in of_node), default=1)
+        token_ids = np.zeros((len(places), width), np.int64)
+        support_token_ids = np.zeros((len(places), width, support_size), np.int64)
+        draft_probs = np.zeros(support_token_ids.shape)
+        for i, of_node in enumerate(children):
+            for j, (token_id, ids, drawn_with) in enumerate(of_node):
+                token_ids[i, j] = token_id
+                support_token_ids[i, j, : len(ids)] = ids
+                draft_probs[i, j, : len(ids)] = drawn_with
+        trial = try_children(
+            probs,
+            torch.from_numpy(token_ids).to(self._device),
+            torch.from_numpy(draft_probs).to(self._device),
+            [self._generators[row] for row, _ in places],
+            torch.tensor([len(of_node) for of_node in children], device=self._device),
+            torch.from_numpy(support_token_ids).to(self._device),
+        )
+        emitted: list[int] = trial.token_ids.tolist()
+        return emitted
+
+    def close(self) -> None:
+        """The generators are the caller's."""
+
+    def _children_of(self, row: int, node: int) -> list[tuple[int, Sequence[int], Sequence[float]]]:
+        """Return the children of a node in the order of the draft.
+
+        Of each its token id, and the tokens that it was drawn from with their probabilities; a
+        token that was not drawn was certain.
+        """
+        draft = self._trees[row].draft
+        children = []
+        for child in np.flatnonzero(draft.parents == node - 1).tolist():  # draft nodes are one less
+            token_id = int(draft.token_ids[child])
+            if isinstance(draft, SampledDraft):
+                children.append(
+                    (token_id, draft.support_token_ids[child], draft.support_probs[child])
+                )
+            else:
+                children.append((token_id, [token_id], [1.0]))
+        return children
 
 
 def _raise_invalid(scores: Tensor) -> None:

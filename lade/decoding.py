@@ -8,11 +8,9 @@ Nothing here knows of generation options; `hf.py` translates those. Next file: `
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from lade.budget import Budget
 from lade.choose import Choice
-from lade.drafting import Drafter, chain
+from lade.drafting import Proposer, chain
 from lade.outputs import Outputs
 from lade.stats import DecodeStats, Step
 from lade.target import Forward, Target
@@ -48,7 +46,7 @@ class Decoder:
         text: the prompts; grows.
         contexts: for each row the prompt as the drafter is to see it, without padding; grows.
         target: a model set up for the prompts, not yet run.
-        drafter: proposes; is fed each context first and every emitted token after, no padding.
+        proposer: proposes; is fed each context first and every emitted token after, no padding.
         choice: the target's own tokens.
         budget: how many nodes to verify.
         rules: see there.
@@ -61,7 +59,7 @@ class Decoder:
         text: Text,
         contexts: list[list[int]],
         target: Target,
-        drafter: Drafter,
+        proposer: Proposer,
         choice: Choice,
         budget: Budget,
         rules: Rules,
@@ -72,28 +70,26 @@ class Decoder:
         self._text = text
         self._contexts = contexts
         self._target = target
-        self._drafter = drafter
+        self._proposer = proposer
         self._choice = choice
         self._budget = budget
         self._rules = rules
         self._on_step = on_step
         self._outputs = outputs
         self._rows = list(range(text.num_rows))  # those in the target's batch
-        self._sequences: dict[int, int] = {}  # row -> the drafter's handle
 
     def run(self) -> DecodeStats:
         """Decode to the end and return the counts and times; the text is in `text`."""
         try:
             for row in self._rows:
-                self._sequences[row] = self._drafter.open(self._contexts[row])
+                self._proposer.open(row, self._contexts[row])
             self._prefill()
             while emitting := [row for row in self._rows if self._may_emit(row)]:
                 self._step(emitting)
             return self.stats
         finally:
             self._choice.close()
-            for sequence in self._sequences.values():
-                self._drafter.close(sequence)
+            self._proposer.close_all()
 
     # --- the two kinds of forward -----------------------------------------------------------
 
@@ -117,7 +113,7 @@ class Decoder:
             trees = {
                 row: Tree.build(
                     self._text.token_ids[row][-1],
-                    proposed[row].first(num_nodes) if row in proposed else Draft.empty(),
+                    self._draw(row, proposed[row], num_nodes) if row in proposed else Draft.empty(),
                 )
                 for row in self._rows
             }
@@ -151,30 +147,29 @@ class Decoder:
             len(self._text.token_ids[other]) for other in self._rows
         )
 
-    def _propose(self, row: int) -> Draft:
-        """Ask for a draft, and cut it before the first node that the target cannot run.
+    def _is_padding(self, row: int) -> bool:
+        return self._text.is_finished[row] and self._text.pad_token_id is not None
 
-        That is one beyond the longest text, or, from a pool that learned from another model's text,
-        a token that this model does not have.
-        """
+    def _propose(self, row: int) -> Draft:
+        """Ask for all there is to propose for a row, as far as the row may go."""
         text = self._text
-        is_finished = text.is_finished[row]
         limit = self._rules.max_length
-        if is_finished and not self._rules.is_joint:
+        if text.is_finished[row] and not self._rules.is_joint:
             limit = min(limit, text.longest)
         room = limit - len(text.token_ids[row]) - 1  # the bonus token needs one place more
         if self._choice.max_lead is not None:
             room = min(room, self._choice.max_lead - self._lead(row) - 1)
         max_nodes = self._budget.max_nodes
-        if room < 1 or max_nodes < 1:
-            return Draft.empty()
-        if is_finished and text.pad_token_id is not None:
-            return chain([text.pad_token_id] * min(room, max_nodes))
-        draft = self._drafter.draft(self._sequences[row], self._contexts[row], max_nodes)
-        impossible = np.flatnonzero(
-            (draft.depths > room) | (draft.token_ids >= self._target.vocab_size)
+        if self._is_padding(row):
+            return chain([text.pad_token_id or 0] * max(0, min(room, max_nodes)))
+        return self._proposer.propose(
+            row, text.token_ids[row], self._contexts[row], room, max_nodes
         )
-        return draft.first(int(impossible[0])) if len(impossible) else draft
+
+    def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
+        if self._is_padding(row):
+            return proposed.first(num_nodes)
+        return self._proposer.draw(row, self._contexts[row], num_nodes)
 
     # --- verify and commit ------------------------------------------------------------------
 
@@ -193,7 +188,7 @@ class Decoder:
                 emitted = text.token_ids[row][start : text.num_unpadded[row]]
                 self._contexts[row] += emitted
                 if emitted:
-                    self._drafter.observe(self._sequences[row], emitted)
+                    self._proposer.observe(row, emitted)
                 if emitted and row in working:
                     steps.append(_step_of(row, trees[row], paths[row], emitted))
         return steps, paths
@@ -212,7 +207,7 @@ class Decoder:
             return
         self._target.select([self._rows.index(row) for row in staying])
         for row in set(self._rows) - set(staying):
-            self._drafter.close(self._sequences.pop(row))
+            self._proposer.close(row)
         self._rows = staying
 
     def _learn_costs(

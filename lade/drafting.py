@@ -1,14 +1,15 @@
-"""Who proposes tokens: the `Drafter` protocol, and the n-gram pool as one.
+"""Who proposes tokens: the `Drafter` protocol, the n-gram pool as one, and what a row gets.
 
 Next file: `tree.py`.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ngram_pool import Draft, NGramPool
+from lade.grammar import Foresight
+from ngram_pool import Draft, NGramPool, SampledDraft
 
 
 class Drafter(Protocol):
@@ -28,6 +29,16 @@ class Drafter(Protocol):
 
     def close(self, sequence: int) -> None:
         """End the sequence; called once, also after an error."""
+
+
+@runtime_checkable
+class SamplingDrafter(Drafter, Protocol):
+    """Can also draw its drafts at random and tell the distribution of each token."""
+
+    def sample(
+        self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
+    ) -> SampledDraft:
+        """Draw at most `max_nodes` nodes after `committed`, in an order that keeps `first` fair."""
 
 
 class PoolDrafter:
@@ -60,6 +71,13 @@ class PoolDrafter:
         context = committed[-self.pool.max_match :]
         return self.pool.draft(context, max_nodes, self._max_candidates)
 
+    def sample(
+        self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
+    ) -> SampledDraft:
+        """Draw from what followed the last tokens in the text the pool holds."""
+        context = committed[-self.pool.max_match :]
+        return self.pool.sample(context, max_nodes, rng, self._max_candidates)
+
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Feed committed tokens."""
         self.pool.observe(token_ids, sequence)
@@ -82,3 +100,128 @@ def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
         np.arange(1, num_nodes + 1, dtype=np.int32),
         np.full(num_nodes, prob),
     )
+
+
+def after(token_ids: Sequence[int], draft: Draft) -> Draft:
+    """Return a draft that begins with a chain, all of whose tokens must come, and goes on so."""
+    first = chain(token_ids)
+    whole = Draft(
+        np.concatenate([first.token_ids, draft.token_ids]),
+        np.concatenate([first.parents, draft.parents + len(first)]),
+        np.concatenate([first.depths, draft.depths + len(first)]),
+        np.concatenate([first.probs, draft.probs]),
+    )
+    if not isinstance(draft, SampledDraft):
+        return whole
+    # A token that was not drawn has a support of its own.
+    support_size = max(1, draft.support_token_ids.shape[1])
+    ids = np.zeros((len(whole), support_size), np.int32)
+    probs = np.zeros(ids.shape)
+    ids[: len(first), 0], probs[: len(first), 0] = first.token_ids, 1.0
+    ids[len(first) :], probs[len(first) :] = draft.support_token_ids, draft.support_probs
+    return SampledDraft(whole.token_ids, whole.parents, whole.depths, whole.probs, ids, probs)
+
+
+class Proposer:
+    """Gathers the drafts of every row of a batch, in two turns.
+
+    `propose` asks for all there is, so that a budget can decide how much of it to verify; `draw`
+    returns so much of it, drawn anew where drafts are to be drawn at random. How many nodes are
+    drawn must not depend on the tokens drawn, or the text would no longer have the distribution it
+    should.
+
+    Args:
+        drafter: fed by the caller through `open` and `observe`.
+        vocab_size: no token id of a draft may reach it.
+        foresight: of the grammar that constrains the text, if there is one.
+        rngs: one for each row, to draw drafts with; None to take the likeliest.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        foresight: Foresight | None = None,
+        rngs: Sequence[np.random.Generator] | None = None,
+    ) -> None:
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._foresight = foresight
+        self._rngs = rngs if isinstance(drafter, SamplingDrafter) else None
+        self._sequences: dict[int, int] = {}  # row -> the drafter's handle
+        self._proposed: dict[int, Draft] = {}
+        self._forced: dict[int, list[int]] = {}
+        self._room: dict[int, int] = {}
+
+    def open(self, row: int, context: Sequence[int]) -> None:
+        """Begin a row with its prompt."""
+        self._sequences[row] = self._drafter.open(context)
+
+    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+        """Let the drafter learn what was emitted."""
+        self._drafter.observe(self._sequences[row], token_ids)
+
+    def close(self, row: int) -> None:
+        """End a row."""
+        self._drafter.close(self._sequences.pop(row))
+
+    def close_all(self) -> None:
+        """End all rows that are open."""
+        for row in [*self._sequences]:
+            self.close(row)
+
+    def propose(
+        self, row: int, committed: Sequence[int], context: Sequence[int], room: int, max_nodes: int
+    ) -> Draft:
+        """Return what could follow, likeliest first.
+
+        Args:
+            committed: the row, padding included, as logits processors see it.
+            context: the row as the drafter sees it.
+            room: the greatest depth that the target can run.
+            max_nodes: the greatest number of nodes.
+        """
+        forced: list[int] = []
+        if room < 1 or max_nodes < 1:
+            self._proposed[row] = Draft.empty()
+            return self._proposed[row]
+        if self._foresight is not None:
+            forced = self._foresight.forced_tokens(row, committed, min(room, max_nodes))
+        self._forced[row] = forced
+        draft = Draft.empty()
+        if len(forced) < max_nodes:
+            context = [*context, *forced] if forced else context
+            draft = self._drafter.draft(self._sequences[row], context, max_nodes - len(forced))
+        self._room[row] = room
+        self._proposed[row] = self._possible(after(forced, draft) if forced else draft, room)
+        return self._proposed[row]
+
+    def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
+        """Return so many nodes of what was proposed, or drawn in their place."""
+        proposed = self._proposed[row].first(num_nodes)
+        forced = self._forced.get(row, [])
+        num_drawn = len(proposed) - len(forced)
+        if self._rngs is None or num_drawn < 1:
+            return proposed
+        assert isinstance(self._drafter, SamplingDrafter)
+        context = [*context, *forced] if forced else context
+        sampled: Draft = self._drafter.sample(
+            self._sequences[row], context, num_drawn, self._rngs[row]
+        )
+        return self._possible(after(forced, sampled) if forced else sampled, self._room[row])
+
+    def _possible(self, draft: Draft, room: int) -> Draft:
+        """Cut a draft before the first node that the target cannot run.
+
+        That is one beyond the longest text, or, from a pool that learned from another model's text,
+        a token that this model does not have. Of a node that was drawn, what it could have become
+        decides, not what it became.
+        """
+        if isinstance(draft, SampledDraft):
+            unknown = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)
+            impossible = np.flatnonzero((draft.depths > room) | unknown.any(axis=1))
+        else:
+            impossible = np.flatnonzero(
+                (draft.depths > room) | (draft.token_ids >= self._vocab_size)
+            )
+        return draft.first(int(impossible[0])) if len(impossible) else draft

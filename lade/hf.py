@@ -12,6 +12,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -34,14 +35,17 @@ from lade.choose import (
     ChoiceAtOnce,
     GreedyChoice,
     Likeliest,
+    OnChoice,
     Pick,
     ProcessedChoice,
     Race,
+    RejectionChoice,
 )
 from lade.config import Config
 from lade.decoding import Decoder, Rules
-from lade.drafting import Drafter, PoolDrafter
+from lade.drafting import Drafter, PoolDrafter, Proposer
 from lade.errors import UnsupportedOptionError
+from lade.grammar import foresight_of
 from lade.outputs import Outputs
 from lade.processors import Processors
 from lade.stats import DecodeStats, Step
@@ -218,12 +222,17 @@ def decode(
             for step in steps:
                 on_step(step)
 
+    rngs = None
+    if generation_config.do_sample and config is not None and config.verifier == "rejection":
+        rngs, choice = _rejection(text, processors, device, _on_choice(generation_config, outputs))
+    else:
+        choice = _exact(text, processors, generation_config, target.vocab_size, device, outputs)
     decoder = Decoder(
         text,
         _contexts(input_ids, model_kwargs.get("attention_mask")),
         target,
-        drafter,
-        _choose_choice(text, processors, generation_config, target.vocab_size, device, outputs),
+        Proposer(drafter, target.vocab_size, foresight_of(logits_processor), rngs),
+        choice,
         _choose_budget(config, profile),
         Rules(
             max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
@@ -333,7 +342,7 @@ def _choose_budget(config: Config | None, profile: Profile) -> Budget:
     return FixedBudget(config.max_draft_tokens)
 
 
-def _choose_choice(
+def _exact(
     text: Text,
     processors: Processors,
     config: GenerationConfig,
@@ -341,9 +350,8 @@ def _choose_choice(
     device: torch.device,
     outputs: Outputs,
 ) -> Choice:
-    on_choice = None
-    if config.return_dict_in_generate and (config.output_scores or config.output_logits):
-        on_choice = outputs.add_choice
+    """Return what chooses the very tokens that `generate` would."""
+    on_choice = _on_choice(config, outputs)
     if not config.do_sample and not processors and on_choice is None:
         return GreedyChoice()
     at_once = device.type != "cpu" and not processors.need_prefix
@@ -352,6 +360,24 @@ def _choose_choice(
         pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
     kind = ChoiceAtOnce if at_once else ProcessedChoice
     return kind(text, processors, pick, device, on_choice)
+
+
+def _rejection(
+    text: Text, processors: Processors, device: torch.device, on_choice: OnChoice | None
+) -> tuple[list[np.random.Generator], Choice]:
+    """Return what draws the drafts of each row, and what accepts or rejects them.
+
+    All follow from torch's default generator, so that `torch.manual_seed` repeats a call.
+    """
+    seeds = torch.randint(2**62, (text.num_rows, 2)).tolist()
+    generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]
+    rngs = [np.random.default_rng(seed) for _, seed in seeds]
+    return rngs, RejectionChoice(text, processors, generators, device, on_choice)
+
+
+def _on_choice(config: GenerationConfig, outputs: Outputs) -> OnChoice | None:
+    is_wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    return outputs.add_choice if is_wanted else None
 
 
 class _StopRule:

@@ -70,10 +70,10 @@ def load(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     report = progress or _no_progress
-    chosen_device = _device(device)
+    chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
-    chosen_dtype = getattr(torch, dtype) if dtype else _native_dtype(chosen_device)
+    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
     is_default = name is None or name == DEFAULT_MODEL
     source = str(default_model(progress=report)) if is_default else str(name)
     report(f"Loading {name or DEFAULT_MODEL}", 0, 0)
@@ -254,7 +254,12 @@ def _convert(source: Path, checkpoint: Path, report: Progress) -> None:
         raise ModelFetchError(f"the conversion wrote no {', '.join(_FILES)}")
 
 
-def _device(name: str | None) -> Any:
+def device_of(name: str | None) -> Any:
+    """Return the torch device of that name, or the best there is.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
     import torch
 
     if name is None:
@@ -269,7 +274,7 @@ def _device(name: str | None) -> Any:
     return device
 
 
-def _native_dtype(device: Any) -> Any:
+def native_dtype(device: Any) -> Any:
     """Return bfloat16 where the device computes in it natively, else float32."""
     import torch
 

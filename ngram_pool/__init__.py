@@ -4,7 +4,7 @@ It needs numpy and numba, never torch, and is usable alone: an engine's draft pr
 than `NGramPool.observe` and `NGramPool.draft`. Reading order: `draft.py`, `pool.py`, `_kernels.py`.
 """
 
-from ngram_pool.draft import Draft
+from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.pool import NGramPool
 
-__all__ = ["Draft", "NGramPool"]
+__all__ = ["Draft", "NGramPool", "SampledDraft"]

@@ -442,3 +442,150 @@ def grow_tree(
         if num_nodes == max_nodes:
             return num_nodes
         max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
+
+
+@kernel
+def push_slot(
+    parent: int,
+    left_probs: Float64Array,
+    floor: float,
+    slots: Int64Array,
+    slot_probs: Float64Array,
+    num_slots: int,
+    queue_length: int,
+) -> int:
+    """Queue the next child of `parent` by the probability it can expect before it is drawn.
+
+    Returns:
+        How many slots were queued: 1, or 0 where nothing is left to draw or the expectation is
+        less than `floor`.
+    """
+    total = squares = 0.0
+    for i in range(left_probs.shape[1]):
+        total += left_probs[parent + 1, i]
+        squares += left_probs[parent + 1, i] * left_probs[parent + 1, i]
+    if total == 0.0 or squares / total < floor:
+        return 0
+    slots[1, num_slots] = parent
+    slot_probs[num_slots] = squares / total
+    push(slots[2], queue_length, slot_probs, num_slots)
+    return 1
+
+
+@kernel
+def draw_successor(left_probs: Float64Array, uniform: float, support_probs: Float64Array) -> int:
+    """Draw one of the successors left, and fill `support_probs` with what it was drawn from."""
+    total = cumulative = 0.0
+    for i in range(left_probs.shape[0]):
+        total += left_probs[i]
+    drawn = NONE
+    for i in range(left_probs.shape[0]):
+        support_probs[i] = left_probs[i] / total
+        # A later one only takes over while the uniform lies beyond all before it; the last one
+        # that can be drawn also takes what rounding leaves below 1.
+        if left_probs[i] > 0.0 and (drawn == NONE or uniform >= cumulative):
+            drawn = i
+        cumulative += support_probs[i]
+    return drawn
+
+
+@kernel
+def sample_tree(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    root_context: Int64Array,
+    max_nodes: int,
+    max_candidates: int,
+    uniforms: Float64Array,
+    context: Int64Array,
+    found: Int64Array,
+    found_probs: Float64Array,
+    slots: Int64Array,
+    slot_probs: Float64Array,
+    left_ids: Int64Array,
+    left_probs: Float64Array,
+    nodes: Int64Array,
+    node_probs: Float64Array,
+    support_probs: Float64Array,
+) -> int:
+    """Draw a prefix tree from what follows a context; return its size.
+
+    A *slot* is a place for a node whose token is not drawn yet. The likeliest slot is filled first,
+    by its expectation over the draw; it opens the slots of its next sibling and of its first child.
+    So whether a slot exists, and which is its parent, is settled before its token is drawn, by the
+    tokens of earlier slots alone: without that, no rule of acceptance could be unbiased. Children
+    of one parent are drawn without replacement.
+
+    Source: drawing without replacement from Jeon et al., "Recursive Speculative Decoding"
+    (arXiv 2402.14160); the order of the slots is our own.
+
+    Args:
+        uniforms: float64 [max_nodes] in [0, 1); slot i is drawn with uniforms[i].
+        slots: int64 [3, 2 * max_nodes + 1] (unused, parent, heap), `slot_probs`: float64 of that
+            length; `left_probs`: float64 [max_nodes + 1, MAX_OCCURRENCES], the path probabilities
+            of a node's successors, 0 where drawn already, the root's first. All scratch.
+        left_ids: int64 [max_nodes + 1, MAX_OCCURRENCES]; filled with the successors of each node,
+            the root's first.
+        nodes: as for `grow_tree`.
+        node_probs: float64 [max_nodes]; filled with the expectations of the slots.
+        support_probs: float64 [max_nodes, MAX_OCCURRENCES]; row i is filled with the probabilities
+            that node i was drawn with, of the tokens in its parent's row of `left_ids`.
+
+    The other arguments are those of `grow_tree`.
+    """
+    num_nodes = num_slots = num_leaves = queue_length = 0
+    node, path_prob = NONE, 1.0
+    max_order = heads.shape[0]
+    while True:
+        length = read_context(nodes, node, root_context, context)
+        num_found, longest = successors(
+            text,
+            links,
+            heads,
+            first,
+            context[:length],
+            min(length, max_order),
+            path_prob,
+            found,
+            found_probs,
+        )
+        if node == NONE:
+            root_order = longest
+        else:
+            nodes[4, node] = longest
+        for i in range(left_ids.shape[1]):
+            left_ids[node + 1, i] = found[1, i] if i < num_found else 0
+            left_probs[node + 1, i] = path_prob * found_probs[i] if i < num_found else 0.0
+        pushed = push_slot(node, left_probs, 0.0, slots, slot_probs, num_slots, queue_length)
+        num_slots += pushed
+        queue_length += pushed
+        while True:  # take the likeliest slot that opens no leaf too many
+            if queue_length == 0:
+                return num_nodes
+            slot = pop(slots[2], queue_length, slot_probs)
+            queue_length -= 1
+            parent = slots[1, slot]
+            extends_leaf = parent != NONE and nodes[3, parent] == 0
+            if extends_leaf or num_leaves < max_candidates:
+                break
+        node = num_nodes
+        drawn = draw_successor(left_probs[parent + 1], uniforms[node], support_probs[node])
+        path_prob = left_probs[parent + 1, drawn]
+        left_probs[parent + 1, drawn] = 0.0
+        nodes[0, node] = left_ids[parent + 1, drawn]
+        nodes[1, node] = parent
+        nodes[2, node] = 1 if parent == NONE else nodes[2, parent] + 1
+        nodes[3, node] = 0
+        node_probs[node] = slot_probs[slot]
+        num_leaves += 0 if extends_leaf else 1
+        if parent != NONE:
+            nodes[3, parent] += 1
+        num_nodes += 1
+        if num_nodes == max_nodes:
+            return num_nodes
+        pushed = push_slot(parent, left_probs, MIN_PROB, slots, slot_probs, num_slots, queue_length)
+        num_slots += pushed
+        queue_length += pushed
+        max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))

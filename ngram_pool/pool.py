@@ -13,8 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngram_pool import _kernels
-from ngram_pool._kernels import NEXT, NONE, PREVIOUS, TOKEN, Int32Array, Int64Array
-from ngram_pool.draft import Draft
+from ngram_pool._kernels import (
+    NEXT,
+    NONE,
+    PREVIOUS,
+    TOKEN,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+)
+from ngram_pool.draft import Draft, SampledDraft
 
 DEFAULT_CAPACITY_TOKENS = 2**20
 # 6 accepted no more tokens than 5 on the answers described in ARCHITECTURE.md, 4 up to 1 % fewer.
@@ -107,7 +115,9 @@ class NGramPool:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
         tables = (self._text, self._links, self._heads, self._context, self._found)
         scratch = (self._found_probs, self._candidates, self._candidate_probs)
-        return sum(array.nbytes for array in (*tables, *scratch, self._nodes, self._node_probs))
+        drawing = (self._left_ids, self._left_probs, self._support_probs)
+        nodes = (self._nodes, self._node_probs)
+        return sum(array.nbytes for array in (*tables, *scratch, *drawing, *nodes))
 
     # --- writing ----------------------------------------------------------------------------
 
@@ -191,11 +201,7 @@ class NGramPool:
         >>> len(pool.draft([8], max_nodes=2))
         0
         """
-        ids = _token_ids("context", context)[-self.max_match :]
-        max_nodes = _positive("max_nodes", max_nodes)
-        max_leaves = (
-            max_nodes if max_candidates is None else _positive("max_candidates", max_candidates)
-        )
+        ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
         if not len(ids):
             return Draft.empty()
         with self._lock:
@@ -204,6 +210,62 @@ class NGramPool:
             num_nodes = self._grow_tree(np.ascontiguousarray(ids[::-1]), max_nodes, max_leaves)
             token_ids, parents, depths = self._nodes[:3, :num_nodes].astype(np.int32)
             return Draft(token_ids, parents, depths, self._node_probs[:num_nodes].copy())
+
+    def sample(
+        self,
+        context: Sequence[int] | NDArray[np.integer[Any]],
+        max_nodes: int,
+        rng: np.random.Generator,
+        max_candidates: int | None = None,
+    ) -> SampledDraft:
+        """Propose how `context` goes on by drawing; O(N) lookups a node.
+
+        Every node's token is drawn from the successors that `draft` would choose among, in
+        proportion to their probabilities, children of one parent without replacement. The place
+        with the greatest expectation is filled first; further children that expect less than 0.4 %
+        are not drawn. A place never depends on the token drawn there, so rejection sampling by the
+        returned distributions is unbiased (`SampledDraft` says which nodes may be left out).
+
+        Args:
+            context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
+                not have been observed.
+            max_nodes: the greatest number of nodes.
+            rng: gives `max_nodes` uniforms, whatever is found, so that equal generators give equal
+                drafts and stay equal.
+            max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
+
+        Returns:
+            A draft of at most `max_nodes` nodes; empty where the last token never went on.
+
+        Raises:
+            TypeError, ValueError: as for `draft`; `rng` must be a numpy Generator.
+
+        >>> pool = NGramPool()
+        >>> pool.observe([1, 2, 3, 1, 2, 4, 1, 2])
+        >>> draft = pool.sample([1, 2], max_nodes=2, rng=np.random.default_rng(0))
+        >>> draft.dense_probs(vocab_size=6)[0].tolist()
+        [0.0, 0.0, 0.0, 0.5, 0.5, 0.0]
+        """
+        ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
+        if not isinstance(rng, np.random.Generator):
+            raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
+        uniforms = rng.random(max_nodes)
+        if not len(ids):
+            return SampledDraft.empty()
+        with self._lock:
+            if max_nodes > self._nodes.shape[1]:
+                self._allocate_scratch(max_nodes)
+            reversed_context = np.ascontiguousarray(ids[::-1])
+            num_nodes = self._sample_tree(reversed_context, max_nodes, max_leaves, uniforms)
+            token_ids, parents, depths = self._nodes[:3, :num_nodes].astype(np.int32)
+            return SampledDraft(
+                token_ids,
+                parents,
+                depths,
+                self._node_probs[:num_nodes].copy(),
+                self._left_ids[parents + 1].astype(np.int32),
+                self._support_probs[:num_nodes].copy(),
+            )
 
     # --- checking ---------------------------------------------------------------------------
 
@@ -252,6 +314,21 @@ class NGramPool:
                         assert older < position, "links lead to older positions"
                         position = older
                     assert chain == expected.get((order, bucket), [])
+
+    # --- inside, without the lock -----------------------------------------------------------
+
+    def _check_draft(
+        self,
+        context: Sequence[int] | NDArray[np.integer[Any]],
+        max_nodes: int,
+        max_candidates: int | None,
+    ) -> tuple[Int64Array, int, int]:
+        """Return the part of the context that matters and both sizes, or raise."""
+        ids = _token_ids("context", context)[-self.max_match :]
+        max_nodes = _positive("max_nodes", max_nodes)
+        if max_candidates is None:
+            return ids, max_nodes, max_nodes
+        return ids, max_nodes, _positive("max_candidates", max_candidates)
 
     # --- inside, under the lock -------------------------------------------------------------
 
@@ -321,6 +398,9 @@ class NGramPool:
         self._candidate_probs = np.empty(num_candidates, np.float64)
         self._nodes = np.empty((5, max_nodes), np.int64)
         self._node_probs = np.empty(max_nodes, np.float64)
+        self._left_ids = np.empty((max_nodes + 1, _kernels.MAX_OCCURRENCES), np.int64)
+        self._left_probs = np.empty((max_nodes + 1, _kernels.MAX_OCCURRENCES), np.float64)
+        self._support_probs = np.empty((max_nodes, _kernels.MAX_OCCURRENCES), np.float64)
 
     def _grow_tree(self, reversed_context: Int64Array, max_nodes: int, max_leaves: int) -> int:
         return _kernels.grow_tree(
@@ -340,6 +420,30 @@ class NGramPool:
             self._node_probs,
         )
 
+    def _sample_tree(
+        self, reversed_context: Int64Array, max_nodes: int, max_leaves: int, uniforms: Float64Array
+    ) -> int:
+        return _kernels.sample_tree(
+            self._text,
+            self._links,
+            self._heads,
+            self._first,
+            reversed_context,
+            max_nodes,
+            max_leaves,
+            uniforms,
+            self._context,
+            self._found,
+            self._found_probs,
+            self._candidates,
+            self._candidate_probs,
+            self._left_ids,
+            self._left_probs,
+            self._nodes,
+            self._node_probs,
+            self._support_probs,
+        )
+
     def _compile(self) -> None:
         """Run every kernel on nothing, so that the first token does not wait for a compiler."""
         nothing = np.empty(0, np.int64)
@@ -347,6 +451,7 @@ class NGramPool:
         _kernels.reindex(self._text, self._links, self._heads, 0, 0)
         _kernels.rebase(self._text, self._links, self._heads, 0, 0)
         self._grow_tree(np.zeros(1, np.int64), 1, 1)
+        self._sample_tree(np.zeros(1, np.int64), 1, 1, np.zeros(1, np.float64))
 
 
 def _positive(name: str, value: SupportsIndex) -> int:

@@ -1,7 +1,7 @@
-"""The pool again: slow, plain Python, obvious. Shares only constants with the package."""
+"""The pool and rejection sampling again: slow, plain Python, obvious. Shares only constants."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ngram_pool import _kernels
 
@@ -122,3 +122,89 @@ class OraclePool:
             paths[node] = [*paths[parent], token_id]
             if len(nodes) == max_nodes:
                 return nodes
+
+    def sample(
+        self,
+        context: Sequence[int],
+        max_nodes: int,
+        max_candidates: int,
+        uniforms: Sequence[float],
+    ) -> list[tuple[int, int, int, float, dict[int, float]]]:
+        """(token id, parent, depth, expectation, what it was drawn from) of every node."""
+        nodes: list[tuple[int, int, int, float, dict[int, float]]] = []
+        paths: dict[int, list[int]] = {-1: list(context)}
+        left: dict[int, dict[int, float]] = {}  # node -> path probabilities of successors not drawn
+        waiting: list[tuple[float, int, int]] = []  # (-expectation, age, parent) of every slot
+        num_slots = 0
+
+        def open_slot(parent: int, floor: float) -> None:
+            nonlocal num_slots
+            probs = left[parent].values()
+            if probs and (expected := plain_sum(p * p for p in probs) / plain_sum(probs)) >= floor:
+                waiting.append((-expected, num_slots, parent))
+                num_slots += 1
+
+        node, path_prob = -1, 1.0
+        leaves: set[int] = set()
+        while True:
+            successors = self.successors(paths[node], path_prob)
+            left[node] = {token_id: path_prob * prob for token_id, prob in successors.items()}
+            open_slot(node, 0.0)
+            waiting.sort()
+            while True:
+                if not waiting:
+                    return nodes
+                negative, _, parent = waiting.pop(0)
+                if parent in leaves or len(leaves) < max_candidates:
+                    break
+            leaves.discard(parent)
+            node = len(nodes)
+            leaves.add(node)
+            total = plain_sum(left[parent].values())
+            support = {token_id: prob / total for token_id, prob in left[parent].items()}
+            token_id = inverse(support, uniforms[node])
+            path_prob = left[parent].pop(token_id)
+            depth = 1 if parent == -1 else nodes[parent][2] + 1
+            nodes.append((token_id, parent, depth, -negative, support))
+            paths[node] = [*paths[parent], token_id]
+            if len(nodes) == max_nodes:
+                return nodes
+            open_slot(parent, _kernels.MIN_PROB)
+
+
+def plain_sum(values: Iterable[float]) -> float:
+    """Add from left to right; `sum` corrects its rounding errors since Python 3.12."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def inverse(probs: dict[int, float], uniform: float) -> int:
+    """Return the first key at which the sum of probabilities exceeds `uniform`."""
+    keys = [key for key, prob in probs.items() if prob > 0]
+    reached = 0.0
+    for key in keys:
+        reached += probs[key]
+        if uniform < reached:
+            return key
+    return keys[-1]
+
+
+def try_children(
+    target: Sequence[float],
+    children: Sequence[int],
+    drawn_with: Sequence[Sequence[float]],
+    uniforms: Sequence[float],
+) -> tuple[int, int]:
+    """(index of the accepted child or -1, token emitted), by the rule as the papers write it.
+
+    uniforms[0] draws what is emitted if no child is accepted, uniforms[1 + i] decides child i.
+    """
+    p = list(target)
+    for child, (x, q) in enumerate(zip(children, drawn_with, strict=True)):
+        if uniforms[1 + child] < min(1.0, p[x] / q[x]):
+            return child, x
+        p = [max(0.0, p_y - q_y) for p_y, q_y in zip(p, q, strict=True)]
+        p = [p_y / sum(p) for p_y in p]
+    return -1, inverse(dict(enumerate(p)), uniforms[0])

@@ -1,5 +1,7 @@
-"""Measuring: methods against plain `generate` on real prompts, and the pool alone.
+"""Measuring: methods against plain `generate` on real prompts, their memory, and the pool alone.
 
-Reading order: `methods.py`, `run.py`, `report.py`; `prompts.py`, `environment.py` and `pool.py`
-serve them. The core of lade imports nothing from here.
+Reading order: `settings.py`, `baselines.py`, `methods.py`, `run.py`, `report.py`; for memory then
+`peak.py` and `memory.py`. `prompts.py`, `batches.py` and `environment.py` serve them; `pool.py`
+stands alone.
+The core of lade imports nothing from here.
 """

@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from lade.bench.methods import METHODS, Answer
+import torch
+
+from lade.bench.baselines import Answer, warm_up
+from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
+from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt
+from lade.bench.settings import Settings
 from lade.config import Config
-from lade.models import LoadedModel, encode
+from lade.models import LoadedModel
+
+#: The category of a batch whose prompts are of several.
+MIXED = "mixed"
 
 _LOOP_MAX_PERIOD = 32
 _LOOP_MIN_TOKENS = 24
@@ -18,13 +26,19 @@ _LOOP_MIN_REPEATS = 3
 
 
 class Result(NamedTuple):
-    """All answers to one prompt in one pass."""
+    """All answers to one prompt, or to one batch of them, in one pass."""
 
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     num_pass: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # of all of them, without padding
     answers: dict[str, Answer]  # by method
-    loops: bool  # plain's answer (or the first method's) ends in a loop
+    loops: bool  # plain's answer (or the first method's) ends in a loop, in one row at least
+
+    @property
+    def category(self) -> str:
+        """The category that all prompts share, or `MIXED`."""
+        categories = {prompt.category for prompt in self.prompts}
+        return categories.pop() if len(categories) == 1 else MIXED
 
 
 class Summary(NamedTuple):
@@ -33,44 +47,51 @@ class Summary(NamedTuple):
     num_prompts: int
     tokens_per_sec: float
     speedup: float | None  # over plain, in the same pass; None without plain
-    mean_accepted_tokens: float
-    nodes_per_step: float
-    same_text: float | None  # share of prompts with plain's text; None without plain
+    mean_accepted_tokens: float  # per step of a row, so that plain is 1.00 at any batch size
+    nodes_per_step: float  # per step of a row, too
+    same_text: float | None  # share of sequences with plain's text; None without plain
 
 
 def run_methods(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
     methods: Sequence[str],
+    settings: Settings,
     *,
-    max_new_tokens: int,
     num_passes: int = 1,
     config: Config | None = None,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
-    """Answer every prompt with every method, appending to `results` as they come.
+    """Answer all prompts with every method, batch by batch, appending to `results` as they come.
 
-    Methods take turns prompt by prompt, beginning with another one each time, so that a machine
-    that slows down slows all alike. A pass begins with new methods, and so with empty pools.
+    Methods take turns at every batch, beginning with another one each time, so that a machine that
+    slows down slows all alike. A pass begins with new methods, and so with empty pools, and with
+    the same seeds: all passes, and with exact arithmetic all methods, make the same texts.
     """
-    warm_up = encode(loaded.tokenizer, "Count from one to ten.", loaded.model.device)
+    pad_token_id = find_pad_token_id(loaded)
+    options = settings.options(pad_token_id)
     for name in methods:
-        METHODS[name][0](config)(loaded.model, warm_up, min(16, max_new_tokens))
+        warm_up(loaded, METHODS[name].make(config), settings)
+    batches = in_batches(prompts, settings.batch_size)
     for num_pass in range(num_passes):
-        running = {name: METHODS[name][0](config) for name in methods}
-        for number, prompt in enumerate(prompts):
-            inputs = encode(loaded.tokenizer, prompt.text, loaded.model.device)
+        running = {name: METHODS[name].make(config) for name in methods}
+        for number, batch in enumerate(batches):
+            inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
             first = number % len(methods)
             answers = {}
             for name in (*methods[first:], *methods[:first]):
-                answers[name] = running[name](loaded.model, inputs, max_new_tokens)
+                torch.manual_seed(settings.seed + number)
+                answers[name] = running[name](loaded.model, inputs, options)
                 on_answer(name, answers[name])
             reference = answers.get("plain", answers[methods[0]])
-            num_prompt_tokens = inputs["input_ids"].shape[1]
             results.append(
                 Result(
-                    prompt, num_pass, num_prompt_tokens, answers, ends_in_loop(reference.token_ids)
+                    batch,
+                    num_pass,
+                    int(inputs["attention_mask"].sum()),
+                    answers,
+                    any(ends_in_loop(row) for row in reference.rows),
                 )
             )
 
@@ -100,22 +121,24 @@ def summarise(results: Iterable[Result], method: str) -> Summary:
 
 def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
     answers = [result.answers[method] for result in results]
-    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    rows = [row for answer in answers for row in answer.rows]
+    num_tokens = sum(answer.num_tokens for answer in answers)
     rate = num_tokens / sum(answer.sec for answer in answers)
-    num_steps = sum(answer.num_steps for answer in answers)
+    num_row_steps = sum(answer.num_row_steps for answer in answers)
+    num_draft_tokens = sum(answer.num_draft_tokens for answer in answers)
     speedup = same = None
     plain = [result.answers["plain"] for result in results if "plain" in result.answers]
     if plain:
-        plain_rate = sum(len(a.token_ids) for a in plain) / sum(a.sec for a in plain)
-        speedup = rate / plain_rate
-        equal = [a.token_ids == b.token_ids for a, b in zip(answers, plain, strict=True)]
-        same = sum(equal) / len(equal)
+        speedup = rate / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
+        plain_rows = [row for answer in plain for row in answer.rows]
+        same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
     return Summary(
-        num_prompts=len(answers),
+        num_prompts=sum(len(result.prompts) for result in results),
         tokens_per_sec=rate,
         speedup=speedup,
-        mean_accepted_tokens=(num_tokens - len(answers)) / num_steps if num_steps else 1.0,
-        nodes_per_step=sum(a.num_draft_tokens for a in answers) / num_steps if num_steps else 0.0,
+        # The first token of each row is the prefill's.
+        mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
+        nodes_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
     )
 

@@ -62,6 +62,47 @@ MaxDraftTokensOption = Annotated[
         "steps decides.",
     ),
 ]
+PromptsOption = Annotated[
+    Path,
+    typer.Option(
+        help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
+        "and optionally 'category'.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+LimitOption = Annotated[
+    int | None, typer.Option(min=1, help="Use so many prompts, spread over the file.")
+]
+TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        min=0.0, help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy."
+    ),
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p", help="Sample from the likeliest tokens that make up this probability; 1 is off."
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Random seed of the first batch; the next one has the next. Same for all."
+    ),
+]
+BatchSizeOption = Annotated[
+    int, typer.Option("--batch-size", min=1, help="Answer so many prompts at once, in file order.")
+]
+NumReturnSequencesOption = Annotated[
+    int,
+    typer.Option(
+        "--num-return-sequences",
+        min=1,
+        help="Draw so many answers to each prompt; needs a temperature.",
+    ),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the results to this file.", dir_okay=False)
 ]
@@ -118,30 +159,26 @@ def demo(
 
 @bench.command("run")
 def bench_run(
-    prompts: Annotated[
-        Path,
-        typer.Option(
-            help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
-            "and optionally 'category'.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ],
+    prompts: PromptsOption,
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Comma-separated: plain (generate), prompt_lookup (transformers' own), lade (one "
-            "pool for all prompts), lade_fresh (an empty pool for each prompt)."
+            help="Comma-separated: plain (generate), prompt_lookup (transformers' own; one "
+            "sequence at a time), lade (one pool for all prompts), lade_fresh (an empty pool for "
+            "each prompt or batch). Without it, all that can do what is asked."
         ),
-    ] = "plain,prompt_lookup,lade,lade_fresh",
+    ] = None,
     model: ModelOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use so many prompts, spread over the file.")
-    ] = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    batch_size: BatchSizeOption = 1,
+    num_return_sequences: NumReturnSequencesOption = 1,
+    limit: LimitOption = None,
     passes: Annotated[
         int,
         typer.Option(min=1, help="Repeat everything, each time with new pools; show medians."),
@@ -149,12 +186,75 @@ def bench_run(
     max_draft_tokens: MaxDraftTokensOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Compare ways of generating on a file of prompts, in turn, in one process."""
-    from lade.cli.bench import check_methods, run
+    """Compare ways of generating on a file of prompts, in turn, in one process.
 
-    names = check_methods(methods)
+    All get the same batches, options and seeds. Tokens per second are those emitted by all rows up
+    to their EOS, over the time of the whole call; MAT is tokens per step of a row. "same text" is
+    the share of answers with plain's tokens: prompt_lookup draws otherwise when it samples, so its
+    texts differ then and are as likely.
+    """
+    from lade.bench.settings import Settings
+    from lade.cli.bench import choose_methods, run
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
+    names, left_out = choose_methods(methods, settings)
     loaded = load(model, device, dtype, threads)
-    run(loaded, prompts, names, max_new_tokens, limit, passes, max_draft_tokens, json)
+    run(loaded, prompts, names, left_out, settings, limit, passes, max_draft_tokens, json)
+
+
+@bench.command("show")
+def bench_show(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Result files that bench run --json wrote.", exists=True, dir_okay=False
+        ),
+    ],
+) -> None:
+    """Print result files of bench run, of different settings perhaps, as one table."""
+    from lade.cli.bench import show
+
+    show(files)
+
+
+@bench.command("memory")
+def bench_memory(
+    prompts: PromptsOption,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated, as for bench run; plain is the measure of all.")
+    ] = "plain,lade",
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    batch_size: BatchSizeOption = 1,
+    num_return_sequences: NumReturnSequencesOption = 1,
+    limit: LimitOption = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Measure each method in so many processes; show medians.")
+    ] = 1,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare the peak memory of ways of generating, each in a fresh process.
+
+    On a CPU, it is what the whole process has resident at most while it answers the prompts:
+    weights, libraries and all. On a GPU, it is what torch has allocated there at most. Beside it
+    stands how much of that came on top of the loaded and warmed-up model.
+    """
+    from lade.bench.settings import Settings
+    from lade.cli.bench import choose_methods
+    from lade.cli.memory import run
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
+    names, _ = choose_methods(methods, settings)
+    dtype_name = dtype.value if dtype else None
+    loading = (model, device, dtype_name, threads)
+    run(*loading, prompts, names, settings, limit, repeats, max_draft_tokens, json)
 
 
 @bench.command("pool")

@@ -8,28 +8,51 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lade.bench.settings import Settings
 from lade.cli.loading import console
 from lade.config import Config
 from lade.models import LoadedModel
 
 
-def check_methods(text: str) -> list[str]:
-    """Return the names in a comma-separated list of methods, or raise."""
+def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dict[str, str]]:
+    """Return which methods to run, and which of all are left out and why.
+
+    Args:
+        text: a comma-separated list; None for all that can do what `settings` ask for.
+        settings: batches and several sequences are not for every method.
+
+    Raises:
+        ValueError: a method is unknown, named twice, or cannot do it.
+    """
     from lade.bench.methods import METHODS
 
+    reason = "transformers runs it on one prompt and for one sequence at a time"
+    unable = {
+        name: reason
+        for name, info in METHODS.items()
+        if info.is_single_row and not settings.has_one_row
+    }
+    if text is None:
+        return [name for name in METHODS if name not in unable], unable
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names or len(set(names)) < len(names):
         known = ", ".join(METHODS)
         raise ValueError(f"expected --methods to be different ones of {known}, got {text!r}")
-    return names
+    for name in names:
+        if name in unable:
+            raise ValueError(
+                f"expected --methods without {name} for {settings.describe()}: {reason}"
+            )
+    return names, {}
 
 
 def run(
     loaded: LoadedModel,
     prompts_path: Path,
     methods: list[str],
-    max_new_tokens: int,
+    left_out: dict[str, str],
+    settings: Settings,
     limit: int | None,
     num_passes: int,
     max_draft_tokens: int | None,
@@ -38,6 +61,7 @@ def run(
     """Run methods over prompts; print and write what was measured, also after an interruption."""
     import torch
 
+    from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
     from lade.bench.prompts import read_prompts
     from lade.bench.report import as_json, prompts_fingerprint, table, write_json
@@ -46,17 +70,18 @@ def run(
     check_writable(json_path)
     config = Config(max_draft_tokens=max_draft_tokens)
     prompts = read_prompts(prompts_path, limit)
+    num_calls = len(in_batches(prompts, settings.batch_size)) * num_passes
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     stopped_by: BaseException | None = None
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        task = bars.add_task("answering", total=len(prompts) * len(methods) * num_passes)
+        task = bars.add_task("answering", total=num_calls * len(methods))
         try:
             run_methods(
                 loaded,
                 prompts,
                 methods,
-                max_new_tokens=max_new_tokens,
+                settings,
                 num_passes=num_passes,
                 config=config,
                 results=results,
@@ -66,26 +91,36 @@ def run(
             stopped_by = error
     if stopped_by is not None and not results:
         raise stopped_by
-    settings: dict[str, Any] = {
+    described: dict[str, Any] = {
         "model": Path(loaded.name).name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
-        "max_new_tokens": max_new_tokens,
+        **asdict(settings),
         "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
-        "methods": {name: METHODS[name][1] for name in methods},
+        "methods": {name: METHODS[name].description for name in methods},
+        "left_out": left_out,
         "passes": num_passes,
         "interrupted": stopped_by is not None,
         "config": asdict(config),
     }
-    Console().print(table(results, methods))
+    caption = "\n".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
+    Console().print(table(results, methods, settings, caption or None))
     if stopped_by is not None:
-        console.print(f"stopped after {len(results)} of {len(prompts) * num_passes} prompts")
+        unit = "prompts" if settings.batch_size == 1 else "batches"
+        console.print(f"stopped after {len(results)} of {num_calls} {unit}")
     if json_path is not None:
-        write_json(json_path, as_json(results, methods, settings))
+        write_json(json_path, as_json(results, methods, described))
         console.print(f"[dim]written to {json_path}[/dim]")
     if stopped_by is not None:
         raise stopped_by
+
+
+def show(paths: list[Path]) -> None:
+    """Print result files as one table."""
+    from lade.bench.report import table_of_files
+
+    Console().print(table_of_files(paths))
 
 
 def check_writable(json_path: Path | None) -> None:

@@ -9,9 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lade.bench.baselines import plain
 from lade.bench.environment import environment
-from lade.bench.methods import Lade, plain
+from lade.bench.methods import Lade
 from lade.bench.report import write_json
+from lade.bench.settings import Settings
 from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.config import Config
@@ -56,8 +58,9 @@ def run(
     out.print(Text("drafted by the n-gram pool and accepted by the model", style=_DRAFTED), end="")
     out.print(", or the model's own token.\n")
     warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
-    plain(model, warm_up, 8)
-    Lade(config)(model, warm_up, 8)
+    plain(model, warm_up, Settings(8).options())
+    Lade(config)(model, warm_up, Settings(8).options())
+    options = Settings(max_new_tokens).options()
     pool = NGramPool()
     rows = []
     for title, prompt in titled:
@@ -65,16 +68,14 @@ def run(
         out.print(Text(_shortened(prompt), style="dim"))
         inputs = encode(loaded.tokenizer, prompt, model.device)
         with out.status("plain generate …"):
-            expected = plain(model, inputs, max_new_tokens)
+            expected = plain(model, inputs, options)
         printer = TokenPrinter(loaded.tokenizer, out)
-        got = Lade(config, pool, printer.show)(model, inputs, max_new_tokens)
+        got = Lade(config, pool, printer.show)(model, inputs, options)
         out.print()
         assert got.stats is not None, "lade counts its steps"
-        difference = _difference(model, inputs, expected.token_ids, got.token_ids)
-        rows.append(
-            Row(title, len(expected.token_ids), expected.sec, got.stats, got.sec, difference)
-        )
-        speedup = (len(got.token_ids) / got.sec) / (len(expected.token_ids) / expected.sec)
+        difference = _difference(model, inputs, expected.rows[0], got.rows[0])
+        rows.append(Row(title, expected.num_tokens, expected.sec, got.stats, got.sec, difference))
+        speedup = (got.num_tokens / got.sec) / (expected.num_tokens / expected.sec)
         out.print(f"[dim]{speedup:.2f}x plain, {difference}[/dim]\n")
     out.print(_table(rows))
     if any("gap" in row.text for row in rows):

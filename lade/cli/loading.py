@@ -1,9 +1,19 @@
 """Loading a model while saying so."""
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from lade.models import LoadedModel, load
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bars
+
+from lade.models import DEFAULT_MODEL, LoadedModel, Progress, default_model, load
 
 # What a command says of its work goes to standard error; standard output is for its results.
 console = Console(stderr=True, highlight=False)
@@ -19,14 +29,27 @@ def load_with_progress(
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # the bar of loading weights, which takes a second
+    with _showing_progress() as show:
+        return load(model, device=device, dtype=dtype, progress=show)
+
+
+def fetch_with_progress(model: str | None) -> None:
+    """Make sure that the default model is there, if that is the one, and load nothing."""
+    if model in (None, DEFAULT_MODEL):
+        with _showing_progress() as show:
+            default_model(progress=show)
+
+
+@contextmanager
+def _showing_progress() -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = None
+    with Bars(*columns, console=console, transient=True) as bars:
+        task: TaskID | None = None
 
         def show(what: str, done: int, total: int) -> None:
             nonlocal task
@@ -37,4 +60,4 @@ def load_with_progress(
             else:
                 console.print(f"[dim]{what} …[/dim]")
 
-        return load(model, device=device, dtype=dtype, progress=show)
+        yield show

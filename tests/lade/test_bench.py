@@ -1,26 +1,42 @@
 """Benchmarks: what they read, run, sum up and write."""
 
 import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from lade.bench.methods import METHODS, Answer
+from lade.bench import memory
+from lade.bench.baselines import Answer, MethodInfo, new_rows
+from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
+from lade.bench.memory import MemoryRun, measure_in_process
+from lade.bench.methods import METHODS
+from lade.bench.peak import Peak, Work
 from lade.bench.pool import time_pool
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.report import LOOPS, OVERALL, as_json, groups, write_json
-from lade.bench.run import Result, ends_in_loop, run_methods, summarise
+from lade.bench.report import LOOPS, OVERALL, as_json, groups, table_of_files, write_json
+from lade.bench.run import MIXED, Result, ends_in_loop, run_methods, summarise
+from lade.bench.settings import Settings
 from lade.config import Config
+from lade.errors import LadeError
 from lade.models import LoadedModel
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import byte_tokenizer, tiny_model
+
+ROOT = Path(__file__).parents[2]
 
 
 class LetterTokenizer:
     """One token a letter; enough to run a benchmark on a tiny model."""
 
     chat_template = None
+    pad_token_id = None
 
     def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
         ids = torch.tensor([[2 + ord(letter) % 90 for letter in text]])
@@ -67,8 +83,8 @@ def test_loops_at_the_end_are_recognised(token_ids: list[int], expected: bool) -
 
 
 def result(num_pass: int, category: str, loops: bool, **secs: float) -> Result:
-    answers = {name: Answer([1, 2, 3, 4, 5], sec, 2, 6) for name, sec in secs.items()}
-    return Result(Prompt("1", category, "x"), num_pass, 10, answers, loops)
+    answers = {name: Answer([[1, 2, 3, 4, 5]], sec, 2, 2, 6) for name, sec in secs.items()}
+    return Result([Prompt("1", category, "x")], num_pass, 10, answers, loops)
 
 
 def test_summary_sums_times_first_and_takes_the_median_of_passes() -> None:
@@ -93,16 +109,124 @@ def test_summary_sums_times_first_and_takes_the_median_of_passes() -> None:
     assert summarise([result(0, "a", False, lade=1.0)], "lade").speedup is None
 
 
+def test_summary_of_batches_counts_rows() -> None:
+    plain = Answer(
+        [[1, 2, 3, 4, 5], [1, 2, 9]], 2.0, num_steps=4, num_row_steps=6, num_draft_tokens=0
+    )
+    # The rows take two steps and one; the first has plain's text.
+    lade = Answer(
+        [[1, 2, 3, 4, 5], [1, 2, 8]], 1.0, num_steps=2, num_row_steps=3, num_draft_tokens=9
+    )
+    prompts = [Prompt("1", "a", "x"), Prompt("2", "b", "y")]
+    results = [Result(prompts, 0, 7, {"plain": plain, "lade": lade}, False)]
+    assert list(groups(results)) == [MIXED, OVERALL]
+    summary = summarise(results, "plain")
+    assert summary.mean_accepted_tokens == 1.0  # and not 1.5, of six tokens in four forwards
+    assert summary.tokens_per_sec == 4.0
+    summary = summarise(results, "lade")
+    assert summary.num_prompts == 2
+    assert summary.speedup == 2.0
+    assert summary.mean_accepted_tokens == 2.0  # and not 3.0
+    assert summary.nodes_per_step == 3.0  # and not 4.5
+    assert summary.same_text == 0.5
+    (entry,) = as_json(results, ["plain", "lade"], {})["prompts"]
+    assert entry["ids"] == ["1", "2"]
+    assert entry["category"] == MIXED
+    assert entry["plain"] == {
+        "num_tokens": 8,
+        "sec": 2.0,
+        "num_steps": 4,
+        "num_draft_tokens": 0,
+        "num_rows": 2,
+        "num_row_steps": 6,
+    }
+    assert entry["lade"]["same_text"] is False
+    assert entry["lade"]["num_same_text"] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "expected max_new_tokens of 1 or more, got 0"),
+        ({"batch_size": 0}, "expected batch_size of 1 or more, got 0"),
+        ({"temperature": -1.0}, r"expected a finite temperature of 0 \(greedy\) or more, got -1"),
+        ({"temperature": float("inf")}, "expected a finite temperature"),
+        ({"temperature": 1.0, "top_p": 0.0}, "expected top_p above 0 and up to 1, got 0"),
+        ({"num_return_sequences": 2}, "expected a temperature above 0 with 2 sequences"),
+        ({"top_p": 0.9}, "expected a temperature above 0 with top_p=0.9"),
+    ],
+)
+def test_settings_refuse_what_would_have_no_effect(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**{"max_new_tokens": 8, **values})
+
+
+def test_settings_become_options_and_words() -> None:
+    greedy = Settings(8)
+    assert greedy.options() == {"do_sample": False, "max_new_tokens": 8}
+    assert greedy.describe() == "greedy"
+    assert greedy.has_one_row
+    sampled = Settings(8, 0.7, top_p=0.9, batch_size=4, num_return_sequences=2)
+    assert sampled.options(pad_token_id=3) == {
+        "do_sample": True,
+        "max_new_tokens": 8,
+        "pad_token_id": 3,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "num_return_sequences": 2,
+    }
+    expected = "sampling at temperature 0.7, top-p 0.9, batches of 4, 2 sequences a prompt"
+    assert sampled.describe() == expected
+    assert not sampled.has_one_row
+
+
+def tiny_loaded(seed: int = 4) -> LoadedModel:
+    return LoadedModel(tiny_model("llama", seed=seed), LetterTokenizer(), "folder/tiny")
+
+
+def test_batches_keep_the_order_and_are_padded_on_the_left() -> None:
+    prompts = [Prompt(str(i), "a", text) for i, text in enumerate(["AB", "A", "ABC"])]
+    assert in_batches(prompts, 2) == [prompts[:2], prompts[2:]]
+    batch = encode_batch(tiny_loaded(), ["AB", "A", "ABC"], pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[9, 67, 68], [9, 9, 67], [67, 68, 69]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "of_model", "eos", "expected"),
+    [
+        *((5, 6, 7, 5), (0, 6, 7, 0), (None, 6, 7, 6)),
+        *((None, None, 7, 7), (None, None, [8, 7], 8), (None, None, None, 0)),
+    ],
+)
+def test_padding_falls_back_to_eos(
+    of_tokenizer: int | None, of_model: int | None, eos: Any, expected: int
+) -> None:
+    defaults = SimpleNamespace(pad_token_id=of_model, eos_token_id=eos)
+    model = SimpleNamespace(generation_config=defaults)
+    loaded = LoadedModel(model, SimpleNamespace(pad_token_id=of_tokenizer), "x")
+    assert find_pad_token_id(loaded) == expected
+
+
+@pytest.mark.parametrize("eos", [96, [95, 96]])
+def test_rows_end_with_their_eos_and_hold_no_padding(eos: Any) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
+    sequences = torch.tensor([[0, 7, 1, 96, 96, 96], [7, 7, 1, 2, 96, 0], [7, 7, 1, 2, 3, 4]])
+    assert new_rows(model, sequences, 2) == [[1, 96], [1, 2, 96], [1, 2, 3, 4]]
+    model.generation_config.eos_token_id = None
+    assert new_rows(model, sequences, 2)[0] == [1, 96, 96, 96]
+
+
 def test_all_methods_run_and_agree(tmp_path: Path) -> None:
-    loaded = LoadedModel(tiny_model("llama", seed=4), LetterTokenizer(), "folder/tiny")
     prompts = [Prompt(str(i), "ab"[i % 2], text) for i, text in enumerate(["abcabc", "xy", "zzz"])]
     results: list[Result] = []
     order: list[str] = []
     run_methods(
-        loaded,
+        tiny_loaded(),
         prompts,
         list(METHODS),
-        max_new_tokens=20,
+        Settings(20),
         num_passes=2,
         config=Config(max_draft_tokens=6),
         results=results,
@@ -111,7 +235,7 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
     assert len(results) == 6
     assert order[:8:4] == ["plain", "prompt_lookup"]  # another one begins each time
     for each in results:
-        texts = {tuple(answer.token_ids) for answer in each.answers.values()}
+        texts = {tuple(answer.rows[0]) for answer in each.answers.values()}
         assert len(texts) == 1
         assert each.answers["plain"].num_steps == 19
         assert 0 < each.answers["prompt_lookup"].num_steps <= 19
@@ -124,6 +248,190 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
     assert len(content["summary"][OVERALL]["lade"]["speedup_of_each_pass"]) == 2
     assert {"cpu", "num_cores", "torch", "transformers", "date"} <= set(content["environment"])
     assert str(tmp_path) not in path.read_text()
+
+
+PROMPTS = [
+    Prompt(str(i), "a", text) for i, text in enumerate(["abcabc", "xy", "zzz", "q", "hello"])
+]
+
+
+def run_all(methods: list[str], settings: Settings, num_passes: int = 1) -> list[Result]:
+    results: list[Result] = []
+    config = Config(max_draft_tokens=6)
+    run_methods(
+        *(tiny_loaded(), PROMPTS, methods, settings),
+        num_passes=num_passes,
+        config=config,
+        results=results,
+    )
+    return results
+
+
+def rows_of(results: list[Result], method: str, num_pass: int = 0) -> list[list[int]]:
+    return [row for r in results if r.num_pass == num_pass for row in r.answers[method].rows]
+
+
+def test_prompts_get_the_same_greedy_text_alone_and_in_batches() -> None:
+    alone = run_all(["plain"], Settings(12))
+    batched = run_all(["plain"], Settings(12, batch_size=2))
+    assert [len(each.prompts) for each in batched] == [2, 2, 1]
+    assert rows_of(batched, "plain") == rows_of(alone, "plain")
+    assert sum(r.num_prompt_tokens for r in batched) == sum(len(p.text) for p in PROMPTS)
+    assert summarise(batched, "plain").mean_accepted_tokens == 1.0
+
+
+def test_samples_follow_the_seed() -> None:
+    settings = Settings(12, temperature=1.0, batch_size=2, num_return_sequences=3)
+    results = run_all(["plain"], settings, num_passes=2)
+    rows = rows_of(results, "plain")
+    assert len(rows) == 3 * len(PROMPTS)
+    assert len({tuple(row) for row in rows}) > len(PROMPTS)
+    assert rows_of(results, "plain", num_pass=1) == rows
+    assert rows_of(run_all(["plain"], replace(settings, seed=5)), "plain") != rows
+    # A sampled text, too, is counted by what each row needed.
+    assert summarise(results, "plain").mean_accepted_tokens == 1.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(16, batch_size=3),
+        Settings(16, temperature=0.5),
+        Settings(16, temperature=0.8, num_return_sequences=4),
+        Settings(16, temperature=0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3),
+    ],
+    ids=Settings.describe,
+)
+def test_lade_makes_the_texts_of_plain_with_all_settings(settings: Settings) -> None:
+    results = run_all(["plain", "lade", "lade_fresh"], settings)
+    for name in ("lade", "lade_fresh"):
+        assert rows_of(results, name) == rows_of(results, "plain")
+        assert summarise(results, name).mean_accepted_tokens >= 1.0
+        for each in results:
+            answer = each.answers[name]
+            assert answer.stats is not None
+            assert answer.num_tokens == answer.stats.num_tokens
+            own_count = answer.stats.mean_accepted_tokens
+            assert summarise([each], name).mean_accepted_tokens == pytest.approx(own_count)
+
+
+def test_prompt_lookup_samples_one_sequence() -> None:
+    results = run_all(["prompt_lookup"], Settings(12, temperature=0.7))
+    assert all(0 < len(row) <= 12 for row in rows_of(results, "prompt_lookup"))
+
+
+def test_a_batch_with_one_looping_row_is_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looping(model: Any, inputs: Any, options: Any) -> Answer:
+        rows = [
+            [1, 2, 3] * 8 if length == 3 else [4, 5] for length in inputs["attention_mask"].sum(1)
+        ]
+        return Answer(rows, 1.0, 1, len(rows), 0)
+
+    monkeypatch.setitem(METHODS, "plain", MethodInfo(lambda config: looping, "x"))
+    results = run_all(["plain"], Settings(12, batch_size=2))  # "zzz" alone has three letters
+    assert [each.loops for each in results] == [False, True, False]
+
+
+def test_result_files_of_all_versions_are_shown_as_one_table(tmp_path: Path) -> None:
+    settings = Settings(12, temperature=0.6, batch_size=2)
+    new = tmp_path / "sampled.json"
+    described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
+    described |= {"temperature": 0.6, "batch_size": 2, "max_new_tokens": 12}
+    write_json(new, as_json(run_all(["plain"], settings), ["plain"], described))
+    old = ROOT / "docs" / "results" / "smollm2_cpu_float32.json"  # knew greedy decoding alone
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table_of_files([old, new]))
+    shown = capture.get()
+    assert "sampling at temperature 0.6, batches of 2" in shown
+    assert shown.count("greedy") == 1
+    assert "prompt_lookup" in shown
+    assert "1.40x" in shown  # lade's, overall, in the older file
+    assert "smollm2_cpu_float32: smollm2-135m-instruct, float32" in shown
+    for content in ("{", "[]", '{"timings": []}', '{"summary": {"overall": {"plain": {}}}}'):
+        new.write_text(content)
+        with pytest.raises(ValueError, match=r"expected sampled\.json to be a result file"):
+            table_of_files([new])
+
+
+def peak_of(peak_bytes: int, resident_bytes: int) -> Peak:
+    return Peak(peak_bytes, resident_bytes, 2 * peak_bytes, False, 100, 1)
+
+
+def test_memory_summary_takes_medians_and_holds_them_against_plain() -> None:
+    peaks = {"plain": [(1000, 900), (1200, 1000), (900, 890)], "lade": [(1500, 1000)] * 3}
+    runs = [
+        MemoryRun(name, i, peak_of(*pair)) for name in peaks for i, pair in enumerate(peaks[name])
+    ]
+    summary = memory.summarise(runs, "lade")
+    assert summary.peak_bytes == 1500
+    assert summary.peak_ratio == 1.5  # of 1500 and 1000
+    assert summary.growth_ratio == 5.0  # of 500 and 100, the median of 100, 200 and 10
+    assert memory.summarise(runs[3:], "lade").peak_ratio is None
+    still = [MemoryRun("plain", 0, peak_of(900, 900))]
+    assert memory.summarise(still, "plain").growth_ratio is None
+    content = memory.as_json(runs, ["plain", "lade", "lade_fresh"], {"repeats": 3})
+    assert list(content["summary"]) == ["plain", "lade"]
+    assert content["runs"][4]["growth_bytes"] == 500
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    """What a process is asked to do, with a saved tiny model."""
+    path = tmp_path_factory.mktemp("tiny")
+    byte_tokenizer().save_pretrained(path)
+    tiny_model("llama", dtype=torch.float32, vocab_size=256).save_pretrained(path)
+    settings = Settings(8, temperature=0.5, batch_size=2)
+    texts = ["abcabc", "x", "hello"]
+    return Work("plain", str(path), "cpu", "float32", 1, texts, settings, None)
+
+
+def test_work_travels_as_json(work: Work) -> None:
+    assert Work.from_json(work.as_json()) == work
+
+
+def test_a_process_that_measures_plain_holds_nothing_of_lade(work: Work) -> None:
+    program = (
+        "import sys\nfrom lade.bench.peak import main\nmain()\n"
+        "print([n for n in ('numba', 'llvmlite', 'ngram_pool', 'rich') if n in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input=work.as_json(), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    messages = [json.loads(line) for line in done.stdout.splitlines()]
+    assert messages[:-1] == [{"batch": True}] * 2
+    peak = Peak(**messages[-1]["peak"])
+    assert 10**8 < peak.resident_bytes <= peak.peak_bytes <= peak.life_peak_bytes
+    assert peak.growth_bytes < peak.resident_bytes
+    assert 3 <= peak.num_tokens <= 24
+    assert peak.threads == 1
+    assert done.stderr.strip().endswith("[]")  # printed to standard output, and kept out of it
+
+
+def test_a_process_that_fails_says_why(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LadeError, match=r"measuring plain failed: the model .* not be loaded"):
+        measure_in_process(replace(work, model="/does/not/exist"), lambda: None)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(LadeError, match="measuring plain failed: the process ended with status 1"):
+        measure_in_process(work, lambda: None)
+
+
+def test_an_interruption_ends_the_process(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    class Watched(subprocess.Popen[str]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Watched)
+    long = replace(work, texts=["x"] * 3000)
+    with pytest.raises(KeyboardInterrupt):
+        measure_in_process(long, interrupt)
+    assert [process.returncode for process in started] == [-9]
 
 
 def test_pool_timing_measures_a_full_pool() -> None:

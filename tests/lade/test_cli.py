@@ -48,7 +48,13 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("[]")
 
 
-@pytest.mark.parametrize("command", [["generate"], ["demo"], ["bench", "run"], ["bench", "pool"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["generate"], ["demo"]),
+        *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
+    ],
+)
 def test_each_command_has_help(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
@@ -103,22 +109,101 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     assert settings["dtype"] == "float32"
     assert list(settings["methods"]) == ["plain", "prompt_lookup", "lade", "lade_fresh"]
     assert settings["interrupted"] is False
+    assert settings["temperature"] == 0.0
+    assert settings["batch_size"] == 1
+    assert settings["left_out"] == {}
+    result = run("bench", "show", str(path), str(path))
+    assert result.exit_code == 0
+    assert result.stdout.count("lade_fresh") == 2
+
+
+def test_bench_run_samples_batches_and_says_what_it_leaves_out(folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\nhello\n")
+    path = tmp_path / "result.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "8"]
+    options += ["--dtype", "float32", "--temperature", "0.8", "--top-p", "0.95", "--seed", "7"]
+    options += ["--batch-size", "2", "--num-return-sequences", "2", "--json", str(path)]
+    result = run("bench", "run", *options)
+    assert result.exit_code == 0
+    assert "Sampling at temperature 0.8, top-p 0.95, batches of 2, 2 sequences a" in result.stdout
+    assert "prompt_lookup is left out: transformers runs it on one prompt" in result.stdout
+    content = json.loads(path.read_text())
+    settings = content["settings"]
+    assert settings["temperature"] == 0.8
+    assert settings["top_p"] == 0.95
+    assert settings["seed"] == 7
+    assert settings["batch_size"] == settings["num_return_sequences"] == 2
+    assert list(settings["methods"]) == ["plain", "lade", "lade_fresh"]
+    assert list(settings["left_out"]) == ["prompt_lookup"]
+    assert [entry["plain"]["num_rows"] for entry in content["prompts"]] == [4, 2]
+    for entry in content["prompts"]:
+        assert entry["lade"]["same_text"]
+        assert entry["lade_fresh"]["same_text"]
+
+
+def test_bench_memory_compares_processes_and_writes_json(folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\nhello\n")
+    path = tmp_path / "memory.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "8"]
+    options += ["--dtype", "float32", "--batch-size", "2", "--json", str(path)]
+    result = run("bench", "memory", *options)
+    assert result.exit_code == 0
+    assert "float32, greedy, batches of 2" in result.stdout
+    content = json.loads(path.read_text())
+    assert [entry["method"] for entry in content["runs"]] == ["plain", "lade"]
+    assert content["summary"]["plain"]["peak_ratio"] == 1.0
+    assert content["summary"]["lade"]["peak_ratio"] > 1.0  # numba alone is more than nothing
+    assert (
+        content["summary"]["lade"]["num_tokens"] == content["summary"]["plain"]["num_tokens"] == 24
+    )
+    assert content["settings"]["batch_size"] == 2
+    assert content["settings"]["interrupted"] is False
+    assert folder not in path.read_text()
+
+
+def test_interrupted_memory_runs_keep_what_they_measured(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench import memory, peak
+
+    done: list[str] = []
+
+    def interrupting(work: peak.Work, on_batch: Any) -> peak.Peak:
+        if done:
+            raise KeyboardInterrupt
+        done.append(work.method)
+        return peak.Peak(2**30, 2**29, 2**30, True, 5, 1)
+
+    monkeypatch.setattr(memory, "measure_in_process", interrupting)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n")
+    path = tmp_path / "memory.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--json", str(path)]
+    result = run("bench", "memory", *options)
+    assert result.exit_code == 130
+    assert "1024" in result.stdout
+    assert "that of loading the model is included" in " ".join(result.stdout.split())
+    assert "stopped after 1 of 2 processes" in result.stderr
+    assert list(json.loads(path.read_text())["summary"]) == ["plain"]
 
 
 def test_an_interrupted_benchmark_keeps_what_it_measured(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lade.bench import methods
+    from lade.bench import baselines, methods
 
     calls: list[int] = []
 
-    def interrupting(model: Any, inputs: Any, max_new_tokens: int) -> methods.Answer:
+    def interrupting(model: Any, inputs: Any, options: Any) -> baselines.Answer:
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return methods.plain(model, inputs, max_new_tokens)
+        return baselines.plain(model, inputs, options)
 
-    monkeypatch.setitem(methods.METHODS, "plain", (lambda config: interrupting, "interrupting"))
+    info = baselines.MethodInfo(lambda config: interrupting, "interrupting")
+    monkeypatch.setitem(methods.METHODS, "plain", info)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a\nb\nc\nd\n")
     path = tmp_path / "result.json"
@@ -144,6 +229,11 @@ def test_bench_pool_prints_a_table_and_writes_json(tmp_path: Path) -> None:
         (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
         (["bench", "pool", "--json", "no/such/folder/x.json"], "No such file or directory"),
         (["bench", "run", "--prompts", __file__, "--methods", "plain,magic"], "got 'plain,magic'"),
+        (
+            ["bench", "run", "--prompts", __file__, "--num-return-sequences", "3"],
+            "expected a temperature above 0 with 3 sequences of each prompt",
+        ),
+        (["bench", "show", __file__], "expected test_cli.py to be a result file of lade bench run"),
     ],
 )
 def test_errors_are_one_line_without_a_traceback(arguments: list[str], text: str) -> None:
@@ -157,6 +247,15 @@ def test_errors_are_one_line_without_a_traceback(arguments: list[str], text: str
     assert done.returncode == 1
     assert f"{text}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_benchmarks_refuse_at_the_start_what_a_method_or_device_cannot_do() -> None:
+    options = ["--prompts", __file__, "--batch-size", "4"]
+    for command in (["bench", "run"], ["bench", "memory"]):
+        with pytest.raises(ValueError, match=r"without prompt_lookup for greedy, batches of 4: tr"):
+            run(*command, *options, "--methods", "plain,prompt_lookup")
+    with pytest.raises(ValueError, match=r"expected --device cpu or cuda .* got 'meta'"):
+        run("bench", "memory", *options, "--device", "meta")
 
 
 def test_a_missing_extra_is_named_with_its_pip_line() -> None:

@@ -213,8 +213,8 @@ def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) ->
         ({"bf16": True}, torch.bfloat16),
     ):
         monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda found=features: found)
-        assert models._native_dtype(torch.device("cpu")) is dtype
-    assert models._native_dtype(torch.device("meta")) is torch.float32
+        assert models.native_dtype(torch.device("cpu")) is dtype
+    assert models.native_dtype(torch.device("meta")) is torch.float32
 
 
 def test_encode_keeps_ids_and_mask_and_applies_a_chat_template() -> None:

@@ -1,5 +1,6 @@
 """The pool against the oracle, over any interleaving of operations."""
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -79,6 +80,36 @@ class PoolMachine(RuleBasedStateMachine):
             )
         )
         assert got == self.oracle.draft(context, max_nodes, max_candidates or max_nodes)
+
+    @rule(
+        context=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+        max_nodes=st.integers(1, 40),
+        max_candidates=st.integers(1, 6) | st.none(),
+        seed=st.integers(0, 1000),
+    )
+    def sample(
+        self, context: list[int], max_nodes: int, max_candidates: int | None, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        draft = self.pool.sample(context, max_nodes, rng, max_candidates)
+        supports = [
+            {token_id: prob for token_id, prob in zip(ids, probs, strict=True) if prob > 0}
+            for ids, probs in zip(
+                draft.support_token_ids.tolist(), draft.support_probs.tolist(), strict=True
+            )
+        ]
+        got = list(
+            zip(
+                draft.token_ids.tolist(),
+                draft.parents.tolist(),
+                draft.depths.tolist(),
+                draft.probs.tolist(),
+                supports,
+                strict=True,
+            )
+        )
+        uniforms = np.random.default_rng(seed).random(max_nodes).tolist()
+        assert got == self.oracle.sample(context, max_nodes, max_candidates or max_nodes, uniforms)
 
     @invariant()
     def arrays_are_sound(self) -> None:

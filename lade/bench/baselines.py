@@ -1,0 +1,135 @@
+"""What lade is compared with: `generate` as transformers has it, and what every method returns.
+
+Nothing here imports numba or the pool, so that a process which measures the memory of a baseline
+holds only what a user of transformers would have. Next file: `methods.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lade.bench.batches import encode_batch, find_pad_token_id
+from lade.bench.settings import Settings
+from lade.config import Config
+from lade.models import LoadedModel
+from lade.stats import DecodeStats
+
+_WARM_UP_PROMPT = "Count from one to ten."
+_WARM_UP_TOKENS = 16
+
+
+class Answer(NamedTuple):
+    """What one method made of one prompt or batch."""
+
+    rows: list[list[int]]  # of each sequence, the new tokens up to and including its EOS
+    sec: float  # the whole call, prefill included
+    num_steps: int  # forwards after the first
+    num_row_steps: int  # the rows that were still decoding, summed over those steps
+    num_draft_tokens: int  # verified in those steps, of all rows
+    stats: DecodeStats | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all rows; padding is not counted."""
+        return sum(len(row) for row in self.rows)
+
+
+class Method(Protocol):
+    """A way of generating; one object lives for one pass over the prompts."""
+
+    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+        """Answer the rows of `inputs`; `options` are those of `generate`."""
+
+
+class MethodInfo(NamedTuple):
+    """How to get a method for one pass, and what it is."""
+
+    make: Callable[[Config | None], Method]
+    description: str
+    is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
+
+
+def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+    """Run `model.generate`."""
+    rows, sec = _timed(model, inputs, options)
+    num_row_steps = sum(len(row) for row in rows) - len(rows)  # prefill brings each row one token
+    return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
+
+
+def prompt_lookup(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+    """Run transformers' own prompt lookup with ten tokens, its documented setting.
+
+    Its first forward runs the prompt with a draft attached; tokens accepted there are counted as if
+    later steps had made them, which flatters its MAT a little. When it samples, it draws for the
+    whole draft at once: its text is as likely as plain's, but not the same for the same seed.
+    """
+    with _counting_forwards(model) as lengths:
+        rows, sec = _timed(model, inputs, {**options, "prompt_lookup_num_tokens": 10})
+    # The first forward runs the prompt with a draft attached; the others verify a draft each.
+    num_steps = len(lengths) - 1
+    return Answer(rows, sec, num_steps, num_steps, sum(lengths[1:]) - num_steps)
+
+
+#: By name.
+BASELINES: dict[str, MethodInfo] = {
+    "plain": MethodInfo(lambda config: plain, "generate, one token a step"),
+    "prompt_lookup": MethodInfo(
+        lambda config: prompt_lookup,
+        "transformers' prompt_lookup_num_tokens=10",
+        is_single_row=True,
+    ),
+}
+
+
+def warm_up(loaded: LoadedModel, method: Method, settings: Settings) -> None:
+    """Let a method answer once, shortly and with batches as large as they will be."""
+    pad_token_id = find_pad_token_id(loaded)
+    inputs = encode_batch(loaded, [_WARM_UP_PROMPT] * settings.batch_size, pad_token_id)
+    short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
+    method(loaded.model, inputs, short.options(pad_token_id))
+
+
+def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:
+    """Return what `generate` added to each row, up to and including its first EOS."""
+    eos_token_id = model.generation_config.eos_token_id
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    rows: list[list[int]] = sequences[:, num_prompt_tokens:].tolist()
+    lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+
+def synchronise(model: Any) -> None:
+    """Wait until the model's device is done."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def _timed(
+    model: Any, inputs: dict[str, Any], options: dict[str, Any]
+) -> tuple[list[list[int]], float]:
+    start = perf_counter()
+    # The class's generate, in case the model is wrapped.
+    output = type(model).generate(model, **inputs, **options)
+    synchronise(model)
+    sec = perf_counter() - start
+    return new_rows(model, output, inputs["input_ids"].shape[1]), sec
+
+
+@contextmanager
+def _counting_forwards(model: Any) -> Iterator[list[int]]:
+    """Yield a list that gets the number of tokens of every forward."""
+    lengths: list[int] = []
+
+    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        lengths.append(kwargs["input_ids"].shape[1])
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        handle.remove()

@@ -1,0 +1,46 @@
+"""Prompts as left-padded batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from lade.bench.prompts import Prompt
+from lade.models import LoadedModel, encode
+
+
+def in_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Sequence[Prompt]]:
+    """Group prompts in their order; the last batch may be smaller."""
+    return [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+
+
+def encode_batch(
+    loaded: LoadedModel, texts: Sequence[str], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 [num_prompts, longest], padded on the left.
+
+    Padding is done here and not by the tokenizer, so whichever side it pads on does not matter.
+    """
+    rows = [encode(loaded.tokenizer, text, loaded.model.device) for text in texts]
+    longest = max(row["input_ids"].shape[1] for row in rows)
+    fills = {"input_ids": pad_token_id, "attention_mask": 0}
+    return {
+        name: torch.cat(
+            [pad(row[name], (longest - row[name].shape[1], 0), value=fill) for row in rows]
+        )
+        for name, fill in fills.items()
+    }
+
+
+def find_pad_token_id(loaded: LoadedModel) -> int:
+    """Return the tokenizer's padding token, else the model's, else an EOS token.
+
+    A model without EOS ends all rows at once; in front of a prompt, any token is masked: then 0.
+    """
+    defaults: Any = loaded.model.generation_config
+    token_ids = (loaded.tokenizer.pad_token_id, defaults.pad_token_id, defaults.eos_token_id)
+    for token_id in token_ids:
+        if token_id is not None:
+            return int(token_id[0] if isinstance(token_id, list) else token_id)
+    return 0

@@ -1,0 +1,72 @@
+"""`Settings`: how every method of a run decodes.
+
+Next file: `baselines.py`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every method of a run decodes; all of them get the same.
+
+    Raises:
+        ValueError: a value is out of range, or would have no effect.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0  # 0 is greedy; above, plain sampling at this temperature
+    top_p: float = 1.0  # 1 is off
+    seed: int = 0  # the n-th batch of every pass is answered with seed + n, by each method
+    batch_size: int = 1  # prompts per call
+    num_return_sequences: int = 1  # samples of each prompt
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size", "num_return_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"expected top_p above 0 and up to 1, got {self.top_p}")
+        if self.temperature == 0 and self.num_return_sequences > 1:
+            raise ValueError(
+                f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
+                "each prompt, as greedy ones are all the same; got temperature 0"
+            )
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError(
+                f"expected a temperature above 0 with top_p={self.top_p}, as greedy decoding has "
+                "no use for it; got temperature 0"
+            )
+
+    @property
+    def has_one_row(self) -> bool:
+        """Whether each call decodes a single sequence."""
+        return self.batch_size == self.num_return_sequences == 1
+
+    def options(self, pad_token_id: int | None = None) -> dict[str, Any]:
+        """Return options for `generate`."""
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        if pad_token_id is not None:
+            options["pad_token_id"] = pad_token_id
+        if self.temperature > 0:
+            options |= {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+            options["top_k"] = 0  # transformers' own default would be 50
+            options["num_return_sequences"] = self.num_return_sequences
+        return options
+
+    def describe(self) -> str:
+        """Return the settings in words, all that differ from greedy decoding of one sequence."""
+        parts = [f"sampling at temperature {self.temperature:g}" if self.temperature else "greedy"]
+        if self.top_p < 1:
+            parts.append(f"top-p {self.top_p:g}")
+        if self.batch_size > 1:
+            parts.append(f"batches of {self.batch_size}")
+        if self.num_return_sequences > 1:
+            parts.append(f"{self.num_return_sequences} sequences a prompt")
+        return ", ".join(parts)

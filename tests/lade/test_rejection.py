@@ -1,0 +1,697 @@
+"""That rejection sampling emits the target's distribution, whatever the draft was drawn from.
+
+Rows of a batch are the samples. Each chi-square test looks at the first three emitted tokens
+together, and rejects a right distribution with the probability `FALSE_ALARM`, one in a million.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lade.rejection import NONE, try_children, verify_tree
+from ngram_pool import NGramPool, SampledDraft
+from tests import oracle
+from tests.chi_square import FALSE_ALARM, chi_square_tail, p_value
+
+VOCAB_SIZE = 5
+NUM_ROWS = 20_000
+CONTEXT = (0, 1)  # the last two committed tokens of every row; the last is the root
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        yield
+
+
+class Law:
+    """What follows two tokens, [VOCAB_SIZE] * 3; some things never do."""
+
+    def __init__(self, seed: int, temperature: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (VOCAB_SIZE, VOCAB_SIZE, VOCAB_SIZE)
+        logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+        logits[torch.rand(shape, generator=generator) < 0.15] = -torch.inf
+        self.probs = torch.softmax(logits / temperature, dim=-1)
+
+    def after(self, tokens: Tensor) -> Tensor:
+        """Return the distribution [rows, VOCAB_SIZE] after the last two of `tokens` [rows, any]."""
+        return self.probs[tokens[:, -2], tokens[:, -1]]
+
+    def joint(self) -> Tensor:
+        """Return the probability of every three tokens after CONTEXT, [VOCAB_SIZE**3]."""
+        first = self.probs[CONTEXT]
+        second = first[:, None] * self.probs[CONTEXT[1]]
+        return (second[:, :, None] * self.probs).flatten()
+
+    def continued(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Go on from row i's first `lengths[i]` tokens by plain sampling; [rows, 2 + 3]."""
+        tokens = torch.cat([tokens, tokens.new_zeros((len(tokens), 3))], dim=1)
+        for position in range(len(CONTEXT), len(CONTEXT) + 3):
+            drawn = torch.multinomial(self.after(tokens[:, :position]), 1)[:, 0]
+            is_missing = lengths <= position
+            tokens[:, position] = torch.where(is_missing, drawn, tokens[:, position])
+        return tokens[:, : len(CONTEXT) + 3]
+
+
+class DrawnTree(NamedTuple):
+    token_ids: Tensor  # int64 [rows, num_draft]
+    parents: Tensor  # int64 [rows, num_draft]
+    probs: Tensor | None  # float64 [rows, num_draft, VOCAB_SIZE]
+    paths: list[Tensor]  # of each node, int64 [rows, 2 + depth], CONTEXT included
+
+
+def contexts(num_rows: int = NUM_ROWS) -> Tensor:
+    return torch.tensor(CONTEXT).expand(num_rows, -1)
+
+
+def draw_tree(draft: Law, parents: list[int], replacement: bool) -> DrawnTree:
+    paths = [contexts()]  # the root's first
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    for node, parent in enumerate(parents):
+        q = draft.after(paths[parent + 1]).clone()
+        for sibling in range(node):
+            if parents[sibling] == parent and not replacement:
+                q.scatter_(1, tokens[sibling][:, None], 0)
+        q /= q.sum(1, keepdim=True)
+        tokens.append(torch.multinomial(q, 1)[:, 0])
+        probs.append(q)
+        paths.append(torch.cat([paths[parent + 1], tokens[-1][:, None]], dim=1))
+    return DrawnTree(
+        torch.stack(tokens, 1),
+        torch.tensor(parents).expand(NUM_ROWS, -1),
+        torch.stack(probs, 1),
+        paths[1:],
+    )
+
+
+def chosen_tree(token_ids: list[int], parents: list[int]) -> DrawnTree:
+    paths = [contexts()]
+    for token_id, parent in zip(token_ids, parents, strict=True):
+        last = torch.full((NUM_ROWS, 1), token_id)
+        paths.append(torch.cat([paths[parent + 1], last], dim=1))
+    rows = (NUM_ROWS, -1)
+    return DrawnTree(
+        torch.tensor(token_ids).expand(rows), torch.tensor(parents).expand(rows), None, paths[1:]
+    )
+
+
+def target_of(target: Law, paths: list[Tensor]) -> Tensor:
+    """Run the target over a tree: [rows, 1 + num_draft, VOCAB_SIZE]."""
+    return torch.stack([target.after(path) for path in [contexts(), *paths]], dim=1)
+
+
+def emitted(context: Tensor, draft_token_ids: Tensor, nodes: Tensor, last: Tensor) -> Tensor:
+    """Append the accepted tokens and the one after them to `context`, then whatever: [rows, …]."""
+    tokens = torch.cat([context, draft_token_ids.gather(1, nodes.clamp_min(0)), last[:, None]], 1)
+    end = context.shape[1] + (nodes != NONE).sum(1, keepdim=True)
+    return tokens.scatter(1, end, last[:, None])
+
+
+def p_value_of(tokens: Tensor, target: Law) -> float:
+    """Hold three tokens of every row [rows, 2 + 3] against the target."""
+    a, b, c = tokens[:, len(CONTEXT) :].unbind(1)
+    cells = (a * VOCAB_SIZE + b) * VOCAB_SIZE + c
+    counts = torch.bincount(cells, minlength=VOCAB_SIZE**3)
+    return p_value(counts.tolist(), target.joint().tolist())
+
+
+def p_value_after(target: Law, tree: DrawnTree, dtype: torch.dtype = torch.float64) -> float:
+    """Verify a tree in every row, go on by plain sampling and test the first three tokens."""
+    path = verify_tree(
+        target_of(target, tree.paths).to(dtype), tree.token_ids, tree.parents, tree.probs, None
+    )
+    tokens = emitted(contexts(), tree.token_ids, path.nodes, path.token_ids)
+    return p_value_of(target.continued(tokens, len(CONTEXT) + 1 + path.num_accepted), target)
+
+
+# --- distribution ---------------------------------------------------------------------------
+
+TREES = {
+    "chain": [-1, 0, 1],
+    "siblings": [-1, -1, -1],
+    "tree": [-1, -1, 0, 0, 1, 2, -1],
+}
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("parents", TREES.values(), ids=TREES)
+def test_drawn_drafts_leave_the_distribution(
+    parents: list[int], replacement: bool, temperature: float
+) -> None:
+    tree = draw_tree(Law(seed=2), parents, replacement)
+    assert p_value_after(Law(seed=1, temperature=temperature), tree) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(
+    ("token_ids", "parents"),
+    [([2, 3, 4], [-1, 0, 1]), ([4, 2, 0], [-1, -1, -1]), ([2, 3, 3, 4, 2], [-1, -1, 0, 0, 1])],
+    ids=TREES,
+)
+def test_chosen_drafts_leave_the_distribution(
+    token_ids: list[int], parents: list[int], temperature: float
+) -> None:
+    target = Law(seed=1, temperature=temperature)
+    assert p_value_after(target, chosen_tree(token_ids, parents)) > FALSE_ALARM
+
+
+def test_float32_leaves_the_distribution() -> None:
+    tree = draw_tree(Law(seed=2), TREES["tree"], replacement=False)
+    assert p_value_after(Law(seed=1), tree, torch.float32) > FALSE_ALARM
+
+
+def test_a_chosen_draft_is_one_drawn_with_certainty() -> None:
+    tree = chosen_tree([2, 3, 3, 4, 2], [-1, -1, 0, 0, 1])
+    one_hot = torch.nn.functional.one_hot(tree.token_ids, VOCAB_SIZE).double()
+    assert p_value_after(Law(seed=1), tree._replace(probs=one_hot)) > FALSE_ALARM
+
+
+def test_a_draft_drawn_from_the_target_is_accepted_whole() -> None:
+    target = Law(seed=1)
+    tree = draw_tree(target, TREES["chain"], replacement=True)
+    path = verify_tree(target_of(target, tree.paths), tree.token_ids, None, tree.probs, None)
+    assert (path.num_accepted == 3).all()
+
+
+def test_draws_without_replacement_are_accepted_more_often() -> None:
+    accepted = []
+    for replacement in (True, False):
+        tree = draw_tree(Law(seed=2), TREES["siblings"], replacement)
+        probs = target_of(Law(seed=1), tree.paths)
+        path = verify_tree(probs, tree.token_ids, tree.parents, tree.probs, None)
+        accepted.append(path.num_accepted.sum().item())
+    assert accepted[1] > 1.05 * accepted[0]
+
+
+@pytest.mark.parametrize("distribution", ["as it was", "of the first sibling"])
+def test_a_wrongly_stated_draft_distribution_is_noticed(distribution: str) -> None:
+    tree = draw_tree(Law(seed=2), TREES["siblings"], replacement=False)
+    assert tree.probs is not None
+    if distribution == "of the first sibling":
+        tree = tree._replace(probs=tree.probs[:, :1].expand(-1, 3, -1))
+    is_right = p_value_after(Law(seed=1), tree) > FALSE_ALARM
+    assert is_right == (distribution == "as it was")
+
+
+def test_the_chi_square_tail_is_the_incomplete_gamma_function() -> None:
+    for degrees in (1, 2, 3, 4, 30, 99, 124):
+        for distance in (0.5, 3.0, 40.0, 190.0):
+            half = torch.tensor([degrees / 2, distance / 2], dtype=torch.float64)
+            expected = torch.special.gammaincc(half[0], half[1]).item()
+            assert chi_square_tail(distance, degrees) == pytest.approx(expected, rel=1e-6)
+
+
+# --- the biased schemes of published code, which the same test must reject -------------------
+
+
+def longest_match(target: Law, candidates: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Draw anew for each candidate and position; the candidate that agrees longest wins."""
+    best_length = torch.full((NUM_ROWS,), -1)
+    best = torch.empty((NUM_ROWS, len(CONTEXT) + len(candidates[0])), dtype=torch.int64)
+    for candidate in candidates:
+        tokens, is_alike = contexts(), torch.ones(NUM_ROWS, dtype=torch.bool)
+        length = torch.zeros(NUM_ROWS, dtype=torch.int64)
+        drawn = []
+        for token_id in candidate:
+            drawn.append(torch.multinomial(target.after(tokens), 1))
+            is_alike &= drawn[-1][:, 0] == token_id
+            length += is_alike
+            tokens = torch.cat([tokens, torch.full_like(drawn[-1], token_id)], dim=1)
+        result = torch.cat([contexts(), *drawn], dim=1)
+        best = torch.where((length > best_length)[:, None], result, best)
+        best_length = torch.maximum(length, best_length)
+    # The draw that did not agree is emitted, as it is right to do.
+    return best, len(CONTEXT) + (best_length + 1).clamp_max(len(candidates[0]))
+
+
+def fresh_root(target: Law, candidates: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Accept while the draws agree with the first candidate; throw the draw away that does not."""
+    tokens, is_alike = contexts(), torch.ones(NUM_ROWS, dtype=torch.bool)
+    lengths = torch.full((NUM_ROWS,), len(CONTEXT))
+    for token_id in candidates[0]:
+        drawn = torch.multinomial(target.after(tokens), 1)
+        is_alike &= drawn[:, 0] == token_id
+        lengths += is_alike
+        tokens = torch.cat([tokens, torch.full_like(drawn, token_id)], dim=1)
+    return tokens, lengths  # from where plain sampling draws afresh
+
+
+@pytest.mark.parametrize("biased", [longest_match, fresh_root])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_biased_schemes_are_noticed(
+    biased: Callable[[Law, list[list[int]]], tuple[Tensor, Tensor]], temperature: float
+) -> None:
+    target = Law(seed=1, temperature=temperature)
+    # The greedy continuation, and another that begins with the second best token.
+    first = target.probs[CONTEXT].topk(2).indices.tolist()
+    second = [int(target.probs[CONTEXT[1], token_id].argmax()) for token_id in first]
+    tokens, lengths = biased(target, [list(path) for path in zip(first, second, strict=True)])
+    assert p_value_of(target.continued(tokens, lengths), target) < 1e-30
+    tree = chosen_tree([*first, *second], [-1, -1, 0, 1])
+    assert p_value_after(target, tree) > FALSE_ALARM
+
+
+# --- drafts of the pool ---------------------------------------------------------------------
+
+Cut = Callable[[SampledDraft], SampledDraft]
+
+
+def padded(drafts: list[SampledDraft]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return token ids, parents, probabilities, their support and sizes of drafts as one batch."""
+    width = max(map(len, drafts))
+    support = max(draft.support_probs.shape[1] for draft in drafts)
+    token_ids = np.full((len(drafts), width), -7)  # what stands in padding must not matter
+    parents = np.full((len(drafts), width), -7)
+    probs = np.full((len(drafts), width, support), np.nan)
+    support_ids = np.full((len(drafts), width, support), 0)
+    for row, draft in enumerate(drafts):
+        n, m = draft.support_probs.shape
+        token_ids[row, :n], parents[row, :n] = draft.token_ids, draft.parents
+        probs[row, :n] = 0.0
+        probs[row, :n, :m], support_ids[row, :n, :m] = draft.support_probs, draft.support_token_ids
+    sizes = torch.tensor([len(draft) for draft in drafts])
+    arrays = (token_ids, parents, probs, support_ids)
+    a, b, c, d = (torch.from_numpy(array) for array in arrays)
+    return a, b, c, d, sizes
+
+
+def step(target: Law, context: Tensor, drafts: list[SampledDraft]) -> tuple[Tensor, Tensor]:
+    """Verify one draft in each row; return tokens, `context` included, and their numbers."""
+    token_ids, parents, probs, support, sizes = padded(drafts)
+    target_probs = [target.after(context)]
+    last_two = torch.cat([context[:, -1:], token_ids.clamp_min(0)], dim=1)
+    for node in range(token_ids.shape[1]):
+        before = last_two.gather(1, parents[:, node : node + 1].clamp_min(-1) + 1)
+        last = token_ids[:, node : node + 1].clamp_min(0)
+        target_probs.append(target.after(torch.cat([before, last], dim=1)))
+    path = verify_tree(
+        torch.stack(target_probs, 1), token_ids, parents, probs, None, sizes, support
+    )
+    tokens = emitted(context, token_ids, path.nodes, path.token_ids)
+    return tokens, context.shape[1] + 1 + path.num_accepted
+
+
+def text_of(law: Law, num_tokens: int) -> list[int]:
+    rng, text = random.Random(0), list(CONTEXT)
+    while len(text) < num_tokens:
+        text += rng.choices(range(VOCAB_SIZE), law.probs[text[-2], text[-1]].tolist())
+    return text
+
+
+def p_value_of_pool(target: Law, pool: NGramPool, cut: Cut, max_nodes: int = 6) -> float:
+    rng = np.random.default_rng(11)
+    drafts = [cut(pool.sample(CONTEXT, max_nodes, rng)) for _ in range(NUM_ROWS // 2)]
+    tokens, lengths = step(target, contexts(len(drafts)), drafts)
+    return p_value_of(target.continued(tokens, lengths), target)
+
+
+@pytest.mark.parametrize("of_pool", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_sampled_drafts_leave_the_distribution(of_pool: int, temperature: float) -> None:
+    pool = NGramPool()
+    pool.observe(text_of(Law(seed=of_pool), 200))
+    target = Law(seed=1, temperature=temperature)
+    assert p_value_of_pool(target, pool, lambda draft: draft) > FALSE_ALARM
+
+
+def cut_by_chosen_draft(pool: NGramPool) -> Cut:
+    num_nodes = int((pool.draft(CONTEXT, 12).probs > 0.04).sum())
+    assert 1 < num_nodes < 12
+    return lambda draft: draft.first(num_nodes)
+
+
+def cut_before_the_first_unlikely(draft: SampledDraft) -> SampledDraft:
+    is_unlikely = draft.probs < 0.08
+    return draft.first(int(is_unlikely.argmax()) if is_unlikely.any() else len(draft))
+
+
+def test_cutting_without_a_look_at_the_tokens_leaves_the_distribution() -> None:
+    pool = NGramPool()
+    pool.observe(text_of(Law(seed=2), 200))
+    target = Law(seed=1)
+    for cut in (cut_by_chosen_draft(pool), cut_before_the_first_unlikely):
+        assert p_value_of_pool(target, pool, cut, max_nodes=12) > FALSE_ALARM
+    sizes = {
+        len(cut_before_the_first_unlikely(pool.sample(CONTEXT, 12, np.random.default_rng(seed))))
+        for seed in range(50)
+    }
+    assert len(sizes) > 1  # it does depend on the tokens, those of earlier nodes
+
+
+def test_cutting_by_the_tokens_drawn_is_noticed() -> None:
+    target = Law(seed=1)
+    likeliest = int(target.probs[CONTEXT].argmax())
+
+    def cut(draft: SampledDraft) -> SampledDraft:
+        return draft.first(len(draft) if draft.token_ids[0] == likeliest else 0)
+
+    pool = NGramPool()
+    for token_id in range(VOCAB_SIZE):
+        pool.observe([*CONTEXT, token_id])
+    assert p_value_of_pool(target, pool, lambda draft: draft) > FALSE_ALARM
+    assert p_value_of_pool(target, pool, cut) < 1e-30
+
+
+def test_steps_of_a_pool_that_learns_leave_the_distribution() -> None:
+    target = Law(seed=1, temperature=0.7)
+    pool, rng = NGramPool(), np.random.default_rng(5)
+    pool.observe(text_of(Law(seed=3), 30))
+    rows = [list(CONTEXT) for _ in range(NUM_ROWS // 4)]
+    going = list(range(len(rows)))
+    num_steps = 0
+    while going:
+        context = torch.tensor([rows[row][-2:] for row in going])
+        drafts = [pool.sample(rows[row], 4, rng) for row in going]
+        tokens, lengths = step(target, context, drafts)
+        for row, ids, length in zip(going, tokens.tolist(), lengths.tolist(), strict=True):
+            rows[row] += ids[2:length]
+            pool.observe(ids[2:length])
+        going = [row for row in going if len(rows[row]) < len(CONTEXT) + 3]
+        num_steps += 1
+    assert num_steps == 3
+    assert p_value_of(torch.tensor([row[: len(CONTEXT) + 3] for row in rows]), target) > FALSE_ALARM
+
+
+# --- properties of single rows ---------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    target_probs: Tensor
+    draft_token_ids: Tensor
+    parents: Tensor
+    draft_probs: Tensor
+    num_nodes: Tensor
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Rows:
+    """Random trees over a small vocabulary, with probabilities of 0 here and there."""
+    rows, num_draft = draw(st.integers(1, 4)), draw(st.integers(0, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+
+    def distributions(count: int) -> Tensor:
+        logits = 2 * torch.randn((rows, count, VOCAB_SIZE), generator=generator, dtype=dtype)
+        logits[..., 1:].masked_fill_(
+            torch.rand(logits[..., 1:].shape, generator=generator) < 0.3, -torch.inf
+        )
+        return torch.softmax(logits, dim=-1)
+
+    draft_probs = distributions(num_draft)
+    token_ids = torch.zeros((rows, num_draft), dtype=torch.int64)
+    if num_draft:
+        flat = draft_probs.reshape(-1, VOCAB_SIZE)
+        token_ids = torch.multinomial(flat, 1, generator=generator).view(rows, num_draft)
+    parents = [[draw(st.integers(-1, node - 1)) for node in range(num_draft)] for _ in range(rows)]
+    num_nodes = [draw(st.integers(0, num_draft)) for _ in range(rows)]
+    return Rows(
+        distributions(1 + num_draft),
+        token_ids,
+        torch.tensor(parents, dtype=torch.int64).view(rows, num_draft),
+        draft_probs,
+        torch.tensor(num_nodes),
+    )
+
+
+def generators(num_rows: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(num_rows)]
+
+
+@given(batch=batches(), is_drawn=st.booleans())
+def test_what_is_accepted_is_a_path_of_possible_tokens(batch: Rows, is_drawn: bool) -> None:
+    target_probs, token_ids, parents, draft_probs, num_nodes = batch
+    probs = draft_probs if is_drawn else None
+    path = verify_tree(target_probs, token_ids, parents, probs, generators(len(parents)), num_nodes)
+    for row, nodes in enumerate(path.nodes.tolist()):
+        num_accepted = int(path.num_accepted[row])
+        assert nodes[num_accepted:] == [NONE] * (len(nodes) - num_accepted)
+        node = NONE
+        for child in nodes[:num_accepted]:
+            assert parents[row, child] == node
+            assert child < num_nodes[row]
+            assert target_probs[row, node + 1, token_ids[row, child]] > 0
+            node = child
+        last = path.token_ids[row]
+        assert target_probs[row, node + 1, last] > 0
+        if not is_drawn:  # or it would have been accepted
+            siblings = (parents[row] == node) & (torch.arange(len(nodes)) < num_nodes[row])
+            assert last not in token_ids[row, siblings]
+
+
+@given(batch=batches(), is_drawn=st.booleans())
+def test_a_row_is_the_same_alone_and_whatever_stands_in_padding(
+    batch: Rows, is_drawn: bool
+) -> None:
+    target_probs, token_ids, parents, draft_probs, num_nodes = batch
+    probs = draft_probs if is_drawn else None
+    used = generators(len(parents))
+    together = verify_tree(target_probs, token_ids, parents, probs, used, num_nodes)
+    for row, generator in enumerate(generators(len(parents))):
+        n = int(num_nodes[row])
+        one = slice(row, row + 1)
+        alone = verify_tree(
+            target_probs[one, : n + 1],
+            token_ids[one, :n],
+            parents[one, :n],
+            None if probs is None else probs[one, :n],
+            [generator],
+        )
+        assert alone.nodes[0].tolist() == together.nodes[row, :n].tolist()
+        assert alone.token_ids[0] == together.token_ids[row]
+        assert torch.equal(generator.get_state(), used[row].get_state())
+
+    is_padding = torch.arange(token_ids.shape[1]) >= num_nodes[:, None]
+    target_probs[:, 1:][is_padding] = torch.nan
+    draft_probs[is_padding] = torch.nan
+    token_ids[is_padding], parents[is_padding] = -5, 99
+    again = verify_tree(
+        target_probs, token_ids, parents, probs, generators(len(parents)), num_nodes
+    )
+    for got, expected in zip(again, together, strict=True):
+        assert torch.equal(got, expected)
+
+
+@given(batch=batches())
+def test_a_level_is_what_the_papers_write(batch: Rows) -> None:
+    target_probs, token_ids, _, draft_probs, num_children = batch
+    trial = try_children(
+        target_probs[:, 0], token_ids, draft_probs, generators(len(token_ids)), num_children
+    )
+    for row, generator in enumerate(generators(len(token_ids))):
+        n = int(num_children[row])
+        uniforms = torch.rand(1 + n, generator=generator, dtype=target_probs.dtype)
+        expected = oracle.try_children(
+            target_probs[row, 0].tolist(),
+            token_ids[row, :n].tolist(),
+            draft_probs[row, :n].tolist(),
+            uniforms.tolist(),
+        )
+        assert (int(trial.accepted[row]), int(trial.token_ids[row])) == expected
+
+
+@given(batch=batches())
+def test_a_support_stands_for_the_whole_vocabulary(batch: Rows) -> None:
+    target_probs, token_ids, parents, draft_probs, num_nodes = batch
+    rows = len(parents)
+    dense = verify_tree(target_probs, token_ids, parents, draft_probs, generators(rows), num_nodes)
+    probs, support = draft_probs.sort(dim=-1)
+    support = support.masked_fill(probs == 0, 0)
+    sparse = verify_tree(
+        target_probs, token_ids, parents, probs, generators(rows), num_nodes, support
+    )
+    for got, expected in zip(sparse, dense, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_drafts_equal_to_the_target_but_for_rounding_leave_a_possible_token(
+    dtype: torch.dtype,
+) -> None:
+    """A draft a little above the target everywhere leaves nothing after a rejection."""
+    p = torch.tensor([[0.5, 0.0, 0.5]], dtype=dtype).expand(200_000, -1)
+    q = (p * 1.00009)[:, None]
+    trial = try_children(p, torch.zeros((200_000, 1), dtype=torch.int64), q, None)
+    assert 0 < (trial.accepted == NONE).sum() < 100
+    assert (trial.token_ids != 1).all()
+
+
+def test_an_impossible_token_is_never_drawn_even_with_a_uniform_of_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
+    for value, expected in ((0.0, 1), (1 - 2**-24, 2)):
+        monkeypatch.setattr(torch, "rand", lambda *_, value=value, **__: torch.tensor([[value]]))
+        trial = try_children(p, torch.tensor([[0, 3]]), None, None)
+        assert (int(trial.accepted), int(trial.token_ids)) == (NONE, expected)
+
+
+def test_generators_may_be_left_out_for_some_rows() -> None:
+    p = torch.softmax(torch.randn(2, 1, 9), dim=-1)
+    none = torch.empty((2, 0), dtype=torch.int64)
+    torch.manual_seed(1)
+    path = verify_tree(p, none, None, None, [None, torch.Generator().manual_seed(1)])
+    assert path.nodes.shape == (2, 0)
+    torch.manual_seed(1)
+    again = verify_tree(p.flip(0), none, None, None, [torch.Generator().manual_seed(1), None])
+    assert again.token_ids.tolist() == path.token_ids.tolist()[::-1]
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def valid() -> dict[str, Tensor | None]:
+    return {
+        "target_probs": torch.full((2, 4, 5), 0.2),
+        "draft_token_ids": torch.tensor([[1, 2, 3], [1, 2, 3]]),
+        "parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]]),
+        "draft_probs": torch.full((2, 3, 5), 0.2),
+        "num_nodes": torch.tensor([3, 2]),
+        "support_token_ids": None,
+    }
+
+
+def changed(name: str, index: tuple[int, ...], value: float) -> dict[str, Tensor | None]:
+    arguments = valid()
+    tensor = arguments[name]
+    assert tensor is not None
+    tensor[index] = value
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            valid() | {"target_probs": torch.full((2, 3, 5), 0.2)},
+            ValueError,
+            r"expected target_probs of shape \[2, 4, vocab_size\], got \[2, 3, 5\]",
+        ),
+        (
+            valid() | {"target_probs": torch.full((2, 4, 5), 0.2, dtype=torch.bfloat16)},
+            TypeError,
+            "expected target_probs of dtype torch.float32 or torch.float64, got torch.bfloat16",
+        ),
+        (
+            valid() | {"draft_token_ids": torch.ones((2, 3))},
+            TypeError,
+            "expected draft_token_ids of dtype torch.int64, got torch.float32",
+        ),
+        (
+            valid() | {"draft_token_ids": torch.ones(3, dtype=torch.int64)},
+            ValueError,
+            r"expected draft_token_ids of shape \[rows, num_draft\], got \[3\]",
+        ),
+        (
+            valid() | {"parents": torch.tensor([[-1, 0, 0]])},
+            ValueError,
+            r"expected parents of shape \[2, 3\], got \[1, 3\]",
+        ),
+        (
+            valid() | {"draft_probs": torch.full((2, 3, 4), 0.25)},
+            ValueError,
+            r"expected draft_probs of shape \[2, 3, 5\], got \[2, 3, 4\]",
+        ),
+        (
+            valid() | {"num_nodes": torch.tensor([3])},
+            ValueError,
+            r"expected num_nodes of shape \[2\], got \[1\]",
+        ),
+        (
+            valid() | {"support_token_ids": torch.zeros((2, 3, 4), dtype=torch.int64)},
+            ValueError,
+            r"expected draft_probs of shape \[2, 3, 4\], got \[2, 3, 5\]",
+        ),
+        (
+            valid() | {"support_token_ids": torch.full((2, 3, 5), 9)},
+            ValueError,
+            "expected support_token_ids from 0 to 4, got 9",
+        ),
+        (
+            valid() | {"draft_probs": None, "support_token_ids": torch.zeros((2, 3, 4))},
+            ValueError,
+            "expected draft_probs along with support_token_ids, got None",
+        ),
+        (
+            changed("target_probs", (0, 1, 2), -0.1),
+            ValueError,
+            "expected target_probs of at least 0, got -0.1",
+        ),
+        (
+            changed("target_probs", (0, 0, 2), float("nan")),
+            ValueError,
+            "expected target_probs of at least 0, got nan",
+        ),
+        (
+            changed("target_probs", (0, 0, 2), 0.3),
+            ValueError,
+            "expected target_probs to sum to 1, got 1.1",
+        ),
+        (
+            changed("draft_probs", (1, 0, 2), 0.0),
+            ValueError,
+            "expected draft_probs to sum to 1, got 0.8",
+        ),
+        (
+            changed("draft_token_ids", (0, 0), 5),
+            ValueError,
+            "expected draft_token_ids from 0 to 4, got 5",
+        ),
+        (
+            changed("draft_token_ids", (0, 0), -1),
+            ValueError,
+            "expected draft_token_ids from 0 to 4, got -1",
+        ),
+        (
+            changed("parents", (1, 1), 1),
+            ValueError,
+            "expected parents before their children, got 1 for node 1 of row 1",
+        ),
+        (
+            changed("parents", (0, 0), -2),
+            ValueError,
+            "expected parents before their children, got -2 for node 0 of row 0",
+        ),
+        (
+            changed("num_nodes", (0,), 4),
+            ValueError,
+            r"expected num_nodes from 0 to 3, got \[4, 2\]",
+        ),
+    ],
+)
+def test_what_does_not_fit_raises(
+    arguments: dict[str, Tensor | None], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        verify_tree(**arguments, generators=None)  # type: ignore[arg-type]
+
+
+def test_a_token_that_cannot_have_been_drawn_raises() -> None:
+    arguments = changed("draft_probs", (1, 1, 2), 0.0)
+    probs = arguments["draft_probs"]
+    assert probs is not None
+    probs[1, 1, 3] = 0.4
+    text = "expected draft tokens of positive draft probability, got 0 for node 1 of row 1"
+    with pytest.raises(ValueError, match=text):
+        verify_tree(**arguments, generators=None)  # type: ignore[arg-type]
+
+
+def test_each_row_needs_a_generator() -> None:
+    with pytest.raises(ValueError, match="expected a generator for each of 2 rows, got 1"):
+        verify_tree(**valid(), generators=[None])  # type: ignore[arg-type]
+
+
+def test_valid_arguments_are_valid() -> None:
+    path = verify_tree(**valid(), generators=None)  # type: ignore[arg-type]
+    assert path.num_accepted.tolist() == [2, 2]  # drawn from the target itself

@@ -1,0 +1,154 @@
+"""Decoding with `Config(verifier="rejection")`: other tokens, the target's distribution."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper
+
+import lade
+from lade.drafting import chain
+from tests.chi_square import FALSE_ALARM, p_value
+from tests.lade.both import ONE, THREE, both
+from tests.lade.tiny import tiny_model
+
+REJECTION = lade.Config(max_draft_tokens=5, verifier="rejection")
+VOCAB_SIZE = 8
+
+
+def exact_distribution(model: Any, prompt: list[int], temperature: float) -> torch.Tensor:
+    """Probability of each pair of first tokens, [VOCAB_SIZE, VOCAB_SIZE]."""
+    prefixes = torch.tensor([[*prompt, first] for first in range(VOCAB_SIZE)])
+    with torch.no_grad():
+        logits = model(prefixes).logits[:, -2:].float() / temperature
+    first = logits[0, 0].softmax(-1)
+    pairs: torch.Tensor = first[:, None] * logits[:, 1].softmax(-1)
+    return pairs
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("processor", [None, TemperatureLogitsWarper(1.0)], ids=["ragged", "joint"])
+def test_text_has_the_distribution_of_the_target(temperature: float, processor: Any) -> None:
+    """Pairs of first tokens of 6000 samples; the pool holds the model's own samples and noise."""
+
+    class Unknown(TemperatureLogitsWarper):  # type: ignore[misc]
+        """Does nothing, but is not known to: rows then go together."""
+
+    model = tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
+    prompt = [1, 2, 3, 1, 2]
+    pool = lade.NGramPool(4000)
+    counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
+    stats = lade.DecodeStats()
+    torch.manual_seed(7)
+    for _ in range(20):
+        out = lade.generate(
+            model,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 5).long(),
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            logits_processor=None if processor is None else [Unknown(1.0)],
+            num_return_sequences=300 if processor is None else 100,
+            max_new_tokens=6,
+            pool=pool,
+            config=REJECTION,
+            return_dict_in_generate=True,
+        )
+        stats.add(out.stats)
+        for first, second in out.sequences[:, 5:7].tolist():
+            counts[first, second] += 1
+    assert stats.num_accepted_tokens > 0.1 * stats.num_draft_tokens
+    expected = exact_distribution(model, prompt, temperature)
+    assert p_value(counts.flatten().tolist(), expected.flatten().tolist()) > FALSE_ALARM
+
+
+def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:
+    model = tiny_model("llama", seed=1)
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 20, "config": REJECTION}
+    options |= {"attention_mask": (THREE != 0).long(), "pad_token_id": 0}
+    texts = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        texts.append(lade.generate(model, THREE, **options).tolist())
+    assert texts[0] == texts[1] != texts[2]
+    options["config"] = lade.Config(max_draft_tokens=0, verifier="rejection")
+    torch.manual_seed(0)
+    together = lade.generate(model, THREE, **options).tolist()
+    torch.manual_seed(0)
+    options["attention_mask"] = options["attention_mask"][:2]
+    assert lade.generate(model, THREE[:2], **options).tolist() == together[:2]
+
+
+def test_greedy_text_is_the_same_with_both_verifiers() -> None:
+    model = tiny_model("llama", seed=1)
+    for prompt in (ONE, THREE):
+        mask = (prompt != 0).long()
+        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20}
+        expected = model.generate(prompt, do_sample=False, **options)
+        got = lade.generate(model, prompt, do_sample=False, config=REJECTION, **options)
+        assert got.tolist() == expected.tolist()
+
+
+def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
+    """`both` would compare texts; here only what the drafter is asked is of interest."""
+    model = tiny_model("llama", seed=1, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
+    expected, _ = both(model, ONE % VOCAB_SIZE, do_sample=False, attention_mask=ONE * 0 + 1)
+    answer = expected.sequences[0].tolist()
+
+    class Sure:
+        """Has the likeliest answer and nothing else."""
+
+        def open(self, prompt_ids: Any) -> int:
+            return 0
+
+        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+            return chain(answer[len(committed) :][:max_nodes], 0.9)
+
+        def observe(self, sequence: int, token_ids: Any) -> None: ...
+
+        def close(self, sequence: int) -> None: ...
+
+    out = lade.generate(
+        model,
+        ONE % VOCAB_SIZE,
+        attention_mask=ONE * 0 + 1,
+        do_sample=True,
+        temperature=0.001,
+        max_new_tokens=20,
+        drafter=Sure(),
+        config=REJECTION,
+        return_dict_in_generate=True,
+    )
+    assert out.sequences[0].tolist() == answer[: out.sequences.shape[1]]
+    assert out.stats.mean_accepted_tokens > 4
+
+
+def test_scores_and_streams_come_with_rejection_too() -> None:
+    model = tiny_model("llama", seed=1)
+    torch.manual_seed(0)
+    out = lade.generate(
+        model,
+        THREE,
+        attention_mask=(THREE != 0).long(),
+        do_sample=True,
+        max_new_tokens=10,
+        eos_token_id=None,
+        config=REJECTION,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert len(out.scores) == 10
+    for column, scores in enumerate(out.scores):  # no token that top-k had ruled out
+        chosen = out.sequences[:, THREE.shape[1] + column]
+        assert bool(scores.gather(1, chosen[:, None]).isfinite().all())
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        lade.generate(
+            model,
+            THREE,
+            attention_mask=(THREE != 0).long(),
+            do_sample=True,
+            max_new_tokens=10,
+            config=REJECTION,
+            logits_processor=[lambda ids, scores: scores * float("nan")],
+        )

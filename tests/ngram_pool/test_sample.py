@@ -1,0 +1,167 @@
+"""What `NGramPool.sample` promises: true distributions, and places that do not look at tokens."""
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngram_pool import NGramPool, SampledDraft
+from tests.chi_square import FALSE_ALARM, p_value
+from tests.ngram_pool.test_pool import JIT_IS_OFF, noisy_text
+
+
+def pool_of(text: list[int]) -> NGramPool:
+    pool = NGramPool()
+    pool.observe(text)
+    return pool
+
+
+def as_tuple(draft: SampledDraft) -> tuple[Any, ...]:
+    return (
+        *(draft.token_ids.tolist(), draft.parents.tolist(), draft.depths.tolist()),
+        *(draft.probs.tolist(), draft.support_token_ids.tolist(), draft.support_probs.tolist()),
+    )
+
+
+@pytest.mark.parametrize("max_nodes", [1, 5, 33, 200])
+@pytest.mark.parametrize("max_candidates", [1, 3, None])
+def test_a_sampled_draft_is_a_tree_of_possible_tokens(
+    max_nodes: int, max_candidates: int | None
+) -> None:
+    text = noisy_text(3000)
+    pool = pool_of(text)
+    rng = np.random.default_rng(0)
+    for end in range(2000, 2100):
+        draft = pool.sample(text[end - 8 : end], max_nodes, rng, max_candidates)
+        assert 0 < len(draft) <= max_nodes
+        assert len(draft.candidates()) <= (max_candidates or max_nodes)
+        parents = draft.parents.tolist()
+        assert all(-1 <= parent < node for node, parent in enumerate(parents))
+        depths = [0, *draft.depths.tolist()]
+        assert all(
+            depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents)
+        )
+        siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
+        assert len(set(siblings)) == len(siblings)
+        assert 0 < draft.probs.min() <= draft.probs.max() < 1
+        dense = draft.dense_probs(vocab_size=60)
+        assert dense.min() >= 0
+        np.testing.assert_allclose(dense.sum(1), 1.0, rtol=1e-12)
+        assert (dense[np.arange(len(draft)), draft.token_ids] > 0).all()
+
+
+def test_later_siblings_are_drawn_from_what_the_earlier_ones_left() -> None:
+    text = noisy_text(3000, alphabet=12)
+    pool = pool_of(text)
+    rng = np.random.default_rng(0)
+    num_later = 0
+    for end in range(2000, 2100):
+        draft = pool.sample(text[end - 3 : end], 30, rng)
+        dense = draft.dense_probs(vocab_size=12)
+        left: dict[int, Any] = {}
+        for node, (token_id, parent) in enumerate(
+            zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True)
+        ):
+            if parent in left:
+                np.testing.assert_allclose(dense[node], left[parent] / left[parent].sum())
+                num_later += 1
+            left[parent] = dense[node].copy()
+            left[parent][token_id] = 0.0
+    assert num_later > 500
+
+
+def test_drawn_from_are_the_probabilities_that_draft_goes_by() -> None:
+    text = noisy_text(3000, alphabet=12)
+    pool = pool_of(text)
+    rng = np.random.default_rng(0)
+    for end in range(2000, 2050):
+        whole = pool.draft(text[end - 3 : end], max_nodes=60)
+        at_root = whole.parents == -1
+        (sampled,) = pool.sample(text[end - 3 : end], 1, rng).dense_probs(vocab_size=12)
+        known = np.zeros(12)
+        known[whole.token_ids[at_root]] = whole.probs[at_root]
+        np.testing.assert_allclose(sampled[known > 0] / known[known > 0], 1 / known.sum())
+
+
+def test_equal_generators_give_equal_drafts_and_smaller_ones_are_their_beginnings() -> None:
+    text = noisy_text(2000)
+    pool = pool_of(text)
+    seen = set()
+    for end in range(1000, 1050):
+        context = text[end - 5 : end]
+        large = pool.sample(context, 20, np.random.default_rng(end))
+        assert as_tuple(large) == as_tuple(pool.sample(context, 20, np.random.default_rng(end)))
+        small = pool.sample(context, 7, np.random.default_rng(end))
+        assert as_tuple(large.first(7)) == as_tuple(small)
+        seen.add(tuple(large.token_ids.tolist()))
+    assert len(seen) > 25
+
+
+@pytest.mark.parametrize("context", [[], [99], [1, 2]])
+def test_a_generator_gives_as_many_uniforms_whatever_is_found(context: list[int]) -> None:
+    pool = pool_of([1, 2] * 10)
+    rng, expected = np.random.default_rng(3), np.random.default_rng(3)
+    assert len(pool.sample(context, 9, rng)) == (9 if context == [1, 2] else 0)
+    expected.random(9)
+    assert rng.random() == expected.random()
+
+
+@pytest.mark.skipif(JIT_IS_OFF, reason="thousands of drafts; the state machine covers the code")
+@pytest.mark.parametrize("max_candidates", [None, 2])
+def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated(
+    max_candidates: int | None,
+) -> None:
+    """Chi-square over each history of draws; a false alarm in one run of 10,000."""
+    text = noisy_text(400, seed=3, alphabet=4)
+    pool = pool_of(text)
+    rng = np.random.default_rng(1)
+    places: dict[tuple[int, ...], Any] = {}
+    drawn: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for _ in range(20_000):
+        draft = pool.sample([1, 2], 6, rng, max_candidates)
+        tokens = tuple(draft.token_ids.tolist())
+        dense = draft.dense_probs(vocab_size=4).tolist()
+        for node, token_id in enumerate(tokens):
+            place = (draft.parents[node], draft.probs[node], dense[node])
+            assert places.setdefault(tokens[:node], place) == place
+            drawn[tokens[:node]][token_id] += 1
+    frequent = [history for history, counts in drawn.items() if counts.total() >= 200]
+    assert 20 < len(frequent) < 100
+    assert max(map(len, frequent)) >= 3
+    for history in frequent:
+        counts = [drawn[history][token_id] for token_id in range(4)]
+        assert p_value(counts, places[history][2]) > FALSE_ALARM
+
+
+def test_what_a_unanimous_context_goes_on_with_is_drawn_for_certain() -> None:
+    draft = pool_of([1, 2, 3, 4, 5]).sample([1], 10, np.random.default_rng(0))
+    assert draft.candidates() == [[2, 3, 4, 5]]
+    assert draft.support_probs.max(axis=1).tolist() == [1.0] * 4
+
+
+def test_a_vocabulary_too_small_for_the_support_raises() -> None:
+    draft = pool_of([1, 2, 7]).sample([2], 1, np.random.default_rng(0))
+    assert draft.dense_probs(8).tolist() == [[0.0] * 7 + [1.0]]
+    with pytest.raises(ValueError, match="expected vocab_size of at least 8, got 7"):
+        draft.dense_probs(7)
+
+
+def test_an_empty_draft_has_no_distributions() -> None:
+    draft = NGramPool().sample([1], 4, np.random.default_rng(0))
+    assert len(draft) == len(SampledDraft.empty().first(3)) == 0
+    assert draft.dense_probs(10).shape == (0, 10)
+
+
+def test_arguments_are_checked_before_anything_is_drawn() -> None:
+    pool = pool_of([1, 2, 3])
+    rng = np.random.default_rng(0)
+    with pytest.raises(TypeError, match=r"expected rng to be a numpy.random.Generator, got None"):
+        pool.sample([1], 3, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected max_nodes to be positive, got 0"):
+        pool.sample([1], 0, rng)
+    with pytest.raises(ValueError, match="expected max_candidates to be positive, got 0"):
+        pool.sample([1], 3, rng, max_candidates=0)
+    with pytest.raises(ValueError, match="expected context from 0 to 2147483647, got -1"):
+        pool.sample([-1], 3, rng)
+    assert rng.random() == np.random.default_rng(0).random()
