@@ -222,8 +222,7 @@ class _ScoredChoice:
         rows = [row for row, _ in places]
         raw = torch.stack([self._logits[self._index[row], node] for row, node in places])
         raw = raw.to(self._device, torch.float32)
-        # `generate` keeps the raw logits as they were; some processors write in place.
-        scores = self._processors(self._text, rows, raw.clone() if self._on_choice else raw)
+        scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:
             for i, row in enumerate(rows):
                 self._on_choice(row, raw[i], scores[i])
@@ -285,7 +284,7 @@ class ChoiceAtOnce(ProcessedChoice):
         self._index = {row: index for index, row in enumerate(trees)}
         self._raw = logits.to(self._device, torch.float32, copy=True)
         flat = self._raw.view(-1, vocab_size)
-        scores = self._processors.without_prefix(flat.clone() if self._on_choice else flat)
+        scores = self._processors.without_prefix(flat)
         of_nodes, times = [], []
         for row, first_time, tree in zip(trees, first_times, trees.values(), strict=True):
             depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never asked for

@@ -22,7 +22,10 @@ class Drafter(Protocol):
         """Begin a sequence with its prompt and return a handle for it."""
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
-        """Propose at most `max_nodes` nodes after `committed`, prompt included; best first."""
+        """Propose at most `max_nodes` nodes after `committed`, prompt included; best first.
+
+        Where a grammar forces the next tokens, `committed` ends with those, observed or not.
+        """
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Learn the tokens that a step committed."""

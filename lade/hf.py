@@ -1,12 +1,11 @@
-"""transformers in and out: the three doors, what is refused, where to stop. No algorithm here.
+"""transformers in and out: the three doors, and what each call is put together from.
 
 `generate` and `wrap` re-enter `model.generate` with `decode` as its `custom_generate`, so all of
-transformers' preparation (configs, masks, processors, criteria) is transformers' own.
+transformers' preparation (configs, masks, processors, criteria) is transformers' own. No algorithm
+here.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -15,19 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.budget import Budget, FixedBudget
 from lade.choose import (
@@ -44,11 +34,16 @@ from lade.choose import (
 from lade.config import Config
 from lade.decoding import Decoder, Rules
 from lade.drafting import Drafter, PoolDrafter, Proposer
-from lade.errors import UnsupportedOptionError
 from lade.grammar import foresight_of
+from lade.options import (
+    refuse_unsupported_arguments,
+    refuse_unsupported_options,
+    take_stop_strings,
+)
 from lade.outputs import Outputs
 from lade.processors import Processors
 from lade.stats import DecodeStats, Step
+from lade.stopping import ColumnStream, StopRule
 from lade.target import Model, Profile, TreeTarget, full_attention_layers, profile_of
 from lade.text import Text
 from ngram_pool import NGramPool
@@ -97,7 +92,7 @@ def generate(
     """
     refuse_unsupported_arguments(generate_kwargs)
     model = _without_compiler(model)
-    with_stop_strings = _take_stop_strings(model, generate_kwargs)
+    prepared = take_stop_strings(model, generate_kwargs)
     cache = generate_kwargs.get("past_key_values")
     if cache is not None:
         cache._is_user_defined = True  # as newer transformers mark it themselves
@@ -112,7 +107,7 @@ def generate(
     if input_ids is not None:
         generate_kwargs["input_ids"] = input_ids
     # The class's generate: the instance may carry the one that `wrap` put there.
-    with with_stop_strings:
+    with prepared:
         return type(model).generate(model, custom_generate=strategy, **generate_kwargs)
 
 
@@ -206,7 +201,7 @@ def decode(
         max_length - input_ids.shape[1],
         generation_config,
     )
-    stop = _StopRule(stopping_criteria, num_rows)
+    stop = StopRule(stopping_criteria, num_rows)
     pad_token = generation_config._pad_token_tensor if stop.has_eos else None
     text = Text(input_ids, None if pad_token is None else int(pad_token))
     outputs = Outputs(num_rows, _wanted_outputs(generation_config))
@@ -214,7 +209,7 @@ def decode(
     processors = Processors(logits_processor, num_rows)
     is_joint = stop.is_joint or processors.is_joint
     cache = model_kwargs.get("past_key_values")
-    stream = _Stream(token_streamer, text)
+    stream = ColumnStream(token_streamer, text)
 
     def emit(steps: Sequence[Step]) -> None:
         stream.put_complete()
@@ -378,174 +373,3 @@ def _rejection(
 def _on_choice(config: GenerationConfig, outputs: Outputs) -> OnChoice | None:
     is_wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     return outputs.add_choice if is_wanted else None
-
-
-class _StopRule:
-    """Every stop condition, asked after each token, exactly where `generate` asks.
-
-    Length and EOS, which every call has, are compared as integers; stop strings are looked for row
-    by row; other criteria get all rows at one length, as in `generate`.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
-        self._max_length: int | None = None
-        self._eos_token_ids: set[int] = set()
-        self._of_rows = StoppingCriteriaList()
-        self._of_all = StoppingCriteriaList()
-        for criterion in criteria:
-            if type(criterion) is MaxLengthCriteria:
-                limits = [self._max_length, criterion.max_length]
-                self._max_length = min(limit for limit in limits if limit is not None)
-            elif type(criterion) is EosTokenCriteria:
-                self._eos_token_ids.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is StopStringCriteria:
-                self._of_rows.append(criterion)
-            else:
-                self._of_all.append(criterion)
-        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.is_joint = num_rows > 1 and bool(self._of_all)
-
-    def watch(self, text: Text, outputs: Outputs) -> None:
-        """Set what to look at."""
-        self._text = text
-        self._outputs = outputs
-
-    def __call__(self, rows: list[int]) -> None:
-        """Mark those of the rows as finished whose last token ends them."""
-        text = self._text
-        for row in rows:
-            token_ids = text.token_ids[row]
-            finished = token_ids[-1] in self._eos_token_ids
-            if self._max_length is not None and len(token_ids) >= self._max_length:
-                finished = True
-            if self._of_rows:
-                finished = bool(self._of_rows(text.prefix(row), None)) or finished
-            text.is_finished[row] = text.is_finished[row] or finished
-        if self._of_all:
-            done = self._of_all(text.prefixes(rows), self._outputs.columns("scores"))
-            for row, finished in zip(rows, done.tolist(), strict=True):
-                text.is_finished[row] = text.is_finished[row] or finished
-
-
-class _Stream:
-    """Hands columns of tokens to a streamer, each once all rows have it."""
-
-    def __init__(self, streamer: BaseStreamer | None, text: Text) -> None:
-        self._streamer = streamer
-        self._text = text
-        self._next = text.num_prompt
-
-    def put_complete(self) -> None:
-        """Put every column that is complete, int64 [rows] each, on the CPU."""
-        text, pad_token_id = self._text, self._text.pad_token_id
-        while self._streamer is not None and self._next < text.longest:
-            column = []
-            for row, token_ids in enumerate(text.token_ids):
-                if self._next < len(token_ids):
-                    column.append(token_ids[self._next])
-                elif text.is_finished[row] and pad_token_id is not None:
-                    column.append(pad_token_id)
-                else:
-                    return
-            self._streamer.put(torch.tensor(column))
-            self._next += 1
-
-    def end(self) -> None:
-        """Tell the streamer that all has come."""
-        if self._streamer is not None:
-            self._streamer.end()
-
-
-# --- what is refused ------------------------------------------------------------------------
-
-
-# transformers drops these before it calls a custom function, or turns elsewhere.
-_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
-
-
-def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
-    """Raise for arguments of `generate` that would never reach us."""
-    refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
-    if generate_kwargs.get("cache_implementation") == "paged":
-        refused.append("cache_implementation='paged'")
-    refused += [name for name in ("synced_gpus", "token_healing") if generate_kwargs.get(name)]
-    if refused:
-        raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
-
-
-def _take_stop_strings(
-    model: Model, generate_kwargs: dict[str, Any]
-) -> AbstractContextManager[object]:
-    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
-
-    Returns:
-        In what to call `model.generate`: the model's own generation config is without its stop
-        strings there, because transformers would ask for the tokenizer that it has dropped.
-    """
-    tokenizer = generate_kwargs.pop("tokenizer", None)
-    of_call = generate_kwargs.get("generation_config")
-    asked = generate_kwargs.pop("stop_strings", None)
-    if of_call is not None and of_call.stop_strings is not None:
-        asked = asked or of_call.stop_strings
-        of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
-        of_call.stop_strings = None
-    own = model.generation_config
-    stop_strings = asked or own.stop_strings
-    if stop_strings is None:
-        return nullcontext()
-    if tokenizer is None:
-        raise ValueError("expected tokenizer= beside stop_strings, got none")
-    criteria = list(generate_kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-    generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
-    return _without_stop_strings(model) if own.stop_strings is not None else nullcontext()
-
-
-@contextmanager
-def _without_stop_strings(model: Model) -> Iterator[None]:
-    own = model.generation_config
-    model.generation_config = copy.deepcopy(own)
-    model.generation_config.stop_strings = None
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def refuse_unsupported_options(
-    model: Model, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Raise for what would change the text or the output and cannot be honoured."""
-    mode = config.get_generation_mode().value
-    reasons = {
-        f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
-        f"generation mode {mode}": mode not in ("greedy_search", "sample"),
-        "use_cache=False": config.use_cache is False,
-        f"cache_implementation={config.cache_implementation!r}": (
-            config.cache_implementation not in (None, "dynamic")
-        ),
-        "models sharded by FSDP or DeepSpeed ZeRO-3": (
-            is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-        ),
-    }
-    cache = model_kwargs.get("past_key_values")
-    reasons[f"past_key_values of {type(cache).__name__}"] = cache is not None and (
-        type(cache) is not DynamicCache
-        or getattr(cache, "offloading", False)
-        or any(type(layer) is not DynamicLayer for layer in cache.layers)
-    )
-    known = {
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "inputs_embeds",
-        "output_attentions",
-        "output_hidden_states",
-    }
-    for name, value in model_kwargs.items():
-        reasons[f"the model input {name}"] = name not in known and value is not None
-    for reason, applies in reasons.items():
-        if applies:
-            raise UnsupportedOptionError(f"lade does not support {reason} yet")

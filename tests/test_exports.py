@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     *("_version", "errors", "config", "grammar", "drafting", "tree", "masks", "cache", "budget"),
     *("target", "text", "processors", "rejection", "choose", "verify", "stats", "outputs"),
-    *("decoding", "hf", "models"),
+    *("decoding", "options", "stopping", "hf", "models"),
 ]
 
 

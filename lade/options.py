@@ -1,0 +1,108 @@
+"""Generation options: what is refused, by name and before anything is generated, and stop strings.
+
+Next file: `stopping.py`.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from lade.errors import UnsupportedOptionError
+from lade.target import Model
+
+# transformers drops these before it calls a custom function, or turns elsewhere.
+_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
+
+
+def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of `generate` that would never reach us."""
+    refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
+    if generate_kwargs.get("cache_implementation") == "paged":
+        refused.append("cache_implementation='paged'")
+    refused += [name for name in ("synced_gpus", "token_healing") if generate_kwargs.get(name)]
+    if refused:
+        raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
+
+
+def take_stop_strings(
+    model: Model, generate_kwargs: dict[str, Any]
+) -> AbstractContextManager[object]:
+    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
+
+    Returns:
+        In what to call `model.generate`: the model's own generation config is without its stop
+        strings there, because transformers would ask for the tokenizer that it has dropped.
+    """
+    tokenizer = generate_kwargs.pop("tokenizer", None)
+    of_call = generate_kwargs.get("generation_config")
+    asked = generate_kwargs.pop("stop_strings", None)
+    if of_call is not None and of_call.stop_strings is not None:
+        asked = asked or of_call.stop_strings
+        of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
+        of_call.stop_strings = None
+    own = model.generation_config
+    stop_strings = asked or own.stop_strings
+    if stop_strings is None:
+        return nullcontext()
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= beside stop_strings, got none")
+    criteria = list(generate_kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    return _without_stop_strings(model) if own.stop_strings is not None else nullcontext()
+
+
+@contextmanager
+def _without_stop_strings(model: Model) -> Iterator[None]:
+    own = model.generation_config
+    model.generation_config = copy.deepcopy(own)
+    model.generation_config.stop_strings = None
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def refuse_unsupported_options(
+    model: Model, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """Raise for what would change the text or the output and cannot be honoured."""
+    mode = config.get_generation_mode().value
+    reasons = {
+        f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
+        f"generation mode {mode}": mode not in ("greedy_search", "sample"),
+        "use_cache=False": config.use_cache is False,
+        f"cache_implementation={config.cache_implementation!r}": (
+            config.cache_implementation not in (None, "dynamic")
+        ),
+        "models sharded by FSDP or DeepSpeed ZeRO-3": (
+            is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+        ),
+    }
+    cache = model_kwargs.get("past_key_values")
+    reasons[f"past_key_values of {type(cache).__name__}"] = cache is not None and (
+        type(cache) is not DynamicCache
+        or getattr(cache, "offloading", False)
+        or any(type(layer) is not DynamicLayer for layer in cache.layers)
+    )
+    known = {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "logits_to_keep",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+    }
+    for name, value in model_kwargs.items():
+        reasons[f"the model input {name}"] = name not in known and value is not None
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedOptionError(f"lade does not support {reason} yet")

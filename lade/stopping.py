@@ -1,0 +1,92 @@
+"""Where generation stops, and how its tokens reach a streamer: after every token, row by row.
+
+Next file: `hf.py`.
+"""
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from lade.outputs import Outputs
+from lade.text import Text
+
+
+class StopRule:
+    """Every stop condition, asked after each token, exactly where `generate` asks.
+
+    Length and EOS, which every call has, are compared as integers; stop strings are looked for row
+    by row; other criteria get all rows at one length, as in `generate`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+        self._max_length: int | None = None
+        self._eos_token_ids: set[int] = set()
+        self._of_rows = StoppingCriteriaList()
+        self._of_all = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                limits = [self._max_length, criterion.max_length]
+                self._max_length = min(limit for limit in limits if limit is not None)
+            elif type(criterion) is EosTokenCriteria:
+                self._eos_token_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is StopStringCriteria:
+                self._of_rows.append(criterion)
+            else:
+                self._of_all.append(criterion)
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.is_joint = num_rows > 1 and bool(self._of_all)
+
+    def watch(self, text: Text, outputs: Outputs) -> None:
+        """Set what to look at."""
+        self._text = text
+        self._outputs = outputs
+
+    def __call__(self, rows: list[int]) -> None:
+        """Mark those of the rows as finished whose last token ends them."""
+        text = self._text
+        for row in rows:
+            token_ids = text.token_ids[row]
+            finished = token_ids[-1] in self._eos_token_ids
+            if self._max_length is not None and len(token_ids) >= self._max_length:
+                finished = True
+            if self._of_rows:
+                finished = bool(self._of_rows(text.prefix(row), None)) or finished
+            text.is_finished[row] = text.is_finished[row] or finished
+        if self._of_all:
+            done = self._of_all(text.prefixes(rows), self._outputs.columns("scores"))
+            for row, finished in zip(rows, done.tolist(), strict=True):
+                text.is_finished[row] = text.is_finished[row] or finished
+
+
+class ColumnStream:
+    """Hands columns of tokens to a streamer, each once all rows have it."""
+
+    def __init__(self, streamer: BaseStreamer | None, text: Text) -> None:
+        self._streamer = streamer
+        self._text = text
+        self._next = text.num_prompt
+
+    def put_complete(self) -> None:
+        """Put every column that is complete, int64 [rows] each, on the CPU."""
+        text, pad_token_id = self._text, self._text.pad_token_id
+        while self._streamer is not None and self._next < text.longest:
+            column = []
+            for row, token_ids in enumerate(text.token_ids):
+                if self._next < len(token_ids):
+                    column.append(token_ids[self._next])
+                elif text.is_finished[row] and pad_token_id is not None:
+                    column.append(pad_token_id)
+                else:
+                    return
+            self._streamer.put(torch.tensor(column))
+            self._next += 1
+
+    def end(self) -> None:
+        """Tell the streamer that all has come."""
+        if self._streamer is not None:
+            self._streamer.end()

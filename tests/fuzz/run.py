@@ -1,0 +1,302 @@
+"""The command: draw cases, compare them on several processes, make failures small, sum up."""
+
+import argparse
+import json
+import multiprocessing
+import platform
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+import lade
+from tests.fuzz.cases import draw_case
+from tests.fuzz.compare import Door, Kind, call_lade, call_plain, compare
+from tests.fuzz.shrink import program, shrink
+
+DOORS: dict[str, Door] = {"lade": call_lade, "plain": call_plain}
+CASES_PER_TASK = 25
+PRINTED_PER_GROUP = 2  # of many failures that look alike, the others are only counted
+
+
+@dataclass
+class Outcome:
+    """What is kept of one case."""
+
+    index: int
+    kind: Kind
+    drawn: list[str]
+    reason: str = ""
+    error: str = ""
+    # Of lade's statistics: steps, draft tokens, accepted, committed; None where none were returned.
+    counts: tuple[int, int, int, int] | None = None
+    differences: list[str] = field(default_factory=list)
+    program: str = ""
+
+    @property
+    def group(self) -> str:
+        """Name the kind of the first difference, for counting those alike."""
+        return group_of(self.differences)
+
+
+def group_of(differences: Sequence[str]) -> str:
+    """Return the first difference without what is particular to the case."""
+    told = re.sub(r"\[.*\]|\{.*\}", "…", differences[0] if differences else "")
+    return re.sub(r"\d[\d.e-]*", "N", told)[:200]
+
+
+@dataclass
+class Summary:
+    """What is known of all cases so far."""
+
+    num_cases: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    drawn: Counter[str] = field(default_factory=Counter)
+    with_stats: int = 0
+    with_accepted: int = 0
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    groups: Counter[str] = field(default_factory=Counter)  # of mismatches
+    failures: list[Outcome] = field(default_factory=list)
+    ties: list[int] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one case."""
+        self.num_cases += 1
+        self.kinds[outcome.kind] += 1
+        self.drawn.update(outcome.drawn)
+        if outcome.reason:
+            self.refusals[outcome.reason] += 1
+        if outcome.error:
+            self.errors[outcome.error] += 1
+        if outcome.counts is not None:
+            self.with_stats += 1
+            self.with_accepted += outcome.counts[2] > 0
+            self.counts = [a + b for a, b in zip(self.counts, outcome.counts, strict=True)]
+        if outcome.kind == "mismatch":
+            self.failures.append(outcome)
+            self.groups[outcome.group] += 1
+        if outcome.kind == "tie":
+            self.ties.append(outcome.index)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts, ready for JSON."""
+        num_steps, num_draft, num_accepted, num_committed = self.counts
+        return {
+            "num_cases": self.num_cases,
+            "num_same": self.kinds["same"],
+            "num_mismatches": self.kinds["mismatch"],
+            "num_ties": self.kinds["tie"],
+            "num_refused": self.kinds["refused"],
+            "mismatches_alike": dict(self.groups.most_common()),
+            "refusals": dict(self.refusals.most_common()),
+            "raised_by_both": dict(self.errors.most_common()),
+            "num_cases_with_stats": self.with_stats,
+            "share_with_accepted_drafts": _ratio(self.with_accepted, self.with_stats),
+            "mean_accepted_tokens": _ratio(num_committed, num_steps),
+            "acceptance_rate": _ratio(num_accepted, num_draft),
+            "num_draft_tokens": num_draft,
+            "num_accepted_tokens": num_accepted,
+            "drawn": dict(sorted(self.drawn.items())),
+            "ties": sorted(self.ties),
+            "mismatches": [
+                {"index": f.index, "differences": f.differences, "program": f.program}
+                for f in self.failures
+            ],
+        }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
+
+
+# --- one case -------------------------------------------------------------------------------
+
+
+def judge(seed: int, index: int, ours: Door) -> Outcome:
+    """Draw one case and compare it."""
+    case = draw_case(seed, index)
+    verdict = compare(case, ours)
+    stats = verdict.stats
+    counts = None
+    if stats is not None:
+        counts = (
+            stats.num_steps,
+            stats.num_draft_tokens,
+            stats.num_accepted_tokens,
+            stats.num_committed_tokens,
+        )
+    return Outcome(
+        index=index,
+        kind=verdict.kind,
+        drawn=case.drawn,
+        reason=verdict.reason,
+        error=verdict.error,
+        counts=counts,
+        differences=verdict.differences,
+    )
+
+
+def explain(seed: int, index: int, ours: Door, shrinking: bool = True) -> str:
+    """Return a failing case as a program, made small, headed by what differs."""
+    case = draw_case(seed, index)
+    if shrinking:
+        case = shrink(case, lambda smaller: compare(smaller, ours).kind == "mismatch")
+    verdict = compare(case, ours)
+    told = "\n".join(f"# {line}"[:300] for line in verdict.differences)
+    return f"{told}\n{program(case, f'Case {index} of seed {seed}')}"
+
+
+# --- many cases -----------------------------------------------------------------------------
+
+
+def run_cases(seed: int, indices: Iterable[int], ours: Door = call_lade) -> Iterator[Outcome]:
+    """Judge cases one after another in this process."""
+    with deterministic():
+        for index in indices:
+            yield judge(seed, index, ours)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """One thread, so that sums keep their order; and no log of what transformers thinks odd."""
+    num_threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+
+
+def _run_task(seed: int, against: str, indices: Sequence[int]) -> list[Outcome]:
+    return list(run_cases(seed, indices, DOORS[against]))
+
+
+def _run_all(arguments: argparse.Namespace) -> Iterator[Outcome]:
+    stop = arguments.first + arguments.cases
+    tasks = [
+        range(start, min(start + CASES_PER_TASK, stop))
+        for start in range(arguments.first, stop, CASES_PER_TASK)
+    ]
+    if arguments.processes == 0:
+        yield from run_cases(arguments.seed, range(arguments.first, stop), DOORS[arguments.against])
+        return
+    task = partial(_run_task, arguments.seed, arguments.against)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(arguments.processes, _start_worker) as pool:
+        for outcomes in pool.imap_unordered(task, tasks):
+            yield from outcomes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = _parse(argv)
+    console = Console(stderr=True)
+    ours = DOORS[arguments.against]
+    if arguments.only is not None:
+        return _run_one(arguments, ours)
+    summary, start, is_whole = Summary(), time.perf_counter(), False
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as progress:
+            bar = progress.add_task("cases", total=arguments.cases)
+            for outcome in _run_all(arguments):
+                summary.add(outcome)
+                progress.advance(bar)
+                if outcome.kind == "mismatch":
+                    _tell(arguments, summary, outcome, ours)
+                    if arguments.stop_after and len(summary.failures) >= arguments.stop_after:
+                        break
+            else:
+                is_whole = True
+    except KeyboardInterrupt:
+        console.print("stopped; the summary is of the cases so far")
+    result = _about(arguments, is_whole, time.perf_counter() - start) | summary.as_dict()
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    hidden = ("drawn", "mismatches", "ties")
+    shown = {name: value for name, value in result.items() if name not in hidden}
+    print(json.dumps(shown, indent=1))
+    return int(bool(summary.failures))
+
+
+def _run_one(arguments: argparse.Namespace, ours: Door) -> int:
+    (outcome,) = run_cases(arguments.seed, [arguments.only], ours)
+    with deterministic():
+        shrinking = outcome.kind == "mismatch" and not arguments.no_shrink
+        print(explain(arguments.seed, arguments.only, ours, shrinking))
+    print(f"# {outcome.kind}", *outcome.differences, outcome.reason, sep="\n# ")
+    return int(outcome.kind == "mismatch")
+
+
+def _tell(arguments: argparse.Namespace, summary: Summary, outcome: Outcome, ours: Door) -> None:
+    """Print a failing case, unless enough alike were printed."""
+    if summary.groups[outcome.group] > PRINTED_PER_GROUP:
+        return
+    with deterministic():
+        outcome.program = explain(arguments.seed, outcome.index, ours, not arguments.no_shrink)
+    print(outcome.program, flush=True)
+
+
+def _about(arguments: argparse.Namespace, is_whole: bool, seconds: float) -> dict[str, Any]:
+    return {
+        "seed": arguments.seed,
+        "first_case": arguments.first,
+        "complete": is_whole,
+        "against": arguments.against,
+        "num_processes": arguments.processes,
+        "seconds": round(seconds, 1),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "lade": lade.__version__,
+        },
+    }
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--cases", type=int, default=20_000, help="how many cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="0: in this process")
+    parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
+    parser.add_argument("--only", type=int, help="run and print this case alone")
+    parser.add_argument(
+        "--stop-after", type=int, default=0, help="stop after so many mismatches; 0: never"
+    )
+    parser.add_argument("--no-shrink", action="store_true", help="print failing cases as drawn")
+    parser.add_argument(
+        "--against",
+        choices=DOORS,
+        default="lade",
+        help="plain compares plain generate with itself, which shows that the cases are sound",
+    )
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

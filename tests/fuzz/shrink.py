@@ -1,0 +1,178 @@
+"""Make a failing case small, and print one as a program."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.fuzz import parts
+from tests.fuzz.cases import Case
+
+_LENGTHS = ("max_new_tokens", "max_length")  # without any, `generate` warns and adds 20 tokens
+
+MAX_TRIES = 250  # of running a case, while it is made smaller
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = MAX_TRIES) -> Case:
+    """Return a case that still fails and of which no single part can be left out."""
+    tries = 0
+    smaller_found = True
+    while smaller_found:
+        smaller_found = False
+        for smaller in _smaller(case):
+            if tries == max_tries:
+                return case
+            tries += 1
+            if fails(smaller):
+                case, smaller_found = smaller, True
+                break
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Yield cases with one thing less, the most telling first."""
+    for change in (
+        {"follow_up": ""},
+        {"num_calls": 1},
+        {"earlier": None},
+        {"negative": None, "negative_mask": False},
+        {"mask": None},
+        {"positions": None},
+        {"form": "place"},
+        {"door": "generate"},
+    ):
+        if any(getattr(case, name) != value for name, value in change.items()):
+            yield _replaced(case, change)
+    for place in ("model_config", "config", "options"):
+        named = getattr(case, place)
+        for name in named:
+            kept = {key: value for key, value in named.items() if key != name}
+            if name == "tokenizer" and case.setting("stop_strings"):
+                continue
+            less = _replaced(case, {place: kept})
+            if name not in _LENGTHS or any(less.setting(length) for length in _LENGTHS):
+                yield less
+            if place != "options":
+                yield replace(less, options={name: named[name], **case.options})
+    for name in case.lade:
+        # Without a fixed number of draft tokens, time decides, and no run is like another.
+        if name == "config":
+            simple = {**case.lade, name: "lade.Config(max_draft_tokens=4)"}
+        else:
+            simple = {key: value for key, value in case.lade.items() if key != name}
+        if simple != case.lade:
+            yield replace(case, lade=simple)
+    if len(case.rows) > 1:
+        for row in range(len(case.rows)):
+            yield _without_row(case, row)
+    if case.rows and len(case.rows[0]) > 1:
+        yield _without_column(case, 0)
+        yield _without_column(case, -1)
+    for name in ("max_new_tokens", "max_length", "num_return_sequences"):
+        value = case.options.get(name, "")
+        if value.isdigit():
+            for number in sorted({int(value) // 2, int(value) - 1} - {0}):
+                yield replace(case, options={**case.options, name: repr(number)})
+    for name, value in case.options.items():
+        yield from _with_fewer_items(case, name, value)
+    if case.model["family"] != "llama":
+        yield replace(case, model={**case.model, "family": "llama"})
+
+
+def _replaced(case: Case, change: dict[str, Any]) -> Case:
+    return replace(case, **change)
+
+
+def _with_fewer_items(case: Case, name: str, value: str) -> Iterator[Case]:
+    """Take single processors or criteria out of their list."""
+    match = re.fullmatch(r"(\w+List)\(\[(.+\))\]\)", value)
+    if match is None:
+        return
+    items = re.split(r"(?<=\)), (?=[A-Z])", match[2])
+    if len(items) < 2:
+        return
+    for number in range(len(items)):
+        kept = ", ".join(items[:number] + items[number + 1 :])
+        yield replace(case, options={**case.options, name: f"{match[1]}([{kept}])"})
+
+
+def _without_row(case: Case, row: int) -> Case:
+    cut: dict[str, Any] = {}
+    for name in ("rows", "mask", "positions", "earlier"):
+        rows = getattr(case, name)
+        cut[name] = rows if rows is None else rows[:row] + rows[row + 1 :]
+    return _replaced(case, cut)
+
+
+def _without_column(case: Case, column: int) -> Case:
+    cut: dict[str, Any] = {}
+    for name in ("rows", "mask", "positions"):
+        rows = getattr(case, name)
+        part = slice(1, None) if column == 0 else slice(None, -1)
+        cut[name] = rows if rows is None else tuple(row[part] for row in rows)
+    return _replaced(case, cut)
+
+
+def program(case: Case, title: str) -> str:
+    """Return a program that runs a case both ways, to be started in the root of the repository."""
+    model = ", ".join(f"{name}={value!r}" for name, value in case.model.items())
+    lines = [f"model = fuzz_model({model})"]
+    if (turn := case.earlier_turn()) is not None:
+        lines.append(f"earlier = {turn}")
+    lines += [f"model.generation_config.{name} = {v}" for name, v in case.model_config.items()]
+    lines += ["", "", "def arguments(log):", "    return dict("]
+    lines += [f"        {name}={value}," for name, value in case.arguments().items()]
+    given = ", ".join(f"{name}={value}" for name, value in case.lade.items())
+    first = 'a.pop("inputs"), ' if case.form == "place" else ""
+    lines += [
+        "    )",
+        "",
+        "",
+        "def plain(a):",
+        f"    return model.generate({first}**a)",
+        "",
+        "",
+        "def ours(a):",
+        *(f"    {line}" for line in _door(case, first)),
+        "",
+        "",
+        f"expected = record(model, {case.seed}, arguments, plain)",
+        "answer = [] if expected.error else expected.sequences.tolist()",
+        f"given = dict({given})",
+        f"for _ in range({case.num_calls}):",
+        f"    got = record(model, {case.seed}, arguments, ours)",
+        '    print("plain", expected.sequences, expected.error, sep="\\n")',
+        '    print("lade", got.sequences, got.error, sep="\\n")',
+        "    found = differences(expected, got)",
+    ]
+    if case.follow_up:
+        lines.append(f"    found = found or follow_up(model, expected, got, call_{case.follow_up})")
+    lines.append("    assert not found, found")
+    words = set(re.findall(r"\w+", "\n".join(lines)))
+    own = {"record", "differences", "follow_up", "call_plain", "call_lade"} & words
+    head = [
+        f"# {title}",
+        "import torch",
+        "",
+        "import lade",
+        f"from tests.fuzz.compare import {', '.join(sorted(own))}",
+        f"from tests.fuzz.parts import {', '.join(sorted(words & set(parts.__all__) - {'torch'}))}",
+        "",
+    ]
+    return "\n".join([*head, *lines]) + "\n"
+
+
+def _door(case: Case, first: str) -> list[str]:
+    return {
+        "generate": [f"return lade.generate(model, {first}**a, **given)"],
+        "custom_generate": [
+            f"return model.generate({first}**a, custom_generate=lade.decode, **given)"
+        ],
+        "wrap": [
+            "lade.wrap(model, **given)",
+            "try:",
+            f"    return model.generate({first}**a)",
+            "finally:",
+            "    lade.unwrap(model)",
+        ],
+    }[case.door]
