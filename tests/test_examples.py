@@ -1,5 +1,7 @@
 """The scripts in examples/ run and say what they promise."""
 
+import ast
+import json
 import runpy
 from pathlib import Path
 
@@ -14,8 +16,20 @@ def run(name: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"pool_alone.py", "chat_with_memory.py", "wrap_pipeline.py"}
+    tests = "".join(
+        (Path(__file__).parent / name).read_text() for name in ("test_examples.py", "test_serve.py")
+    )
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in tests, path.name
+
+
+def test_examples_are_short_and_say_what_they_do() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        source = path.read_text()
+        assert len(source.splitlines()) < 40, path.name
+        assert ast.get_docstring(ast.parse(source)), path.name
+        assert f"({path.name})" in table, path.name
 
 
 def test_pool_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,10 +41,51 @@ def test_pool_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
-@pytest.mark.parametrize("name", ["chat_with_memory.py", "wrap_pipeline.py"])
-def test_examples_with_the_default_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    output = run(name, capsys)
-    assert len(output.split()) > 20
-    if name == "chat_with_memory.py":
+class TestWithTheDefaultModel:
+    def test_chat_with_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("chat_with_memory.py", capsys)
         first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert second > first + 1  # the answer is in the pool by then
+
+    def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert len(run("wrap_pipeline.py", capsys).split()) > 20
+
+    def test_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "same tokens: True" in run("sampling.py", capsys)
+
+    def test_rejection_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("rejection_sampling.py", capsys)
+        named = [line.split()[1] for line in output.splitlines() if line.startswith("->")]
+        assert named == ["exact:", "rejection:"]
+
+    def test_batch_of_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("batch_of_samples.py", capsys)
+        _, *answers = output.split("-> ")
+        assert [answer.split()[0] for answer in answers] == ["Name", "Name", "Count", "Count"]
+        assert answers[0] != answers[1]
+
+    def test_streaming(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from_a_thread, in_an_event_loop = run("streaming.py", capsys).split("\n---\n")
+        assert len(from_a_thread.split()) > 20
+        assert from_a_thread == in_an_event_loop
+
+    def test_stopping(self, capsys: pytest.CaptureFixture[str]) -> None:
+        at_string, by_rule = map(ast.literal_eval, run("stopping.py", capsys).splitlines())
+        assert at_string.endswith("Monkeys")
+        assert by_rule.endswith("\n")
+        assert by_rule.count("\n") == 3
+
+    def test_constrained_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
+        answer = json.loads(run("constrained_json.py", capsys))
+        assert list(answer) == ["name", "population", "capital_city", "continent"]
+        assert isinstance(answer["population"], int)
+
+    def test_continue_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("continue_chat.py", capsys)
+        assert "Paris" in output
+        assert "Rome" in output
+
+    @pytest.mark.usefixtures("own_remote_code")
+    def test_decode_from_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert len(run("decode_from_folder.py", capsys).split()) > 20
