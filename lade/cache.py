@@ -19,13 +19,25 @@ _GROWTH = 4  # then a quarter more, up to the longest the generation can get
 class _Store:
     """One tensor for the keys (or the values) of all layers of one shape: one copy moves them all.
 
-    `buffer` is [num_layers, rows, heads, num_slots, head_dim].
+    Both `whole`, with all rows of the batch, and `buffer`, with those in use, are
+    [num_layers, rows, heads, num_slots, head_dim].
     """
 
     def __init__(self, num_layers: int, states: Tensor, num_slots: int, max_slots: int) -> None:
         rows, heads, _, head_dim = states.shape
         self._max_slots = max_slots
-        self.buffer = _allocated(states, (num_layers, rows, heads, num_slots, head_dim))
+        self.whole = _allocated(states, (num_layers, rows, heads, num_slots, head_dim))
+        self.use(rows)
+
+    def use(self, num_rows: int) -> None:
+        """Work on the first rows alone."""
+        self.buffer = self.whole[:, :num_rows]
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap two rows."""
+        held = self.whole[:, one].clone()
+        self.whole[:, one] = self.whole[:, other]
+        self.whole[:, other] = held
 
     def fits(self, states: Tensor) -> bool:
         """Tell whether a layer with such new keys or values can live here."""
@@ -41,11 +53,12 @@ class _Store:
         num_slots = self.buffer.shape[3]
         if slots.stop > num_slots:
             roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
-            shape = list(self.buffer.shape)
+            shape = list(self.whole.shape)
             shape[3] = max(slots.stop, min(roomy, self._max_slots))
-            larger = _allocated(self.buffer, tuple(shape))
-            larger[:, :, :, :num_slots] = self.buffer
-            self.buffer = larger
+            larger = _allocated(self.whole, tuple(shape))
+            larger[:, :, :, :num_slots] = self.whole
+            self.whole = larger
+            self.use(self.buffer.shape[1])
         mine = self.buffer[layer]
         if slots.index is None:
             mine[:, :, slots.stop - states.shape[2] : slots.stop] = states
@@ -80,7 +93,9 @@ class _Storage:
         self._max_slots = max_slots
         self._of_keys: list[_Store] = []
         self._of_values: list[_Store] = []
-        self.lengths: list[int] = []  # committed slots of each row
+        self.lengths: list[int] = []  # committed slots of each row in use
+        self._rows: list[int] = []  # which row lies where, those in use first
+        self._parked: dict[int, int] = {}  # committed slots of the rows not in use
         self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
 
     def place_keys(self, layer: int, states: Tensor) -> tuple[_Store, int]:
@@ -111,14 +126,37 @@ class _Storage:
             mine = store.buffer[:, row]
             mine[:, :, start : start + len(source)] = mine.index_select(2, index)
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in ascending order, without a copy of the whole."""
+    def select(self, places: Sequence[int]) -> None:
+        """Go on with these places, ascending, and park the rows of the others behind them."""
+        self._rows = self._rows or [*range(len(self.lengths))]
+        for place in set(range(len(self.lengths))) - set(places):
+            self._parked[self._rows[place]] = self.lengths[place]
+        self.commit([self.lengths[place] for place in places])
+        for new, old in enumerate(places):
+            self._swap(new, old)
+        self._use(len(places))
+
+    def rejoin(self) -> None:
+        """Take all rows back into use, in their first order."""
+        if not self._parked:
+            return
+        in_use = dict(zip(self._rows, self.lengths, strict=False))
+        self.commit([length for _, length in sorted((in_use | self._parked).items())])
+        self._parked = {}
+        for place in range(len(self._rows)):
+            while self._rows[place] != place:
+                self._swap(place, self._rows[place])
+        self._use(len(self._rows))
+
+    def _swap(self, one: int, other: int) -> None:
+        if one != other:
+            self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
+            for store in (*self._of_keys, *self._of_values):
+                store.swap(one, other)
+
+    def _use(self, num_rows: int) -> None:
         for store in (*self._of_keys, *self._of_values):
-            for place, row in enumerate(rows):
-                if place != row:
-                    store.buffer[:, place] = store.buffer[:, row]
-            store.buffer = store.buffer[:, : len(rows)]
-        self.commit([self.lengths[row] for row in rows])
+            store.use(num_rows)
 
     def _place(self, stores: list[_Store], layer: int, states: Tensor) -> tuple[_Store, int]:
         if not self.lengths:
@@ -210,7 +248,7 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def lengths(self) -> list[int]:
-        """Committed slots of each row; empty before the first forward."""
+        """Committed slots of each row in use; empty before the first forward."""
         return self._storage.lengths
 
     def keep_all(self) -> None:
@@ -233,9 +271,13 @@ class TreeCache(Cache):  # type: ignore[misc]
                 self._storage.move(row, source, length + in_place)
         self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch, ascending; between steps only."""
-        self._storage.select(rows)
+    def select(self, places: Sequence[int]) -> None:
+        """Go on with these of the rows in use, ascending; between steps only."""
+        self._storage.select(places)
+
+    def rejoin(self) -> None:
+        """Take all rows back into use; between steps only."""
+        self._storage.rejoin()
 
     def take_over(self, cache: DynamicCache) -> None:
         """Copy what a filled cache holds; that cache stays as it is."""

@@ -31,12 +31,14 @@ class Rules:
         is_joint: all rows emit together, because something must see them all at one length.
         keeps_finished: a finished row goes on, with padding or whatever it has, until the last one
             is finished, because the caller wants what `generate` would have computed there.
+        fills_cache: in the end the cache holds all rows at full length, padding too.
     """
 
     max_length: int
     stop: Callable[[list[int]], None]
     is_joint: bool = False
     keeps_finished: bool = False
+    fills_cache: bool = False
 
 
 class Decoder:
@@ -77,6 +79,7 @@ class Decoder:
         self._on_step = on_step
         self._outputs = outputs
         self._rows = list(range(text.num_rows))  # those in the target's batch
+        self._is_filling = False  # all is said, and the cache is filled up
 
     def run(self) -> DecodeStats:
         """Decode to the end and return the counts and times; the text is in `text`."""
@@ -84,12 +87,20 @@ class Decoder:
             for row in self._rows:
                 self._proposer.open(row, self._contexts[row])
             self._prefill()
-            while emitting := [row for row in self._rows if self._may_emit(row)]:
-                self._step(emitting)
+            self._steps()
+            if self._rules.fills_cache:
+                self._is_filling = True
+                self._target.rejoin()
+                self._rows = list(range(self._text.num_rows))
+                self._steps()
             return self.stats
         finally:
             self._choice.close()
             self._proposer.close_all()
+
+    def _steps(self) -> None:
+        while emitting := [row for row in self._rows if self._may_emit(row)]:
+            self._step(emitting)
 
     # --- the two kinds of forward -----------------------------------------------------------
 
@@ -138,7 +149,8 @@ class Decoder:
         if rules.is_joint:
             return not all(text.is_finished)
         if text.is_finished[row]:
-            return rules.keeps_finished and len(text.token_ids[row]) < text.longest
+            goes_on = rules.keeps_finished or self._is_filling
+            return goes_on and len(text.token_ids[row]) < text.longest
         return self._choice.max_lead is None or self._lead(row) < self._choice.max_lead
 
     def _lead(self, row: int) -> int:
@@ -147,8 +159,8 @@ class Decoder:
             len(self._text.token_ids[other]) for other in self._rows
         )
 
-    def _is_padding(self, row: int) -> bool:
-        return self._text.is_finished[row] and self._text.pad_token_id is not None
+    def _must_choose(self, row: int) -> bool:
+        return self._rules.keeps_finished or not self._text.is_padding(row)
 
     def _propose(self, row: int) -> Draft:
         """Ask for all there is to propose for a row, as far as the row may go."""
@@ -160,14 +172,14 @@ class Decoder:
         if self._choice.max_lead is not None:
             room = min(room, self._choice.max_lead - self._lead(row) - 1)
         max_nodes = self._budget.max_nodes
-        if self._is_padding(row):
+        if text.is_padding(row):
             return chain([text.pad_token_id or 0] * max(0, min(room, max_nodes)))
         return self._proposer.propose(
             row, text.token_ids[row], self._contexts[row], room, max_nodes
         )
 
     def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
-        if self._is_padding(row):
+        if self._text.is_padding(row):
             return proposed.first(num_nodes)
         return self._proposer.draw(row, self._contexts[row], num_nodes)
 
@@ -180,7 +192,13 @@ class Decoder:
         working = [row for row in trees if not text.is_finished[row]]
         with self.stats.timed("verify"):
             paths = accepted_paths(
-                trees, self._choice, text, self._may_emit, self._rules.stop, self._rules.is_joint
+                trees,
+                self._choice,
+                text,
+                self._may_emit,
+                self._must_choose,
+                self._rules.stop,
+                self._rules.is_joint,
             )
         with self.stats.timed("commit"):
             steps = []
@@ -202,8 +220,10 @@ class Decoder:
 
     def _leave(self) -> None:
         """Let finished rows go, so that the others have the machine to themselves."""
+        if self._rules.keeps_finished or self._is_filling:
+            return
         staying = [row for row in self._rows if not self._text.is_finished[row]]
-        if self._rules.keeps_finished or not staying or len(staying) == len(self._rows):
+        if not staying or len(staying) == len(self._rows):
             return
         self._target.select([self._rows.index(row) for row in staying])
         for row in set(self._rows) - set(staying):

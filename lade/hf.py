@@ -222,6 +222,15 @@ def decode(
         rngs, choice = _rejection(text, processors, device, _on_choice(generation_config, outputs))
     else:
         choice = _exact(text, processors, generation_config, target.vocab_size, device, outputs)
+    rules = Rules(
+        max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
+        stop=stop,
+        is_joint=is_joint,
+        keeps_finished=is_joint
+        or text.pad_token_id is None
+        or bool(_wanted_outputs(generation_config)),
+        fills_cache=bool(generation_config.return_dict_in_generate) or _is_users(cache),
+    )
     decoder = Decoder(
         text,
         _contexts(input_ids, model_kwargs.get("attention_mask")),
@@ -229,21 +238,13 @@ def decode(
         Proposer(drafter, target.vocab_size, foresight_of(logits_processor), rngs),
         choice,
         _choose_budget(config, profile),
-        Rules(
-            max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
-            stop=stop,
-            is_joint=is_joint,
-            keeps_finished=is_joint
-            or text.pad_token_id is None
-            or generation_config.return_dict_in_generate
-            or _is_users(cache),
-        ),
+        rules,
         emit,
         outputs,
     )
     stats = decoder.run()
     stream.end()
-    if len(set(target.num_cached)) == 1 and cache is not None:
+    if cache is not None and (rules.fills_cache or num_rows == 1):
         target.cache.hand_over(cache)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
@@ -293,9 +294,9 @@ def _wanted_outputs(config: GenerationConfig) -> list[str]:
 
 def _is_users(cache: DynamicCache | None) -> bool:
     """Tell whether the caller passed the cache, and so may want to go on from it."""
-    return cache is not None and (
-        getattr(cache, "_is_user_defined", False) or cache.get_seq_length()
-    )
+    if cache is None:
+        return False
+    return getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0
 
 
 def _choose_drafter(

@@ -47,7 +47,7 @@ class Target(Protocol):
 
     @property
     def num_cached(self) -> list[int]:
-        """Cached tokens of each row."""
+        """Cached tokens of each row there is now."""
 
     def prefill(self) -> Forward:
         """Run the prompts."""
@@ -61,8 +61,11 @@ class Target(Protocol):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes run last, keep those on each row's accepted path, the root first."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, ascending indices into those there are now."""
+    def select(self, places: Sequence[int]) -> None:
+        """Go on with some rows alone, given as ascending indices into those there are now."""
+
+    def rejoin(self) -> None:
+        """Take back the rows that were left out."""
 
 
 class TreeTarget:
@@ -117,7 +120,7 @@ class TreeTarget:
 
     @property
     def num_cached(self) -> list[int]:
-        """Cached tokens of each row."""
+        """Cached tokens of each row there is now."""
         return self.cache.lengths
 
     def prefill(self) -> Forward:
@@ -133,6 +136,7 @@ class TreeTarget:
         else:
             last = positions[:, -1].to(self.device).expand(rows)
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._rows = torch.arange(rows, device=self.device)  # those there are now
         self._place_rows()
         return output
 
@@ -158,18 +162,21 @@ class TreeTarget:
         self.cache.keep(paths)
         self._place_rows()
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Drop the other rows."""
-        index = torch.tensor(rows, device=self.device)
-        self.cache.select(rows)
-        self._position_offsets = self._position_offsets[index]
-        if self._padding is not None:
-            self._padding = self._padding[index]
+    def select(self, places: Sequence[int]) -> None:
+        """Leave the other rows out; what the cache holds of them stays."""
+        self.cache.select(places)
+        self._rows = self._rows[torch.tensor(places, device=self.device)]
+        self._place_rows()
+
+    def rejoin(self) -> None:
+        """Take back the rows that were left out."""
+        self.cache.rejoin()
+        self._rows = torch.arange(len(self._position_offsets), device=self.device)
         self._place_rows()
 
     def _place_rows(self) -> None:
         self._num_cached = torch.tensor(self.num_cached, device=self.device)
-        self._root_positions = (self._num_cached + self._position_offsets)[:, None]
+        self._root_positions = (self._num_cached + self._position_offsets[self._rows])[:, None]
 
     def _mask(self, trees: TreeBatch) -> Tensor | None:
         is_ragged = len(set(self.num_cached)) > 1
@@ -179,7 +186,7 @@ class TreeTarget:
         visible = slots < self._num_cached[:, None]
         if self._padding is not None:
             shared = min(visible.shape[1], self._padding.shape[1])
-            visible[:, :shared] &= self._padding[:, :shared]
+            visible[:, :shared] &= self._padding[self._rows, :shared]
         return tree_mask(visible, self._num_cached, trees.ancestors, self._additive_dtype)
 
 

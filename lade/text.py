@@ -36,12 +36,16 @@ class Text:
         """Return the number of tokens behind the prompt."""
         return len(self.token_ids[row]) - self.num_prompt
 
+    def is_padding(self, row: int) -> bool:
+        """Tell whether all that a row still gets is padding."""
+        return self.is_finished[row] and self.pad_token_id is not None
+
     def append(self, row: int, token_id: int) -> int:
         """Commit the next token of a row, or padding where it is finished; return which."""
-        if not self.is_finished[row] or self.pad_token_id is None:
-            self.num_unpadded[row] += 1
-        else:
+        if self.is_finished[row] and self.pad_token_id is not None:
             token_id = self.pad_token_id
+        else:
+            self.num_unpadded[row] += 1
         self.token_ids[row].append(token_id)
         return token_id
 

@@ -9,12 +9,15 @@ from lade.choose import Choice
 from lade.text import Text
 from lade.tree import ROOT, Tree
 
+PADDING = -1  # what is given to a row that gets its padding token whatever it is given
+
 
 def accepted_paths(
     trees: Mapping[int, Tree],
     choice: Choice,
     text: Text,
     may_emit: Callable[[int], bool],
+    must_choose: Callable[[int], bool],
     stop: Callable[[list[int]], None],
     is_joint: bool,
 ) -> dict[int, list[int]]:
@@ -28,6 +31,7 @@ def accepted_paths(
         choice: has looked at the step's logits.
         text: grows by the emitted tokens.
         may_emit: whether a row may emit one more token now.
+        must_choose: whether the choice is to be asked for a row's token, though it be padding.
         stop: marks rows of `text` as finished; told after every round which rows emitted.
         is_joint: whether all rows must emit together; then the first that leaves its draft ends the
             walk of all.
@@ -38,11 +42,11 @@ def accepted_paths(
     paths: dict[int, list[int]] = {row: [] for row in trees}
     walking = {row: ROOT for row in trees if may_emit(row)}
     while walking and not (is_joint and len(walking) < len(trees)):
+        asked = [place for place in walking.items() if must_choose(place[0])]
+        chosen = dict(zip(asked, choice.tokens_at(asked), strict=True)) if asked else {}
         next_nodes = {}
-        for (row, node), chosen in zip(
-            walking.items(), choice.tokens_at([*walking.items()]), strict=True
-        ):
-            token_id = text.append(row, chosen)
+        for row, node in walking.items():
+            token_id = text.append(row, chosen.get((row, node), PADDING))
             paths[row].append(node)
             child = trees[row].children.get((node, token_id))
             if child is not None:

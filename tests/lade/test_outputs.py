@@ -144,6 +144,17 @@ def wrapped(model: Any) -> Any:
     return lambda ids, **options: lade.generate(model, ids, config=config, **options)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("accept", [0.0, 0.7, 1.0])
+def test_rows_that_finished_early_are_padded_in_the_cache(do_sample: bool, accept: float) -> None:
+    """They left the forward; their padding is run in the end, in a few steps."""
+    for seed in range(4):
+        model = tiny_model("llama", seed=seed)
+        options: dict[str, Any] = {"eos_token_id": [*range(0, 97, 8)], "do_sample": do_sample}
+        expected, got = both(model, THREE, accept=accept, seed=seed, **options)
+        assert_same_cache(got.past_key_values, expected.past_key_values, (THREE != 0).long())
+
+
 def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
     model = tiny_model("llama", seed=1)
     for empty in (DynamicCache(), DynamicCache(config=model.config)):

@@ -77,6 +77,7 @@ def walk(
         choice,
         text,
         lambda row: not text.is_finished[row],
+        lambda row: True,
         stop,
         is_joint,
     )

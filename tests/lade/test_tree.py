@@ -183,7 +183,9 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
                 committed[row] = ids
             target.commit(kept)
             assert target.num_cached == [len(ids) for ids in committed]
-        for row, ids in enumerate(committed):
+        everyone = [list(range(3)) if len(steps) == 1 else keep][0]
+        target.rejoin()
+        for row, ids in zip(everyone, committed, strict=True):
             check_cache(model, target, row, ids)
 
     check()
@@ -264,18 +266,32 @@ def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None
     assert keys[1, 0, :, 0].tolist() == [1] * 4 + [2] * 450
 
 
-def test_selected_rows_go_on_in_place() -> None:
+def test_rows_are_left_out_in_place_and_come_back() -> None:
     cache = TreeCache(num_layers=2, num_slots=4, max_slots=9)
-    keys = torch.randn(4, 1, 3, 2)
+    keys = torch.randn(5, 1, 3, 2)
     for layer in range(2):
         cache.update(keys, -keys, layer)
-    cache.keep([[0], [0, 1], [0, 1, 2], [0, 2]])
+    cache.keep([[0], [0, 1], [0, 1, 2], [0, 2], [0]])
     memory = cache.layers[0].keys.data_ptr()
-    cache.select([1, 3])
+    cache.rejoin()  # nothing was left out
+    assert cache.lengths == [1, 2, 3, 2, 1]
+    cache.select([1, 2, 3])
+    cache.select([0, 2])  # of those: 1 and 3
     assert cache.lengths == [2, 2]
     for layer in cache.layers:
         assert torch.equal(layer.keys, torch.stack([keys[1, :, :2], keys[3][:, [0, 2]]]))
     assert cache.layers[0].keys.data_ptr() == memory
+    new = torch.randn(2, 1, 300, 2)  # more than there was room for
+    for layer in range(2):
+        cache.update(new, new, layer)
+    cache.keep([[0], [299]])
+    cache.rejoin()
+    assert cache.lengths == [1, 3, 3, 3, 1]
+    held = cache.layers[1].keys
+    assert torch.equal(held[[0, 4], :, :1], keys[[0, 4], :, :1])
+    assert torch.equal(held[1, :, :3], torch.cat([keys[1, :, :2], new[0, :, :1]], dim=1))
+    assert torch.equal(held[2, :, :3], keys[2])
+    assert torch.equal(held[3, :, :3], torch.cat([keys[3][:, [0, 2]], new[1, :, 299:]], dim=1))
 
 
 def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
