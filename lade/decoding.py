@@ -120,7 +120,9 @@ class Decoder:
     def _step(self, emitting: Sequence[int]) -> None:
         with self.stats.timed("draft"):
             proposed = {row: self._propose(row) for row in emitting}
-            num_nodes = self._budget.num_nodes([d.probs.tolist() for d in proposed.values()])
+            num_nodes = self._budget.max_nodes  # of padding, all there is
+            if not self._is_filling:
+                num_nodes = self._budget.num_nodes([d.probs.tolist() for d in proposed.values()])
             trees = {
                 row: Tree.build(
                     self._text.token_ids[row][-1],
