@@ -286,7 +286,10 @@ class TreeCache(Cache):  # type: ignore[misc]
         self.keep_all()
 
     def hand_over(self, cache: DynamicCache) -> None:
-        """Let a dynamic cache hold what this one holds, without a copy; rows are of one length."""
+        """Let a dynamic cache hold what this one holds, without a copy; rows are of one length.
+
+        Its keys and values then are views of memory that all layers share.
+        """
         assert len(set(self.lengths)) == 1
         for index, mine in enumerate(self.layers):
             if index >= len(cache.layers) or not cache.layers[index].is_initialized:

@@ -34,7 +34,7 @@ class Choice(Protocol):
         """How many tokens a row may be ahead of another; None for any number."""
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Take in the logits of a step and wait for the device.
+        """Take in the logits of a step and wait for the device; not called where all is padding.
 
         Args:
             logits: [rows, width, vocab_size].
@@ -148,14 +148,17 @@ class Race:
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
         """Pick at random."""
         probs = scores.softmax(dim=-1)
+        # One infinity or NaN among the scores makes the whole distribution NaN.
+        is_valid = ~probs[:, 0].isnan()
+        if not self._ahead and not bool(is_valid.all()):
+            return Picked(torch.zeros_like(is_valid, dtype=torch.int64), is_valid)  # draw nothing
         vocab_size = probs.shape[-1]
         if list(rows) == list(range(self._num_rows)) and len(set(times)) == 1:
             noise = self._noise_at(times[0], vocab_size)
         else:
             places = zip(rows, times, strict=True)
             noise = torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
-        # One infinity or NaN among the scores makes the whole distribution NaN.
-        return Picked((probs / noise).argmax(dim=-1), ~probs[:, 0].isnan())
+        return Picked((probs / noise).argmax(dim=-1), is_valid)
 
     def begin_step(self, first_time: int) -> None:
         """Forget the noise of earlier times."""
@@ -333,24 +336,14 @@ class RejectionChoice(_ScoredChoice):
         for i, is_invalid in enumerate(probs[:, 0].isnan().tolist()):
             if is_invalid:
                 _raise_invalid(scores[i])
-        children = [self._children_of(row, node) for row, node in places]
-        width = max(len(of_node) for of_node in children)
-        support_size = max((len(ids) for of_node in children for _, ids, _ in of_node), default=1)
-        token_ids = np.zeros((len(places), width), np.int64)
-        support_token_ids = np.zeros((len(places), width, support_size), np.int64)
-        draft_probs = np.zeros(support_token_ids.shape)
-        for i, of_node in enumerate(children):
-            for j, (token_id, ids, drawn_with) in enumerate(of_node):
-                token_ids[i, j] = token_id
-                support_token_ids[i, j, : len(ids)] = ids
-                draft_probs[i, j, : len(ids)] = drawn_with
+        children = _pack([self._children_of(row, node) for row, node in places], self._device)
         trial = try_children(
             probs,
-            torch.from_numpy(token_ids).to(self._device),
-            torch.from_numpy(draft_probs).to(self._device),
+            children.token_ids,
+            children.support_probs,
             [self._generators[row] for row, _ in places],
-            torch.tensor([len(of_node) for of_node in children], device=self._device),
-            torch.from_numpy(support_token_ids).to(self._device),
+            children.num_children,
+            children.support_token_ids,
         )
         emitted: list[int] = trial.token_ids.tolist()
         return emitted
@@ -358,23 +351,51 @@ class RejectionChoice(_ScoredChoice):
     def close(self) -> None:
         """The generators are the caller's."""
 
-    def _children_of(self, row: int, node: int) -> list[tuple[int, Sequence[int], Sequence[float]]]:
-        """Return the children of a node in the order of the draft.
-
-        Of each its token id, and the tokens that it was drawn from with their probabilities; a
-        token that was not drawn was certain.
-        """
+    def _children_of(self, row: int, node: int) -> list["_Child"]:
+        """Return the children of a node in the order of the draft."""
         draft = self._trees[row].draft
         children = []
         for child in np.flatnonzero(draft.parents == node - 1).tolist():  # draft nodes are one less
             token_id = int(draft.token_ids[child])
             if isinstance(draft, SampledDraft):
-                children.append(
-                    (token_id, draft.support_token_ids[child], draft.support_probs[child])
-                )
-            else:
-                children.append((token_id, [token_id], [1.0]))
+                support = draft.support_token_ids[child], draft.support_probs[child]
+                children.append(_Child(token_id, *support))
+            else:  # it was not drawn, so it was certain
+                children.append(_Child(token_id, [token_id], [1.0]))
         return children
+
+
+class _Child(NamedTuple):
+    """A drafted token, and the tokens that it was drawn from with their probabilities."""
+
+    token_id: int
+    support_token_ids: Sequence[int]
+    support_probs: Sequence[float]
+
+
+class _Children(NamedTuple):
+    """The children of several nodes, padded; as `try_children` takes them."""
+
+    token_ids: Tensor  # int64 [nodes, children]
+    num_children: Tensor  # int64 [nodes]
+    support_token_ids: Tensor  # int64 [nodes, children, support]
+    support_probs: Tensor  # float64 [nodes, children, support]
+
+
+def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Children:
+    width = max(map(len, of_nodes))
+    size = max((len(c.support_probs) for children in of_nodes for c in children), default=1)
+    token_ids = np.zeros((len(of_nodes), width), np.int64)
+    support_token_ids = np.zeros((*token_ids.shape, size), np.int64)
+    support_probs = np.zeros(support_token_ids.shape)
+    for i, children in enumerate(of_nodes):
+        for j, child in enumerate(children):
+            token_ids[i, j] = child.token_id
+            support_token_ids[i, j, : len(child.support_token_ids)] = child.support_token_ids
+            support_probs[i, j, : len(child.support_probs)] = child.support_probs
+    num_children = np.array([len(children) for children in of_nodes])
+    arrays = (token_ids, num_children, support_token_ids, support_probs)
+    return _Children(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def _raise_invalid(scores: Tensor) -> None:

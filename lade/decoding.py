@@ -95,8 +95,10 @@ class Decoder:
                 self._steps()
             return self.stats
         finally:
-            self._choice.close()
-            self._proposer.close_all()
+            try:
+                self._choice.close()
+            finally:
+                self._proposer.close_all()
 
     def _steps(self) -> None:
         while emitting := [row for row in self._rows if self._may_emit(row)]:
@@ -119,10 +121,8 @@ class Decoder:
 
     def _step(self, emitting: Sequence[int]) -> None:
         with self.stats.timed("draft"):
-            proposed = {row: self._propose(row) for row in emitting}
-            num_nodes = self._budget.max_nodes  # of padding, all there is
-            if not self._is_filling:
-                num_nodes = self._budget.num_nodes([d.probs.tolist() for d in proposed.values()])
+            proposed = self._proposals(emitting)
+            num_nodes = self._num_nodes(proposed)
             trees = {
                 row: Tree.build(
                     self._text.token_ids[row][-1],
@@ -133,7 +133,8 @@ class Decoder:
             inputs = self._target.inputs(TreeBatch.stack([*trees.values()], self._target.device))
         with self.stats.timed("forward") as forward:
             output = self._target.forward(inputs)
-            self._choice.look_at(output.logits, trees)
+            if not self._is_filling:  # padding needs no choice
+                self._choice.look_at(output.logits, trees)
         steps, paths = self._verify(trees)
         with self.stats.timed("commit"):
             self._commit(output, paths)
@@ -164,21 +165,46 @@ class Decoder:
     def _must_choose(self, row: int) -> bool:
         return self._rules.keeps_finished or not self._text.is_padding(row)
 
-    def _propose(self, row: int) -> Draft:
-        """Ask for all there is to propose for a row, as far as the row may go."""
+    def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
+        """Ask for all there is to propose for the rows that emit."""
+        text, max_nodes = self._text, self._budget.max_nodes
+        working = [row for row in emitting if not text.is_padding(row)]
+        proposed = {
+            row: self._proposer.propose(
+                row, text.token_ids[row], self._contexts[row], self._room(row), max_nodes
+            )
+            for row in working
+        }
+        # Padding that is known to come keeps step with the others and asks for no node more.
+        deepest = max(
+            (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
+            default=max_nodes,
+        )
+        for row in emitting:
+            if text.is_padding(row):
+                length = max(0, min(self._room(row), deepest))
+                proposed[row] = chain([text.pad_token_id or 0] * length)
+        return proposed
+
+    def _num_nodes(self, proposed: Mapping[int, Draft]) -> int:
+        """Ask the budget how many nodes of each row to verify; padding has no say."""
+        probs = [
+            draft.probs.tolist()
+            for row, draft in proposed.items()
+            if not self._text.is_padding(row)
+        ]
+        return self._budget.num_nodes(probs) if probs else self._budget.max_nodes
+
+    def _room(self, row: int) -> int:
+        """Return how deep a row's draft may be; the bonus token needs one place more."""
         text = self._text
         limit = self._rules.max_length
         if text.is_finished[row] and not self._rules.is_joint:
             limit = min(limit, text.longest)
-        room = limit - len(text.token_ids[row]) - 1  # the bonus token needs one place more
+        room = limit - len(text.token_ids[row]) - 1
         if self._choice.max_lead is not None:
             room = min(room, self._choice.max_lead - self._lead(row) - 1)
-        max_nodes = self._budget.max_nodes
-        if text.is_padding(row):
-            return chain([text.pad_token_id or 0] * max(0, min(room, max_nodes)))
-        return self._proposer.propose(
-            row, text.token_ids[row], self._contexts[row], room, max_nodes
-        )
+        return room
 
     def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
         if self._text.is_padding(row):

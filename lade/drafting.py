@@ -4,6 +4,7 @@ Next file: `tree.py`.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -170,8 +171,9 @@ class Proposer:
 
     def close_all(self) -> None:
         """End all rows that are open."""
-        for row in [*self._sequences]:
-            self.close(row)
+        with ExitStack() as stack:  # one that raises does not keep the others open
+            for row in self._sequences:
+                stack.callback(self.close, row)
 
     def propose(
         self, row: int, committed: Sequence[int], context: Sequence[int], room: int, max_nodes: int
@@ -194,7 +196,8 @@ class Proposer:
         draft = Draft.empty()
         if len(forced) < max_nodes:
             context = [*context, *forced] if forced else context
-            draft = self._drafter.draft(self._sequences[row], context, max_nodes - len(forced))
+            left = max_nodes - len(forced)
+            draft = self._drafter.draft(self._sequences[row], context, left).first(left)
         self._room[row] = room
         self._proposed[row] = self._possible(after(forced, draft) if forced else draft, room)
         return self._proposed[row]
@@ -221,10 +224,9 @@ class Proposer:
         decides, not what it became.
         """
         if isinstance(draft, SampledDraft):
-            unknown = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)
-            impossible = np.flatnonzero((draft.depths > room) | unknown.any(axis=1))
+            outside = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)
+            impossible = np.flatnonzero((draft.depths > room) | outside.any(axis=1))
         else:
-            impossible = np.flatnonzero(
-                (draft.depths > room) | (draft.token_ids >= self._vocab_size)
-            )
+            unknown = (draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)
+            impossible = np.flatnonzero((draft.depths > room) | unknown)
         return draft.first(int(impossible[0])) if len(impossible) else draft

@@ -74,12 +74,11 @@ class _PrefixForesight:
                 allowed = self._allowed_tokens(
                     row // self._num_beams, prefix[: num_known + len(forced)]
                 )
-            except Exception:  # the function of a user, past what plain decoding might ask it
+                (token_id,) = (int(token_id) for token_id in allowed)
+            except Exception:  # more than one, or past what plain decoding might ever ask
                 break
-            if len(allowed) != 1:
-                break
-            forced.append(int(allowed[0]))
-            prefix[num_known + len(forced) - 1] = forced[-1]
+            prefix[num_known + len(forced)] = token_id
+            forced.append(token_id)
         return forced
 
 

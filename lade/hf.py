@@ -5,14 +5,15 @@ transformers' preparation (configs, masks, processors, criteria) is transformers
 here.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging import version
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
@@ -90,25 +91,27 @@ def generate(
         UnsupportedModelError: the model cannot verify drafts.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
-    refuse_unsupported_arguments(generate_kwargs)
     model = _without_compiler(model)
+    refuse_unsupported_arguments(model, generate_kwargs)
     prepared = take_stop_strings(model, generate_kwargs)
-    cache = generate_kwargs.get("past_key_values")
-    if cache is not None:
-        cache._is_user_defined = True  # as newer transformers mark it themselves
-    strategy = partial(
-        decode,
-        pool=pool,
-        drafter=drafter,
-        config=config,
-        on_step=on_step,
-        token_streamer=generate_kwargs.get("streamer"),
-    )
+    streamer = generate_kwargs.get("streamer")
+
+    def strategy(_: Model, input_ids: Tensor, **prepared_kwargs: Any) -> Any:
+        return decode(
+            model,
+            input_ids,
+            pool=pool,
+            drafter=drafter,
+            config=config,
+            on_step=on_step,
+            token_streamer=streamer,
+            **prepared_kwargs,
+        )
+
     if input_ids is not None:
         generate_kwargs["input_ids"] = input_ids
     # The class's generate: the instance may carry the one that `wrap` put there.
-    with prepared:
-        return type(model).generate(model, custom_generate=strategy, **generate_kwargs)
+    return type(model).generate(prepared, custom_generate=strategy, **generate_kwargs)
 
 
 def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None = None) -> Model:
@@ -120,7 +123,7 @@ def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None =
     _check_pool(pool, config)
     inner = _without_compiler(model)
     inner._lade_wrapping = (pool if pool is not None else _new_pool(config), config)
-    inner.generate = MethodType(_wrapped_generate, inner)  # a method: a deep copy has its own model
+    inner.generate = _WrappedGenerate(inner)
     return model
 
 
@@ -144,24 +147,20 @@ def _without_compiler(model: Model) -> Model:
     return getattr(model, "_orig_mod", model)
 
 
-def _wrapped_generate(
-    model: Model,
-    inputs: Tensor | None = None,
-    generation_config: GenerationConfig | None = None,
-    logits_processor: LogitsProcessorList | None = None,
-    stopping_criteria: StoppingCriteriaList | None = None,
-    **generate_kwargs: Any,
-) -> Any:
-    """Take what `generate` takes, by place or by name, and hand it on with the model's pool."""
-    pool, config = model._lade_wrapping
-    by_place = {
-        "inputs": inputs,
-        "generation_config": generation_config,
-        "logits_processor": logits_processor,
-        "stopping_criteria": stopping_criteria,
-    }
-    generate_kwargs |= {name: value for name, value in by_place.items() if value is not None}
-    return generate(model, pool=pool, config=config, **generate_kwargs)
+class _WrappedGenerate:
+    """The `generate` of a wrapped model; it goes where the model goes, copied or pickled."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
+        """Take what `generate` takes, by place or by name, and hand it on with the model's pool."""
+        signature = inspect.signature(type(self._model).generate)
+        by_place = signature.bind_partial(self._model, *args).arguments
+        names = [name for name in by_place if name != next(iter(signature.parameters))]
+        generate_kwargs |= {name: by_place[name] for name in names if by_place[name] is not None}
+        pool, config = self._model._lade_wrapping
+        return generate(self._model, pool=pool, config=config, **generate_kwargs)
 
 
 # --- the strategy ---------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def decode(
     )
     stats = decoder.run()
     stream.end()
-    if cache is not None and (rules.fills_cache or num_rows == 1):
+    if cache is not None and rules.fills_cache:
         target.cache.hand_over(cache)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
@@ -292,11 +291,15 @@ def _wanted_outputs(config: GenerationConfig) -> list[str]:
     return wanted if config.return_dict_in_generate else []
 
 
+# Whether `generate` marks a cache that it was given; 5.23 does, 5.15 does not.
+_MARKS_CACHES = version.parse(transformers.__version__) >= version.parse("5.23")
+
+
 def _is_users(cache: DynamicCache | None) -> bool:
-    """Tell whether the caller passed the cache, and so may want to go on from it."""
+    """Tell whether the caller may have passed the cache, and so may go on from it."""
     if cache is None:
         return False
-    return getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0
+    return not _MARKS_CACHES or getattr(cache, "_is_user_defined", False)
 
 
 def _choose_drafter(
@@ -350,12 +353,17 @@ def _exact(
     on_choice = _on_choice(config, outputs)
     if not config.do_sample and not processors and on_choice is None:
         return GreedyChoice()
-    at_once = device.type != "cpu" and not processors.need_prefix
+    at_once = _is_waited_for(device) and not processors.need_prefix
     pick: Pick = Likeliest()
     if config.do_sample:
         pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
     kind = ChoiceAtOnce if at_once else ProcessedChoice
     return kind(text, processors, pick, device, on_choice)
+
+
+def _is_waited_for(device: torch.device) -> bool:
+    """Tell whether each look at a result holds the host up until the device has caught up."""
+    return device.type != "cpu"
 
 
 def _rejection(

@@ -4,8 +4,6 @@ Next file: `stopping.py`.
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
@@ -20,24 +18,28 @@ from lade.target import Model
 _DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
 
 
-def refuse_unsupported_arguments(generate_kwargs: dict[str, Any]) -> None:
+def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
     """Raise for arguments of `generate` that would never reach us."""
     refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
     if generate_kwargs.get("cache_implementation") == "paged":
         refused.append("cache_implementation='paged'")
-    refused += [name for name in ("synced_gpus", "token_healing") if generate_kwargs.get(name)]
+    if generate_kwargs.get("synced_gpus"):
+        refused.append("synced_gpus")
+    configs = (model.generation_config, generate_kwargs.get("generation_config"))
+    asked = [config.token_healing for config in configs if config is not None]
+    if generate_kwargs.get("token_healing", any(asked)):
+        refused.append("token_healing")
     if refused:
         raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
 
 
-def take_stop_strings(
-    model: Model, generate_kwargs: dict[str, Any]
-) -> AbstractContextManager[object]:
+def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
 
     Returns:
-        In what to call `model.generate`: the model's own generation config is without its stop
-        strings there, because transformers would ask for the tokenizer that it has dropped.
+        The model to call `generate` of: `model`, or, where its own generation config has stop
+        strings, a twin without them that shares all else. transformers would ask for the tokenizer
+        that it has dropped, and other threads may be using the model's config.
     """
     tokenizer = generate_kwargs.pop("tokenizer", None)
     of_call = generate_kwargs.get("generation_config")
@@ -49,24 +51,18 @@ def take_stop_strings(
     own = model.generation_config
     stop_strings = asked or own.stop_strings
     if stop_strings is None:
-        return nullcontext()
+        return model
     if tokenizer is None:
         raise ValueError("expected tokenizer= beside stop_strings, got none")
     criteria = list(generate_kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
     generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
-    return _without_stop_strings(model) if own.stop_strings is not None else nullcontext()
-
-
-@contextmanager
-def _without_stop_strings(model: Model) -> Iterator[None]:
-    own = model.generation_config
-    model.generation_config = copy.deepcopy(own)
-    model.generation_config.stop_strings = None
-    try:
-        yield
-    finally:
-        model.generation_config = own
+    if own.stop_strings is None:
+        return model
+    twin = copy.copy(model)
+    twin.generation_config = copy.deepcopy(own)
+    twin.generation_config.stop_strings = None
+    return twin
 
 
 def refuse_unsupported_options(

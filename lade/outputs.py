@@ -26,6 +26,8 @@ class Outputs:
         self._of_rows: dict[str, list[list[Any]]] = {
             name: [[] for _ in self._rows] for name in wanted
         }
+        # Of what stop criteria may ask for after every token, the columns that are complete.
+        self._columns: dict[str, list[Tensor]] = {"scores": [], "logits": []}
 
     def add_choice(self, row: int, logits: Tensor, scores: Tensor) -> None:
         """Keep what one emitted token was chosen from, float32 [vocab_size] each."""
@@ -67,8 +69,13 @@ class Outputs:
         if name not in self._of_rows:
             return None
         of_rows = self._of_rows[name]
-        if name in ("scores", "logits"):
-            return tuple(torch.stack(column) for column in zip(*of_rows, strict=False))
+        if name in self._columns:
+            columns = self._columns[name]
+            for time in range(len(columns), min(map(len, of_rows))):
+                columns.append(torch.stack([row[time] for row in of_rows]))
+                for row in of_rows:
+                    row[time] = None  # it is in the column now
+            return tuple(columns)
         steps = [_stacked(column, name) for column in zip(*of_rows, strict=True)]
         return (self._prefill[name], *steps)
 

@@ -107,6 +107,9 @@ class TreeTarget:
             share=len(devices) <= 1,
         )
         if past is not None and past.get_seq_length():
+            held, rows = past.layers[0].keys.shape[0], input_ids.shape[0]
+            if held != rows:
+                raise ValueError(f"expected past_key_values of {rows} rows, got {held}")
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
         mask = model_kwargs.get("attention_mask")

@@ -50,7 +50,7 @@ class Text:
         return token_id
 
     def prefix(self, row: int) -> Tensor:
-        """Return a row as a tensor that grows with it, int64 [1, num_tokens]."""
+        """Return a row, int64 [1, num_tokens]; a view of memory that later tokens go to."""
         length = len(self.token_ids[row])
         if length > self._ids.shape[1]:
             larger = self._ids.new_zeros((self.num_rows, max(64, 2 * length)))
@@ -68,7 +68,8 @@ class Text:
         assert list(rows) == list(range(self.num_rows))
         parts = [self.prefix(row) for row in rows]
         assert len({part.shape for part in parts}) == 1
-        return self._ids[:, : parts[0].shape[1]]
+        # Contiguous, as `generate` has it: who sees all rows may be anybody's code.
+        return self._ids[:, : parts[0].shape[1]].contiguous()
 
     def sequences(self) -> Tensor:
         """Return all rows, int64 [rows, num_tokens], short ones padded to the longest."""

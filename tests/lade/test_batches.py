@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import lade
+from lade.budget import FixedBudget
+from lade.drafting import chain
 from ngram_pool import Draft
 from tests.lade.both import THREE, both
 from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
@@ -191,6 +193,58 @@ def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyP
     )
     assert got.tolist() == expected.tolist()
     assert 2 <= max(leads) <= 3
+
+
+def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would promise all its nodes for certain, and rows that go together would not profit."""
+
+    asked: list[int] = []
+
+    class Watching(FixedBudget):
+        def num_nodes(self, probs: Any) -> int:
+            asked.append(len(probs))
+            return super().num_nodes(probs)
+
+    monkeypatch.setattr("lade.hf._choose_budget", lambda config, profile: Watching(30))
+    model = tiny_model("llama", seed=1)
+    widths = []
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: widths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    mask = (THREE != 0).long()
+    free = model.generate(THREE, attention_mask=mask, do_sample=False, max_new_tokens=1)
+    options: dict[str, Any] = {"attention_mask": mask, "do_sample": False, "max_time": 1000}
+    options |= {"max_new_tokens": 25, "eos_token_id": int(free[0, -1]), "pad_token_id": 0}
+    expected = model.generate(THREE, **options)
+    drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
+    monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
+    widths.clear()
+    got = lade.generate(model, THREE, drafter=drafter, **options)
+    assert got.tolist() == expected.tolist()
+    assert max(asked) == 2  # never of the row that ended at its first token
+    assert max(widths[1:]) == 2  # the root and one node, for the finished row too
+
+
+def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
+    model = tiny_model("llama", seed=1)
+    expected = model.generate(
+        THREE, attention_mask=(THREE != 0).long(), do_sample=False, max_new_tokens=12
+    )
+    for token_ids in ([5, -7, 5], [5] * 200, [5, 10**6]):
+        drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
+        drafter.draft = lambda *args, ids=token_ids: chain(ids)  # type: ignore[method-assign]
+        out = lade.generate(
+            model,
+            THREE,
+            attention_mask=(THREE != 0).long(),
+            drafter=drafter,
+            config=lade.Config(max_draft_tokens=2),
+            do_sample=False,
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences.tolist() == expected.tolist()
+        assert out.stats.nodes_per_step <= 2
 
 
 def test_a_broken_row_closes_the_sequences_of_all() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -124,6 +125,22 @@ def test_a_pipeline_decodes_with_lade_after_wrap() -> None:
     lade.wrap(model, pool=pool)
     assert pipeline("abcabcabc", **options) == expected
     assert len(pool) == 29
+
+
+def test_a_wrapped_model_takes_arguments_by_place_and_can_be_pickled(model: Any) -> None:
+    def allowed(row: int, prefix: torch.Tensor) -> list[int]:
+        return [5, 6, int(prefix[-1]) + 1]
+
+    config = GenerationConfig(do_sample=False, max_new_tokens=12)
+    expected = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
+    lade.wrap(model)
+    got = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
+    assert got.tolist() == expected.tolist()
+    loaded = pickle.loads(pickle.dumps(model))
+    got = loaded.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
+    assert got.tolist() == expected.tolist()
+    assert len(loaded._lade_wrapping[0]) == 2 * len(model._lade_wrapping[0])
+    lade.unwrap(loaded)
 
 
 def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any) -> None:
@@ -345,6 +362,7 @@ def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
         ({"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         ({"token_healing": True}, "token_healing"),
+        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

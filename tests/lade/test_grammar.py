@@ -51,6 +51,15 @@ def test_a_prefix_function_is_followed_while_one_token_is_allowed(
     assert foresight.forced_tokens(0, PROMPT + said, 0) == []
 
 
+def test_a_prefix_function_may_have_no_answer_where_plain_decoding_never_asks() -> None:
+    """A forced end of the text, and behind it nothing that was ever meant to be looked up."""
+    table = {(5, 6): [7], (5, 6, 7): [8]}
+    processor = PrefixConstrainedLogitsProcessor(lambda _, ids: table.get(tuple(ids.tolist())), 1)
+    foresight = foresight_of([processor])
+    assert foresight is not None
+    assert foresight.forced_tokens(0, [5, 6], 10) == [7, 8]
+
+
 def test_a_prefix_function_is_asked_about_the_row_that_the_processor_would_name() -> None:
     def allowed(batch_id: int, prefix: torch.Tensor) -> list[int]:
         return [batch_id]

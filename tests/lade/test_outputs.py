@@ -103,6 +103,7 @@ def test_scores_reach_stopping_criteria() -> None:
         assert_same(got.scores, expected.scores)
         assert len(got.scores) < 24
     assert [len(scores) for scores in seen[:3]] == [1, 2, 3]
+    assert seen[1][0] is seen[2][0]  # and not made anew each time
 
 
 # --- caches ---------------------------------------------------------------------------------
@@ -188,17 +189,31 @@ def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
 def test_an_empty_cache_is_filled_through_the_plain_door_too() -> None:
     model = tiny_model("llama", seed=1)
     for prompt in (ONE, THREE):
-        cache = DynamicCache(config=model.config)
-        out = model.generate(
-            prompt,
-            attention_mask=(prompt != 0).long(),
-            past_key_values=cache,
-            custom_generate=lade.decode,
-            return_dict_in_generate=True,
-            do_sample=False,
-            max_new_tokens=9,
-        )
-        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+        for returned in ("dict", "tokens"):
+            cache = DynamicCache(config=model.config)
+            out = model.generate(
+                prompt,
+                attention_mask=(prompt != 0).long(),
+                past_key_values=cache,
+                custom_generate=lade.decode,
+                return_dict_in_generate=returned == "dict",
+                do_sample=False,
+                eos_token_id=[*range(0, 97, 6)],
+                max_new_tokens=9,
+            )
+            sequences = out.sequences if returned == "dict" else out
+            assert cache.get_seq_length() == sequences.shape[1] - 1
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    model = tiny_model("llama", seed=1)
+    cache = model.generate(
+        THREE, attention_mask=(THREE != 0).long(), max_new_tokens=4, return_dict_in_generate=True
+    ).past_key_values
+    with pytest.raises(ValueError, match="expected past_key_values of 1 rows, got 3"):
+        lade.generate(model, ONE, past_key_values=cache, max_new_tokens=4)
+    with pytest.raises(ValueError, match="tuple of `past_key_values` is not supported"):
+        lade.generate(model, ONE, past_key_values=((), ()), max_new_tokens=4)
 
 
 # --- inputs ---------------------------------------------------------------------------------
@@ -301,7 +316,17 @@ def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int
     config = lade.Config(max_draft_tokens=8)
     got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
     assert got.tolist() == expected.tolist()
-    assert model.generation_config.stop_strings == (stop if place == "model" else None)
+    own = stop if place == "model" else None
+    assert model.generation_config.stop_strings == own
+    seen = []
+
+    def watch(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(model.generation_config.stop_strings)  # other threads may be using it now
+        return scores
+
+    lade.generate(model, prompt, logits_processor=[watch], **options)
+    assert seen
+    assert all(stop_strings == own for stop_strings in seen)
     if place != "argument":
         del options["tokenizer"]
         with pytest.raises(ValueError, match="expected tokenizer="):

@@ -72,6 +72,22 @@ def test_every_processor_is_greedy_in_batches_as_generate_is(options: dict[str, 
     both(tiny_model("llama", seed=3), THREE, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("outputs", [{}, {"output_scores": True, "output_logits": True}])
+def test_choosing_at_all_nodes_at_once_gives_the_same(
+    prompt: torch.Tensor, outputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator: noise is drawn ahead, and what was not used is taken back."""
+    monkeypatch.setattr("lade.hf._is_waited_for", lambda device: True)
+    monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
+    for seed, least in enumerate((2, 5, 20)):
+        monkeypatch.setattr("lade.choose._MIN_LEAD", least)
+        for options in WARPERS:
+            model = tiny_model("llama", seed=seed)
+            options = {"num_return_sequences": 2, **options, **outputs}
+            both(model, prompt, seed=seed, eos_token_id=[*range(0, 97, 6)], **options)
+
+
 def test_samples_of_one_prompt_are_those_of_generate() -> None:
     model = tiny_model("llama", seed=1)
     for seed in range(4):
@@ -104,6 +120,7 @@ class Noisy(LogitsProcessor):  # type: ignore[misc]
         self.seen: list[Any] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.is_contiguous()
         self.seen.append(input_ids.tolist())
         return scores + torch.randn(scores.shape)
 
@@ -159,9 +176,13 @@ def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
     options["logits_processor"] = [broken]
     for prompt in (ONE, THREE):
         mask = (prompt != 0).long()
+        torch.manual_seed(0)
         with pytest.raises(RuntimeError, match="probability tensor contains"):
             model.generate(prompt, attention_mask=mask, **options)
+        state = torch.get_rng_state()
         pool = lade.NGramPool()
+        torch.manual_seed(0)
         with pytest.raises(RuntimeError, match="probability tensor contains"):
             lade.generate(model, prompt, attention_mask=mask, pool=pool, **options)
+        assert torch.equal(torch.get_rng_state(), state)
         assert list(pool._tails) == [0]
