@@ -9,6 +9,7 @@ import torch
 import lade
 from lade.budget import FixedBudget
 from lade.drafting import chain
+from lade.target import profile_of
 from ngram_pool import Draft
 from tests.lade.both import THREE, both
 from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
@@ -218,6 +219,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     expected = model.generate(THREE, **options)
     drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
     monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
+    profile_of(model, num_rows=3)  # which runs the model, too
     widths.clear()
     got = lade.generate(model, THREE, drafter=drafter, **options)
     assert got.tolist() == expected.tolist()
