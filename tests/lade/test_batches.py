@@ -84,7 +84,7 @@ def test_finished_rows_leave_the_forward() -> None:
     assert got.tolist() == expected.tolist()
     rows = [shape[0] for shape in sizes]
     assert rows[0] == 3
-    assert sum(size < 3 for size in rows) > 10
+    assert sum(size < 3 for size in rows) >= 5
 
 
 def test_rows_without_padding_go_on_until_the_last_is_finished() -> None:
