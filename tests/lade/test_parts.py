@@ -231,7 +231,7 @@ def test_rows_of_unequal_length_are_processed_as_they_would_be_together() -> Non
     assert torch.equal(processors(text, [0, 1], scores.clone()), together)
     text.append(0, 3)
     longer = LogitsProcessorList(batch)(
-        torch.tensor([[*prompts[0], 3], [9, *prompts[1]]]), scores.clone()
+        torch.tensor([[*prompts[0], 3], [0, *prompts[1]]]), scores.clone()
     )
     assert torch.equal(processors(text, [0], scores[:1].clone()), longer[:1])
     assert torch.equal(processors(text, [1], scores[1:].clone()), together[1:])
