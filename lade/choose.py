@@ -148,8 +148,7 @@ class Race:
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
         """Pick at random."""
         probs = scores.softmax(dim=-1)
-        # One infinity or NaN among the scores makes the whole distribution NaN.
-        is_valid = ~probs[:, 0].isnan()
+        is_valid = _is_distribution(probs)
         if not self._ahead and not bool(is_valid.all()):
             return Picked(torch.zeros_like(is_valid, dtype=torch.int64), is_valid)  # draw nothing
         vocab_size = probs.shape[-1]
@@ -261,9 +260,7 @@ class ProcessedChoice(_ScoredChoice):
         rows = [row for row, _ in places]
         picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
         token_ids: list[int] = picked.token_ids.tolist()
-        for i, is_valid in enumerate(picked.is_valid.tolist()):
-            if not is_valid:
-                _raise_invalid(scores[i])
+        _check_valid(scores, picked.is_valid)
         return token_ids
 
     def close(self) -> None:
@@ -333,9 +330,7 @@ class RejectionChoice(_ScoredChoice):
         """Try the children of each node; return the accepted one's token, or another."""
         scores = self._scores_at(places)
         probs = scores.softmax(dim=-1)
-        for i, is_invalid in enumerate(probs[:, 0].isnan().tolist()):
-            if is_invalid:
-                _raise_invalid(scores[i])
+        _check_valid(scores, _is_distribution(probs))
         children = _pack([self._children_of(row, node) for row, node in places], self._device)
         trial = try_children(
             probs,
@@ -396,6 +391,21 @@ def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Childr
     num_children = np.array([len(children) for children in of_nodes])
     arrays = (token_ids, num_children, support_token_ids, support_probs)
     return _Children(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def _is_distribution(probs: Tensor) -> Tensor:
+    """Tell which softmaxes [n, vocab_size] are distributions, bool [n].
+
+    One infinity or NaN among the scores makes the whole softmax NaN.
+    """
+    return ~probs[:, 0].isnan()
+
+
+def _check_valid(scores: Tensor, is_valid: Tensor) -> None:
+    """Raise for the first of `scores`, float32 [n, vocab_size], that is not valid."""
+    for of_place, place_is_valid in zip(scores, is_valid.tolist(), strict=True):
+        if not place_is_valid:
+            _raise_invalid(of_place)
 
 
 def _raise_invalid(scores: Tensor) -> None:

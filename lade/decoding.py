@@ -163,12 +163,12 @@ class Decoder:
         )
 
     def _must_choose(self, row: int) -> bool:
-        return self._rules.keeps_finished or not self._text.is_padding(row)
+        return self._rules.keeps_finished or self._text.padding_of(row) is None
 
     def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
         """Ask for all there is to propose for the rows that emit."""
         text, max_nodes = self._text, self._budget.max_nodes
-        working = [row for row in emitting if not text.is_padding(row)]
+        working = [row for row in emitting if text.padding_of(row) is None]
         proposed = {
             row: self._proposer.propose(
                 row, text.token_ids[row], self._contexts[row], self._room(row), max_nodes
@@ -181,9 +181,9 @@ class Decoder:
             default=max_nodes,
         )
         for row in emitting:
-            if text.is_padding(row):
+            if (padding := text.padding_of(row)) is not None:
                 length = max(0, min(self._room(row), deepest))
-                proposed[row] = chain([text.pad_token_id or 0] * length)
+                proposed[row] = chain([padding] * length)
         return proposed
 
     def _num_nodes(self, proposed: Mapping[int, Draft]) -> int:
@@ -191,7 +191,7 @@ class Decoder:
         probs = [
             draft.probs.tolist()
             for row, draft in proposed.items()
-            if not self._text.is_padding(row)
+            if self._text.padding_of(row) is None
         ]
         return self._budget.num_nodes(probs) if probs else self._budget.max_nodes
 
@@ -207,7 +207,7 @@ class Decoder:
         return room
 
     def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
-        if self._text.is_padding(row):
+        if self._text.padding_of(row) is not None:
             return proposed.first(num_nodes)
         return self._proposer.draw(row, self._contexts[row], num_nodes)
 

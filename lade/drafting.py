@@ -5,7 +5,7 @@ Next file: `tree.py`.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -126,6 +126,14 @@ def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     return SampledDraft(whole.token_ids, whole.parents, whole.depths, whole.probs, ids, probs)
 
 
+class _Proposal(NamedTuple):
+    """What a row was proposed last, and how it came about."""
+
+    draft: Draft
+    forced: list[int]  # tokens at its beginning that a grammar leaves no choice about
+    room: int  # the greatest depth that the target can run
+
+
 class Proposer:
     """Gathers the drafts of every row of a batch, in two turns.
 
@@ -153,9 +161,7 @@ class Proposer:
         self._foresight = foresight
         self._rngs = rngs if isinstance(drafter, SamplingDrafter) else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
-        self._proposed: dict[int, Draft] = {}
-        self._forced: dict[int, list[int]] = {}
-        self._room: dict[int, int] = {}
+        self._proposals: dict[int, _Proposal] = {}  # of each row
 
     def open(self, row: int, context: Sequence[int]) -> None:
         """Begin a row with its prompt."""
@@ -187,25 +193,22 @@ class Proposer:
             max_nodes: the greatest number of nodes.
         """
         forced: list[int] = []
-        if room < 1 or max_nodes < 1:
-            self._proposed[row] = Draft.empty()
-            return self._proposed[row]
-        if self._foresight is not None:
-            forced = self._foresight.forced_tokens(row, committed, min(room, max_nodes))
-        self._forced[row] = forced
         draft = Draft.empty()
-        if len(forced) < max_nodes:
+        most = min(room, max_nodes)
+        if most > 0 and self._foresight is not None:
+            forced = self._foresight.forced_tokens(row, committed, most)
+        left = max_nodes - len(forced)
+        if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
-            left = max_nodes - len(forced)
             draft = self._drafter.draft(self._sequences[row], context, left).first(left)
-        self._room[row] = room
-        self._proposed[row] = self._possible(after(forced, draft) if forced else draft, room)
-        return self._proposed[row]
+        draft = self._possible(after(forced, draft) if forced else draft, room)
+        self._proposals[row] = _Proposal(draft, forced, room)
+        return draft
 
     def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
         """Return so many nodes of what was proposed, or drawn in their place."""
-        proposed = self._proposed[row].first(num_nodes)
-        forced = self._forced.get(row, [])
+        proposed, forced, room = self._proposals[row]
+        proposed = proposed.first(num_nodes)
         num_drawn = len(proposed) - len(forced)
         if self._rngs is None or num_drawn < 1:
             return proposed
@@ -214,7 +217,7 @@ class Proposer:
         sampled: Draft = self._drafter.sample(
             self._sequences[row], context, num_drawn, self._rngs[row]
         )
-        return self._possible(after(forced, sampled) if forced else sampled, self._room[row])
+        return self._possible(after(forced, sampled) if forced else sampled, room)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

@@ -218,16 +218,21 @@ def decode(
 
     rngs = None
     if generation_config.do_sample and config is not None and config.verifier == "rejection":
-        rngs, choice = _rejection(text, processors, device, _on_choice(generation_config, outputs))
+        rngs, choice = _rejection(text, processors, device, outputs.on_choice)
     else:
-        choice = _exact(text, processors, generation_config, target.vocab_size, device, outputs)
+        choice = _exact(
+            text,
+            processors,
+            generation_config.do_sample,
+            target.vocab_size,
+            device,
+            outputs.on_choice,
+        )
     rules = Rules(
         max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
         stop=stop,
         is_joint=is_joint,
-        keeps_finished=is_joint
-        or text.pad_token_id is None
-        or bool(_wanted_outputs(generation_config)),
+        keeps_finished=is_joint or text.pad_token_id is None or len(outputs) > 0,
         fills_cache=bool(generation_config.return_dict_in_generate) or _is_users(cache),
     )
     decoder = Decoder(
@@ -344,18 +349,17 @@ def _choose_budget(config: Config | None, profile: Profile) -> Budget:
 def _exact(
     text: Text,
     processors: Processors,
-    config: GenerationConfig,
+    do_sample: bool,
     vocab_size: int,
     device: torch.device,
-    outputs: Outputs,
+    on_choice: OnChoice | None,
 ) -> Choice:
     """Return what chooses the very tokens that `generate` would."""
-    on_choice = _on_choice(config, outputs)
-    if not config.do_sample and not processors and on_choice is None:
+    if not do_sample and not processors and on_choice is None:
         return GreedyChoice()
     at_once = _is_waited_for(device) and not processors.need_prefix
     pick: Pick = Likeliest()
-    if config.do_sample:
+    if do_sample:
         pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
     kind = ChoiceAtOnce if at_once else ProcessedChoice
     return kind(text, processors, pick, device, on_choice)
@@ -377,8 +381,3 @@ def _rejection(
     generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]
     rngs = [np.random.default_rng(seed) for _, seed in seeds]
     return rngs, RejectionChoice(text, processors, generators, device, on_choice)
-
-
-def _on_choice(config: GenerationConfig, outputs: Outputs) -> OnChoice | None:
-    is_wanted = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    return outputs.add_choice if is_wanted else None

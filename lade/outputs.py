@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lade.choose import OnChoice
 from lade.target import Forward
 
 
@@ -21,13 +22,21 @@ class Outputs:
 
     def __init__(self, num_rows: int, wanted: Sequence[str]) -> None:
         """`wanted`: any of "scores", "logits", "hidden_states", "attentions"."""
-        self._rows = range(num_rows)
         self._prefill: dict[str, Any] = {}
         self._of_rows: dict[str, list[list[Any]]] = {
-            name: [[] for _ in self._rows] for name in wanted
+            name: [[] for _ in range(num_rows)] for name in wanted
         }
         # Of what stop criteria may ask for after every token, the columns that are complete.
         self._columns: dict[str, list[Tensor]] = {"scores": [], "logits": []}
+
+    def __len__(self) -> int:
+        """Return how many kinds are wanted."""
+        return len(self._of_rows)
+
+    @property
+    def on_choice(self) -> OnChoice | None:
+        """What to tell of every emitted token; None where nobody wants to know."""
+        return self.add_choice if self._columns.keys() & self._of_rows.keys() else None
 
     def add_choice(self, row: int, logits: Tensor, scores: Tensor) -> None:
         """Keep what one emitted token was chosen from, float32 [vocab_size] each."""
@@ -55,14 +64,15 @@ class Outputs:
             num_cached: cached tokens of each before the step.
             paths: emitting nodes of each.
         """
-        for index, (row, cached, path) in enumerate(zip(rows, num_cached, paths, strict=True)):
-            for i, node in enumerate(path):
-                # The keys that a node sees: its row's cached tokens, its ancestors, itself.
-                keys = [*range(cached), *(cached + ancestor for ancestor in path[: i + 1])]
-                for name, kept in (("hidden_states", slice(None)), ("attentions", keys)):
-                    if name in self._of_rows:
-                        layers = _of_layers(getattr(output, name), index, node, kept)
-                        self._of_rows[name][row].append(layers)
+        for name in self._prefill:
+            of_rows, layers = self._of_rows[name], getattr(output, name)
+            for index, (row, cached, path) in enumerate(zip(rows, num_cached, paths, strict=True)):
+                for i, node in enumerate(path):
+                    kept: slice | list[int] = slice(None)
+                    if name == "attentions":
+                        # The keys that a node sees: its row's cached tokens, its ancestors, itself.
+                        kept = [*range(cached), *(cached + ancestor for ancestor in path[: i + 1])]
+                    of_rows[row].append(_of_layers(layers, index, node, kept))
 
     def columns(self, name: str) -> tuple[Any, ...] | None:
         """Return one entry for each column of emitted tokens, or None if `name` is not wanted."""

@@ -82,16 +82,10 @@ class Processors:
             rows: which rows; each at most once, all of them where processors are joint.
             scores: float32 [len(rows), vocab_size]; may be changed in place.
         """
-        processed: Tensor
-        if not self._all:
-            return scores
         if not self.need_prefix:
             return self.without_prefix(scores)
         if self.is_joint:
-            processed = self._all(text.prefixes(rows), scores)
-            return processed
-        if len(rows) == 1:
-            processed = self._of_row[rows[0]](text.prefix(rows[0]), scores)
+            processed: Tensor = self._all(text.prefixes(rows), scores)
             return processed
         parts = [
             self._of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)

@@ -73,14 +73,14 @@ class ColumnStream:
 
     def put_complete(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
-        text, pad_token_id = self._text, self._text.pad_token_id
+        text = self._text
         while self._streamer is not None and self._next < text.longest:
             column = []
             for row, token_ids in enumerate(text.token_ids):
                 if self._next < len(token_ids):
                     column.append(token_ids[self._next])
-                elif text.is_finished[row] and pad_token_id is not None:
-                    column.append(pad_token_id)
+                elif (padding := text.padding_of(row)) is not None:
+                    column.append(padding)
                 else:
                     return
             self._streamer.put(torch.tensor(column))

@@ -36,16 +36,17 @@ class Text:
         """Return the number of tokens behind the prompt."""
         return len(self.token_ids[row]) - self.num_prompt
 
-    def is_padding(self, row: int) -> bool:
-        """Tell whether all that a row still gets is padding."""
-        return self.is_finished[row] and self.pad_token_id is not None
+    def padding_of(self, row: int) -> int | None:
+        """Return the token that is all a row still gets, None where it gets its own tokens."""
+        return self.pad_token_id if self.is_finished[row] else None
 
     def append(self, row: int, token_id: int) -> int:
         """Commit the next token of a row, or padding where it is finished; return which."""
-        if self.is_finished[row] and self.pad_token_id is not None:
-            token_id = self.pad_token_id
-        else:
+        padding = self.padding_of(row)
+        if padding is None:
             self.num_unpadded[row] += 1
+        else:
+            token_id = padding
         self.token_ids[row].append(token_id)
         return token_id
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ngram_pool import _kernels
+from ngram_pool import Draft, _kernels
 
 
 class OraclePool:
@@ -208,3 +208,15 @@ def try_children(
         p = [max(0.0, p_y - q_y) for p_y, q_y in zip(p, q, strict=True)]
         p = [p_y / sum(p) for p_y in p]
     return -1, inverse(dict(enumerate(p)), uniforms[0])
+
+
+def check_tree(draft: Draft, max_nodes: int, max_candidates: int | None) -> None:
+    """Assert that a draft is a prefix tree, parents before children, within its limits."""
+    assert 0 < len(draft) <= max_nodes
+    assert len(draft.candidates()) <= (max_candidates or max_nodes)
+    parents = draft.parents.tolist()
+    assert all(-1 <= parent < node for node, parent in enumerate(parents))
+    depths = [0, *draft.depths.tolist()]
+    assert all(depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents))
+    siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
+    assert len(set(siblings)) == len(siblings)

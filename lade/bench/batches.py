@@ -1,16 +1,17 @@
 """Prompts as left-padded batches."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
 
-from lade.bench.prompts import Prompt
 from lade.models import LoadedModel, encode
 
+_T = TypeVar("_T")
 
-def in_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Sequence[Prompt]]:
+
+def in_batches(prompts: Sequence[_T], batch_size: int) -> list[Sequence[_T]]:
     """Group prompts in their order; the last batch may be smaller."""
     return [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
 

@@ -70,7 +70,7 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
     from transformers.utils import logging
 
     from lade.bench.baselines import warm_up
-    from lade.bench.batches import encode_batch, find_pad_token_id
+    from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
     from lade.config import Config
     from lade.models import load
 
@@ -91,9 +91,8 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
     options = work.settings.options(pad_token_id)
     method = make(config)
     num_tokens = 0
-    size = work.settings.batch_size
-    for number, start in enumerate(range(0, len(work.texts), size)):
-        inputs = encode_batch(loaded, work.texts[start : start + size], pad_token_id)
+    for number, texts in enumerate(in_batches(work.texts, work.settings.batch_size)):
+        inputs = encode_batch(loaded, texts, pad_token_id)
         torch.manual_seed(work.settings.seed + number)
         num_tokens += method(loaded.model, inputs, options).num_tokens
         on_batch()

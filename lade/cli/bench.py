@@ -64,7 +64,7 @@ def run(
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
     from lade.bench.prompts import read_prompts
-    from lade.bench.report import as_json, prompts_fingerprint, table, write_json
+    from lade.bench.report import as_json, prompts_fingerprint, table
     from lade.bench.run import Result, run_methods
 
     check_writable(json_path)
@@ -72,9 +72,8 @@ def run(
     prompts = read_prompts(prompts_path, limit)
     num_calls = len(in_batches(prompts, settings.batch_size)) * num_passes
     results: list[Result] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     stopped_by: BaseException | None = None
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+    with progress_bar() as bars:
         task = bars.add_task("answering", total=num_calls * len(methods))
         try:
             run_methods(
@@ -109,9 +108,7 @@ def run(
     if stopped_by is not None:
         unit = "prompts" if settings.batch_size == 1 else "batches"
         console.print(f"stopped after {len(results)} of {num_calls} {unit}")
-    if json_path is not None:
-        write_json(json_path, as_json(results, methods, described))
-        console.print(f"[dim]written to {json_path}[/dim]")
+    write_result(json_path, as_json(results, methods, described))
     if stopped_by is not None:
         raise stopped_by
 
@@ -121,6 +118,21 @@ def show(paths: list[Path]) -> None:
     from lade.bench.report import table_of_files
 
     Console().print(table_of_files(paths))
+
+
+def progress_bar() -> Progress:
+    """Return a bar that counts what is done and tells the time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+
+
+def write_result(json_path: Path | None, content: dict[str, Any]) -> None:
+    """Write a result file where one is wanted, and say so."""
+    from lade.bench.report import write_json
+
+    if json_path is not None:
+        write_json(json_path, content)
+        console.print(f"[dim]written to {json_path}[/dim]")
 
 
 def check_writable(json_path: Path | None) -> None:
@@ -134,7 +146,6 @@ def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
     """Time pools of 10^4 tokens and ten times more, up to `max_tokens`."""
     from lade.bench.environment import environment
     from lade.bench.pool import as_json, time_pool
-    from lade.bench.report import write_json
 
     check_writable(json_path)
     time_pool(10_000, max_nodes)  # compiles
@@ -150,7 +161,5 @@ def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
     for timing in timings:
         made.add_row(f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:]))
     Console().print(made)
-    if json_path is not None:
-        content = {"environment": environment(), "settings": {"max_nodes": max_nodes}}
-        write_json(json_path, {**content, "timings": as_json(timings)})
-        console.print(f"[dim]written to {json_path}[/dim]")
+    content = {"environment": environment(), "settings": {"max_nodes": max_nodes}}
+    write_result(json_path, {**content, "timings": as_json(timings)})

@@ -4,10 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lade.bench.settings import Settings
-from lade.cli.bench import check_writable
+from lade.cli.bench import check_writable, progress_bar, write_result
 from lade.cli.loading import console, fetch_with_progress
 from lade.config import Config
 from lade.models import DEFAULT_MODEL
@@ -32,7 +31,7 @@ def run(
     from lade.bench.methods import METHODS
     from lade.bench.peak import Work
     from lade.bench.prompts import read_prompts
-    from lade.bench.report import prompts_fingerprint, write_json
+    from lade.bench.report import prompts_fingerprint
 
     # Here and not in the process: finding these out imports what a baseline should not hold.
     from lade.models import device_of, native_dtype
@@ -46,9 +45,8 @@ def run(
     fetch_with_progress(model)
     num_batches = len(in_batches(prompts, settings.batch_size))
     runs: list[MemoryRun] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     stopped_by: BaseException | None = None
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+    with progress_bar() as bars:
         task = bars.add_task("", total=num_batches * len(methods) * num_repeats)
         try:
             for num_repeat in range(num_repeats):
@@ -75,20 +73,18 @@ def run(
     Console().print(table(runs, methods, title))
     if stopped_by is not None:
         console.print(f"stopped after {len(runs)} of {len(methods) * num_repeats} processes")
-    if json_path is not None:
-        described = {
-            "model": Path(model or DEFAULT_MODEL).name,
-            "dtype": chosen_dtype,
-            "device": str(chosen_device),
-            "threads": runs[0].peak.threads,
-            **asdict(settings),
-            "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
-            "methods": {name: METHODS[name].description for name in methods},
-            "repeats": num_repeats,
-            "interrupted": stopped_by is not None,
-            "config": asdict(Config(max_draft_tokens=max_draft_tokens)),
-        }
-        write_json(json_path, as_json(runs, methods, described))
-        console.print(f"[dim]written to {json_path}[/dim]")
+    described = {
+        "model": Path(model or DEFAULT_MODEL).name,
+        "dtype": chosen_dtype,
+        "device": str(chosen_device),
+        "threads": runs[0].peak.threads,
+        **asdict(settings),
+        "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
+        "methods": {name: METHODS[name].description for name in methods},
+        "repeats": num_repeats,
+        "interrupted": stopped_by is not None,
+        "config": asdict(Config(max_draft_tokens=max_draft_tokens)),
+    }
+    write_result(json_path, as_json(runs, methods, described))
     if stopped_by is not None:
         raise stopped_by

@@ -40,3 +40,17 @@ def both(
     assert torch.equal(torch.get_rng_state(), state)
     assert drafter.closed == len(answers)
     return expected, got
+
+
+class ListStreamer:
+    """A streamer that records everything in order."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        assert value.device.type == "cpu"
+        self.events.append(value.tolist())
+
+    def end(self) -> None:
+        self.events.append("end")

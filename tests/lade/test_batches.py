@@ -11,21 +11,8 @@ from lade.budget import FixedBudget
 from lade.drafting import chain
 from lade.target import profile_of
 from ngram_pool import Draft
-from tests.lade.both import THREE, both
+from tests.lade.both import THREE, ListStreamer, both
 from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
-
-
-class Columns:
-    """A streamer that records all it gets."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.events.append(value.tolist())
-
-    def end(self) -> None:
-        self.events.append("end")
 
 
 def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +91,7 @@ def test_rows_without_padding_go_on_until_the_last_is_finished() -> None:
 def test_streamers_get_each_column_once_all_rows_have_it(options: dict[str, Any]) -> None:
     model = tiny_model("llama", seed=1)
     for accept in (0.0, 0.6, 1.0):
-        theirs, mine = Columns(), Columns()
+        theirs, mine = ListStreamer(), ListStreamer()
         common: dict[str, Any] = {"eos_token_id": [*range(0, 97, 5)], "do_sample": False, **options}
         mask = (THREE != 0).long()
         torch.manual_seed(1)

@@ -23,6 +23,7 @@ from transformers import (
 import lade
 from lade.errors import LadeError, UnsupportedModelError, UnsupportedOptionError
 from lade.target import profile_of
+from tests.lade.both import ListStreamer
 from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, random_prompt, tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -48,20 +49,6 @@ def plain(model: Any, **options: Any) -> list[list[int]]:
 def ours(model: Any, **options: Any) -> Any:
     options = {"max_new_tokens": 25, "do_sample": False, **options}
     return lade.generate(model, PROMPT, attention_mask=MASK, **options)
-
-
-class ListStreamer:
-    """Records everything in order."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        assert value.device.type == "cpu"
-        self.events.append(value.tolist())
-
-    def end(self) -> None:
-        self.events.append("end")
 
 
 # --- doors ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pytest
 
 import ngram_pool.pool
 from ngram_pool import Draft, NGramPool, _kernels
-from tests.oracle import OraclePool
+from tests.oracle import OraclePool, check_tree
 
 JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
 
@@ -100,16 +100,7 @@ def test_draft_is_a_tree_within_its_bounds(max_nodes: int, max_candidates: int |
     pool.observe(text)
     for end in range(2000, 2100):
         draft = pool.draft(text[end - 8 : end], max_nodes, max_candidates)
-        assert 0 < len(draft) <= max_nodes
-        assert len(draft.candidates()) <= (max_candidates or max_nodes)
-        parents = draft.parents.tolist()
-        assert all(-1 <= parent < node for node, parent in enumerate(parents))
-        depths = [0, *draft.depths.tolist()]
-        assert all(
-            depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents)
-        )
-        siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
-        assert len(set(siblings)) == len(siblings)
+        check_tree(draft, max_nodes, max_candidates)
         assert (np.diff(draft.probs) <= 0).all()
         assert 0 < draft.probs.min() <= draft.probs.max() < 1
         children_of_root = draft.probs[draft.parents == -1]

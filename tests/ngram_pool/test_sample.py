@@ -9,6 +9,7 @@ import pytest
 from ngram_pool import NGramPool, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.ngram_pool.test_pool import JIT_IS_OFF, noisy_text
+from tests.oracle import check_tree
 
 
 def pool_of(text: list[int]) -> NGramPool:
@@ -34,16 +35,7 @@ def test_a_sampled_draft_is_a_tree_of_possible_tokens(
     rng = np.random.default_rng(0)
     for end in range(2000, 2100):
         draft = pool.sample(text[end - 8 : end], max_nodes, rng, max_candidates)
-        assert 0 < len(draft) <= max_nodes
-        assert len(draft.candidates()) <= (max_candidates or max_nodes)
-        parents = draft.parents.tolist()
-        assert all(-1 <= parent < node for node, parent in enumerate(parents))
-        depths = [0, *draft.depths.tolist()]
-        assert all(
-            depths[node + 1] == depths[parent + 1] + 1 for node, parent in enumerate(parents)
-        )
-        siblings = list(zip(parents, draft.token_ids.tolist(), strict=True))
-        assert len(set(siblings)) == len(siblings)
+        check_tree(draft, max_nodes, max_candidates)
         assert 0 < draft.probs.min() <= draft.probs.max() < 1
         dense = draft.dense_probs(vocab_size=60)
         assert dense.min() >= 0
