@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lade.config import Config as Config
     from lade.drafting import Drafter as Drafter
     from lade.errors import LadeError as LadeError
+    from lade.errors import PlainDecodingWarning as PlainDecodingWarning
     from lade.errors import UnsupportedModelError as UnsupportedModelError
     from lade.errors import UnsupportedOptionError as UnsupportedOptionError
     from lade.hf import GenerateOutput as GenerateOutput
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from lade.hf import generate as generate
     from lade.hf import unwrap as unwrap
     from lade.hf import wrap as wrap
+    from lade.probing import Probe as Probe
+    from lade.probing import probe as probe
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
     from ngram_pool import NGramPool as NGramPool
@@ -38,11 +41,14 @@ _HOMES = {
     "GenerateOutput": "lade.hf",
     "LadeError": "lade.errors",
     "NGramPool": "ngram_pool",
+    "PlainDecodingWarning": "lade.errors",
+    "Probe": "lade.probing",
     "Step": "lade.stats",
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
     "decode": "lade.hf",
     "generate": "lade.hf",
+    "probe": "lade.probing",
     "unwrap": "lade.hf",
     "wrap": "lade.hf",
 }
@@ -54,12 +60,15 @@ __all__ = [
     "GenerateOutput",
     "LadeError",
     "NGramPool",
+    "PlainDecodingWarning",
+    "Probe",
     "Step",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
     "decode",
     "generate",
+    "probe",
     "unwrap",
     "wrap",
 ]

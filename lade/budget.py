@@ -16,11 +16,12 @@ class Budget(Protocol):
     def max_nodes(self) -> int:
         """The greatest number of draft nodes worth asking for."""
 
-    def num_nodes(self, probs: Sequence[Sequence[float]]) -> int:
+    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return how many of the best nodes of each row's draft to verify.
 
         Args:
             probs: for each row of the batch the probabilities of its draft, best first.
+            num_pending: tokens of each row that the forward runs besides the root and the draft.
         """
 
     def record(
@@ -30,7 +31,7 @@ class Budget(Protocol):
 
         Args:
             num_rows: rows of the batch.
-            num_nodes: draft nodes it verified in each row.
+            num_nodes: draft nodes it verified in each row, pending tokens included.
             forward_sec: time of its forward.
             expected: probability the drafter gave to its guesses of the next token, all together,
                 whether they were verified or not; the mean of the rows that emitted.
@@ -44,7 +45,7 @@ class FixedBudget:
     def __init__(self, max_nodes: int) -> None:
         self.max_nodes = max_nodes
 
-    def num_nodes(self, probs: Sequence[Sequence[float]]) -> int:
+    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the size of the largest draft."""
         return max(map(len, probs))
 
@@ -80,24 +81,25 @@ class MeasuredBudget:
         # As if one token had been expected and had come: early steps move the scale gently.
         self._expected = self._came = 1.0
 
-    def num_nodes(self, probs: Sequence[Sequence[float]]) -> int:
+    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""
         costs = self._costs_of(len(probs))
         if costs.plain_is_due():
             return 0
-        longest = max(map(len, probs))
-        largest = bisect_right(_SIZES, longest + 1)
-        sizes = [*_SIZES[:largest]]
-        if sizes[-1] < longest + 1:
-            sizes.append(longest + 1)  # the whole draft
+        # Sizes of the whole forward; the smallest has no draft.
+        smallest, longest = 1 + num_pending, 1 + num_pending + max(map(len, probs))
+        between = _SIZES[bisect_right(_SIZES, smallest) : bisect_right(_SIZES, longest)]
+        sizes = [smallest, *between]
+        if sizes[-1] < longest:
+            sizes.append(longest)  # the whole draft
         scale = self._came / self._expected
         sums = [[0.0, *accumulate(of_row)] for of_row in probs]
         rates = [
-            sum(1 + scale * of_row[min(size, len(of_row)) - 1] for of_row in sums) / sec
+            sum(1 + scale * of_row[min(size - smallest, len(of_row) - 1)] for of_row in sums) / sec
             for size, sec in zip(sizes, costs.estimates(sizes, len(probs)), strict=True)
         ]
         best = rates.index(max(rates))
-        return sizes[max(0, min(best + costs.detour(), len(sizes) - 1))] - 1
+        return sizes[max(0, min(best + costs.detour(), len(sizes) - 1))] - smallest
 
     def record(
         self, num_rows: int, num_nodes: int, forward_sec: float, expected: float, came: float

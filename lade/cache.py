@@ -2,18 +2,49 @@
 
 transformers' own dynamic cache concatenates, and so copies, all keys and values at every step; here
 a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. Each
-row of a batch has a length of its own. Only this file knows how a transformers cache works inside.
+row of a batch has a length of its own. A layer with a window forgets what has left it.
+
+What a model's own cache is made of, and how it goes back to an earlier state, is in `rollback.py`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 _FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
 _GROWTH = 4  # then a quarter more, up to the longest the generation can get
+_MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before it moves the rest up
+
+Kind = Literal["full", "windowed", "indexed", "empty"]
+
+
+class LayerKind(NamedTuple):
+    """What one layer of a cache keeps."""
+
+    kind: Kind
+    window: int | None = None  # a windowed layer keeps one slot less, as transformers' own does
+
+
+# By exact type: an unknown subclass may keep more than its parents.
+_KINDS: dict[type, Kind] = {
+    cache_utils.DynamicLayer: "full",
+    cache_utils.DynamicSlidingWindowLayer: "windowed",
+    cache_utils.DynamicIndexedLayer: "indexed",
+}
+if hasattr(cache_utils, "DummyLayer"):  # not in the oldest supported version
+    _KINDS[cache_utils.DummyLayer] = "empty"
+
+
+def kind_of(layer: Any) -> LayerKind | None:
+    """Return what a layer of a transformers cache keeps, or None if a `TreeCache` cannot."""
+    kind = _KINDS.get(type(layer))
+    if kind is None:
+        return None
+    return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
 
 
 class _Store:
@@ -48,24 +79,41 @@ class _Store:
             mine.shape[3],
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
-    def write(self, layer: int, states: Tensor, slots: "_Slots") -> Tensor:
+    def write(self, layer: int, states: Tensor, slots: "_Slots", offset: int) -> Tensor:
         """Put new states behind each row's own; return a view of all states of the layer."""
-        num_slots = self.buffer.shape[3]
-        if slots.stop > num_slots:
-            roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
-            shape = list(self.whole.shape)
-            shape[3] = max(slots.stop, min(roomy, self._max_slots))
-            larger = _allocated(self.whole, tuple(shape))
-            larger[:, :, :, :num_slots] = self.whole
-            self.whole = larger
-            self.use(self.buffer.shape[1])
+        stop = slots.stop - offset
+        self._reserve(stop)
         mine = self.buffer[layer]
         if slots.index is None:
-            mine[:, :, slots.stop - states.shape[2] : slots.stop] = states
+            mine[:, :, stop - states.shape[2] : stop] = states
         else:
             rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
-            mine[rows, :, slots.index.to(mine.device)] = states.transpose(1, 2)
-        return mine[:, :, : slots.stop]
+            mine[rows, :, slots.index.to(mine.device) - offset] = states.transpose(1, 2)
+        return mine[:, :, :stop]
+
+    def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
+        """Return the states held and new ones behind them; keep the last of both alone."""
+        held = self.buffer[layer][:, :, :num_held]
+        all_states = torch.cat([held, states], dim=2) if num_held else states
+        self._reserve(num_kept)
+        self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
+        return all_states
+
+    def drop(self, num_slots: int, stop: int) -> None:
+        """Forget the first slots of every layer; those before `stop` move up."""
+        self.whole[:, :, :, : stop - num_slots] = self.whole[:, :, :, num_slots:stop].clone()
+
+    def _reserve(self, stop: int) -> None:
+        num_slots = self.whole.shape[3]
+        if stop <= num_slots:
+            return
+        roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
+        shape = list(self.whole.shape)
+        shape[3] = max(stop, min(roomy, self._max_slots))
+        larger = _allocated(self.whole, tuple(shape))
+        larger[:, :, :, :num_slots] = self.whole
+        self.whole = larger
+        self.use(self.buffer.shape[1])
 
 
 def _allocated(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -84,27 +132,70 @@ class _Slots:
             self.index = torch.tensor(starts)[:, None] + torch.arange(num_new)
 
 
+class _Group:
+    """The stores of all layers with one window (or with none), and the first slot they hold."""
+
+    def __init__(self, window: int | None, num_layers: int, num_slots: int, max_slots: int) -> None:
+        self.window = window
+        self.offset = 0
+        self._num_layers = num_layers
+        self._slack = min(_MAX_SLACK, window) if window is not None else 0
+        if window is not None:
+            max_slots = min(max_slots, window + self._slack + _FIRST_NUM_SLOTS)
+            num_slots = min(num_slots, window + self._slack)
+        self._num_slots, self._max_slots = num_slots, max_slots
+        self._stores: dict[str, list[_Store]] = {"keys": [], "values": [], "indexer": []}
+
+    def __iter__(self) -> Iterator[_Store]:
+        for stores in self._stores.values():
+            yield from stores
+
+    def place(self, what: str, layer: int, states: Tensor) -> tuple[_Store, int]:
+        """Return the store for a layer's keys, values or indexer keys, and the layer's row in it.
+
+        `layer` counts the layers of this group.
+        """
+        stores = self._stores[what]
+        if not stores and self._num_layers > 1:
+            # The first layer speaks for the others: most models' layers are alike.
+            stores.append(_Store(self._num_layers, states, self._num_slots, self._max_slots))
+        if self._num_layers > 1 and stores[0].fits(states):
+            return stores[0], layer
+        stores.append(_Store(1, states, self._num_slots, self._max_slots))
+        return stores[-1], 0
+
+    def first_slot(self, length: int) -> int:
+        """Return the first slot that a token behind `length` others can see."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Forget what has left the window of every row, now and then."""
+        num_slots = self.first_slot(min(lengths)) - self.offset
+        if self.window is None or num_slots < self._slack:
+            return
+        for store in self:
+            store.drop(num_slots, max(lengths) - self.offset)
+        self.offset += num_slots
+
+
 class _Storage:
     """All stores of a cache. Layers hold this, not the cache: a cycle would keep memory alive."""
 
-    def __init__(self, num_alike: int, num_slots: int, max_slots: int) -> None:
-        self._num_alike = num_alike
-        self._num_slots = num_slots
-        self._max_slots = max_slots
-        self._of_keys: list[_Store] = []
-        self._of_values: list[_Store] = []
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self._groups = groups
+        self.is_prefilling = True  # every token run now stays
         self.lengths: list[int] = []  # committed slots of each row in use
         self._rows: list[int] = []  # which row lies where, those in use first
         self._parked: dict[int, int] = {}  # committed slots of the rows not in use
         self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
 
-    def place_keys(self, layer: int, states: Tensor) -> tuple[_Store, int]:
-        """Return the store for a layer's keys, and the layer's row in it."""
-        return self._place(self._of_keys, layer, states)
+    def __iter__(self) -> Iterator[_Store]:
+        for group in self._groups:
+            yield from group
 
-    def place_values(self, layer: int, states: Tensor) -> tuple[_Store, int]:
-        """Return the store for a layer's values, and the layer's row in it."""
-        return self._place(self._of_values, layer, states)
+    def begin(self, num_rows: int) -> None:
+        """Take the number of rows from the first states that come."""
+        self.lengths = self.lengths or [0] * num_rows
 
     def slots(self, num_pending: int, num_new: int) -> _Slots:
         """Return where to write `num_new` states behind the committed and the pending ones."""
@@ -118,13 +209,24 @@ class _Storage:
         """Set the number of committed slots of each row."""
         self.lengths = lengths
         self._slots = {}
+        if not self.is_prefilling:
+            for group in self._groups:
+                group.trim([*lengths, *self._parked.values()])
+
+    def end_prefill(self) -> None:
+        """From now on tokens are run that may be rejected."""
+        self.is_prefilling = False
+        for group in self._groups:
+            group.offset = group.first_slot(max(self.lengths, default=0))
 
     def move(self, row: int, source: list[int], start: int) -> None:
         """Copy slots `source` of a row, in every layer, to those from `start` on."""
-        for store in (*self._of_keys, *self._of_values):
-            index = torch.tensor(source, device=store.buffer.device)
-            mine = store.buffer[:, row]
-            mine[:, :, start : start + len(source)] = mine.index_select(2, index)
+        for group in self._groups:
+            first = start - group.offset
+            for store in group:
+                index = torch.tensor(source, device=store.buffer.device) - group.offset
+                mine = store.buffer[:, row]
+                mine[:, :, first : first + len(source)] = mine.index_select(2, index)
 
     def select(self, places: Sequence[int]) -> None:
         """Go on with these places, ascending, and park the rows of the others behind them."""
@@ -141,8 +243,9 @@ class _Storage:
         if not self._parked:
             return
         in_use = dict(zip(self._rows, self.lengths, strict=False))
-        self.commit([length for _, length in sorted((in_use | self._parked).items())])
+        lengths = [length for _, length in sorted((in_use | self._parked).items())]
         self._parked = {}
+        self.commit(lengths)
         for place in range(len(self._rows)):
             while self._rows[place] != place:
                 self._swap(place, self._rows[place])
@@ -151,56 +254,59 @@ class _Storage:
     def _swap(self, one: int, other: int) -> None:
         if one != other:
             self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
-            for store in (*self._of_keys, *self._of_values):
+            for store in self:
                 store.swap(one, other)
 
     def _use(self, num_rows: int) -> None:
-        for store in (*self._of_keys, *self._of_values):
+        for store in self:
             store.use(num_rows)
-
-    def _place(self, stores: list[_Store], layer: int, states: Tensor) -> tuple[_Store, int]:
-        if not self.lengths:
-            self.lengths = [0] * states.shape[0]
-        if not stores and self._num_alike > 1:
-            # The first layer speaks for the others: most models' layers are alike.
-            stores.append(_Store(self._num_alike, states, self._num_slots, self._max_slots))
-        if self._num_alike > 1 and stores[0].fits(states):
-            return stores[0], layer
-        stores.append(_Store(1, states, self._num_slots, self._max_slots))
-        return stores[-1], 0
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The part of a `TreeCache` that one attention layer writes to and reads from."""
 
-    is_sliding = False
-
-    def __init__(self, storage: _Storage, index: int) -> None:
+    def __init__(self, storage: _Storage, group: _Group, index: int) -> None:
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
+        self.is_indexer_initialized = False
+        self.is_sliding = group.window is not None
         self._storage = storage
-        self._index = index
+        self._group = group
+        self._index = index  # in the group
         self.num_pending = 0  # slots written behind the committed ones
+        self._num_indexed = 0  # the same of the indexer's keys
+
+    @property
+    def offset(self) -> int:
+        """The first slot held."""
+        if self._storage.is_prefilling:
+            return self._group.first_slot(self.get_seq_length())
+        return self._group.offset
 
     @property
     def keys(self) -> Tensor | None:
         """[rows, heads, length, head_dim], or None before the first forward."""
-        if not self.is_initialized:
-            return None
-        return self._key_store.buffer[self._key_row][:, :, : self.get_seq_length()]
+        return self._held(*self._key_place) if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
         """[rows, heads, length, head_dim], or None before the first forward."""
-        if not self.is_initialized:
+        return self._held(*self._value_place) if self.is_initialized else None
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """[rows, length, index_head_dim] of a layer that indexes its keys."""
+        if not self.is_indexer_initialized:
             return None
-        return self._value_store.buffer[self._value_row][:, :, : self.get_seq_length()]
+        states: Tensor = self._held(*self._indexer_place)
+        return states[:, 0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Find a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._key_store, self._key_row = self._storage.place_keys(self._index, key_states)
-        self._value_store, self._value_row = self._storage.place_values(self._index, value_states)
+        self._storage.begin(key_states.shape[0])
+        self._key_place = self._group.place("keys", self._index, key_states)
+        self._value_place = self._group.place("values", self._index, value_states)
         self.is_initialized = True
 
     def update(
@@ -209,30 +315,93 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write new keys and values behind those of each row; return views of the whole layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        slots = self._storage.slots(self.num_pending, key_states.shape[2])
-        keys = self._key_store.write(self._key_row, key_states, slots)
-        values = self._value_store.write(self._value_row, value_states, slots)
+        keys = self._put(*self._key_place, key_states, self.num_pending)
+        values = self._put(*self._value_place, value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
 
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write new indexer keys [rows, num_new, index_head_dim]; return those of the layer."""
+        states = indexer_key_states[:, None]
+        if not self.is_indexer_initialized:
+            self._storage.begin(states.shape[0])
+            self._indexer_place = self._group.place("indexer", self._index, states)
+            self.is_indexer_initialized = True
+        indexer_keys = self._put(*self._indexer_place, states, self._num_indexed)[:, 0]
+        self._num_indexed += states.shape[2]
+        return indexer_keys
+
+    def take_over(self, layer: Any) -> None:
+        """Copy what a filled layer of a transformers cache holds."""
+        if not getattr(layer, "is_initialized", False) or layer.keys is None:
+            return
+        self.lazy_initialization(layer.keys, layer.values)
+        length, num_held = layer.get_seq_length(), layer.keys.shape[2]
+        num_kept = min(num_held, length - self._group.first_slot(length))
+        for (store, index), states in (
+            (self._key_place, layer.keys),
+            (self._value_place, layer.values),
+        ):
+            store.roll(index, states, 0, num_kept)
+        self.num_pending = length
+        if getattr(layer, "is_indexer_initialized", False):
+            self.update_indexer(layer.indexer_keys)
+
+    def hand_over(self, layer: Any) -> None:
+        """Let a layer of a transformers cache hold what this one holds, without a copy."""
+        if not self.is_initialized:
+            return
+        length = self.get_seq_length()
+        first = self._group.first_slot(length) - self.offset
+        assert self.keys is not None
+        assert self.values is not None
+        if not layer.is_initialized:
+            layer.lazy_initialization(self.keys, self.values)
+        layer.keys, layer.values = self.keys[:, :, first:], self.values[:, :, first:]
+        if self._group.window is not None:
+            layer.cumulative_length = length
+        if self.is_indexer_initialized:
+            layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
+
+    def commit(self) -> None:
+        """Begin to count pending slots anew."""
+        self.num_pending = self._num_indexed = 0
+
     def get_seq_length(self) -> int:
-        """Return the number of slots held by the longest row."""
+        """Return the number of slots of the longest row, also those no longer held."""
+        if not self.is_initialized:  # a layer that no token has come to, as for images
+            return 0
         return max(self._storage.lengths, default=0) + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys a query of that length sees, and their offset."""
-        return self.get_seq_length() + query_length, 0
+        """Return the number of keys that `update` will return, and the first one's slot."""
+        offset = self.offset
+        return self.get_seq_length() + query_length - offset, offset
 
     def get_max_length(self) -> int:
         """Return -1: the cache grows without a fixed end."""
         return -1
 
+    def _held(self, store: _Store, index: int) -> Tensor:
+        return store.buffer[index][:, :, : self.get_seq_length() - self.offset]
+
+    def _put(self, store: _Store, index: int, states: Tensor, num_pending: int) -> Tensor:
+        storage, group, num_new = self._storage, self._group, states.shape[2]
+        if group.window is None or not storage.is_prefilling:
+            slots = storage.slots(num_pending, num_new)
+            return store.write(index, states, slots, group.offset)
+        # A long prompt need not be held whole to keep the last of it.
+        length = max(storage.lengths) + num_pending
+        num_held = length - group.first_slot(length)
+        num_kept = length + num_new - group.first_slot(length + num_new)
+        return store.roll(index, states, num_held, num_kept)
+
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """A `transformers.Cache` of preallocated layers for full attention.
+    """A `transformers.Cache` of preallocated layers for attention of every kind.
 
     Args:
-        num_layers: attention layers of the model.
+        kinds: of the layers, as `kind_of` tells them.
         num_slots: tokens of the prompt.
         max_slots: tokens that can be needed at all; memory grows in steps, and not beyond this
             unless more tokens come.
@@ -240,21 +409,44 @@ class TreeCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int, max_slots: int, *, share: bool = True
+        self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int, *, share: bool = True
     ) -> None:
         first = min(num_slots + _FIRST_NUM_SLOTS, max(max_slots, num_slots))
-        self._storage = _Storage(num_layers if share else 1, first, max_slots)
-        super().__init__(layers=[TreeCacheLayer(self._storage, i) for i in range(num_layers)])
+        held: list[LayerKind] = [kind for kind in kinds if kind.kind != "empty"]
+        windows = [kind.window for kind in held]
+        groups = {
+            window: _Group(window, windows.count(window) if share else 1, first, max_slots)
+            for window in windows
+        }
+        self._storage = _Storage([*groups.values()])
+        self._held: list[TreeCacheLayer] = []
+        layers: list[Any] = []
+        for kind in kinds:
+            if kind.kind == "empty":
+                layers.append(cache_utils.DummyLayer())
+                continue
+            index = sum(layer.window == kind.window for layer in held[: len(self._held)])
+            self._held.append(TreeCacheLayer(self._storage, groups[kind.window], index))
+            layers.append(self._held[-1])
+        super().__init__(layers=layers)
 
     @property
     def lengths(self) -> list[int]:
         """Committed slots of each row in use; empty before the first forward."""
         return self._storage.lengths
 
+    def first_slot(self, window: int | None) -> int:
+        """Return the first slot that layers with this window hold."""
+        for layer in self._held:
+            if layer._group.window == window:
+                return layer.offset
+        return 0
+
     def keep_all(self) -> None:
-        """Commit every slot written so far, those of padding too."""
-        num_pending = self.layers[0].num_pending
+        """Commit every slot of the prompt, those of padding too; what comes now may be rejected."""
+        num_pending = max(layer.num_pending for layer in self._held)
         self._commit([length + num_pending for length in self.lengths])
+        self._storage.end_prefill()
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the slots written since the last commit, keep those of each row's path, in order.
@@ -280,10 +472,12 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._storage.rejoin()
 
     def take_over(self, cache: DynamicCache) -> None:
-        """Copy what a filled cache holds; that cache stays as it is."""
-        for index, layer in enumerate(cache.layers):
-            self.update(layer.keys, layer.values, index)
-        self.keep_all()
+        """Copy what a filled cache holds; that cache stays as it is. Before the prompt only."""
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if isinstance(mine, TreeCacheLayer):
+                mine.take_over(theirs)
+        num_pending = max(layer.num_pending for layer in self._held)
+        self._commit([length + num_pending for length in self.lengths])
 
     def hand_over(self, cache: DynamicCache) -> None:
         """Let a dynamic cache hold what this one holds, without a copy; rows are of one length.
@@ -292,12 +486,17 @@ class TreeCache(Cache):  # type: ignore[misc]
         """
         assert len(set(self.lengths)) == 1
         for index, mine in enumerate(self.layers):
-            if index >= len(cache.layers) or not cache.layers[index].is_initialized:
-                cache.update(mine.keys[:, :, :0], mine.values[:, :, :0], index)
-            layer = cache.layers[index]
-            layer.keys, layer.values = mine.keys, mine.values
+            if not isinstance(mine, TreeCacheLayer):
+                continue
+            keys, values = mine.keys, mine.values
+            if index >= len(cache.layers) and keys is not None and values is not None:
+                cache.update(
+                    keys[:, :, :0], values[:, :, :0], index
+                )  # it makes layers as they come
+            if index < len(cache.layers):
+                mine.hand_over(cache.layers[index])
 
     def _commit(self, lengths: list[int]) -> None:
         self._storage.commit(lengths)
-        for layer in self.layers:
-            layer.num_pending = 0
+        for layer in self._held:
+            layer.commit()

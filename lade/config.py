@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Verifier = Literal["exact", "rejection"]
+Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
+
+WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class Config:
     #: has the target's distribution (`lade.rejection`), with other tokens for the same seed. Greedy
     #: decoding is the same with both: its target distribution is one token.
     verifier: Verifier = "exact"
+    #: How drafts are verified. "tree": all candidates in one forward, by a tree mask; "rows": as
+    #: rows of a batch; "chain": the best one alone, the cache cropped behind what was accepted;
+    #: "snapshot": the same, by a copy of the state from before the draft; "plain": not at all. None
+    #: takes the best that a check of the model finds exact (`lade.probe`).
+    target: Way | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
@@ -39,8 +47,9 @@ class Config:
                 raise TypeError(f"expected Config({name}=…) to be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"expected Config({name}=…) of at least {least}, got {value}")
-        if self.verifier not in get_args(Verifier):
-            raise ValueError(
-                f"expected Config(verifier=…) of {', '.join(map(repr, get_args(Verifier)))}, "
-                f"got {self.verifier!r}"
-            )
+        for name, known in (("verifier", get_args(Verifier)), ("target", (*WAYS, None))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"expected Config({name}=…) of {', '.join(map(repr, known))}, "
+                    f"got {getattr(self, name)!r}"
+                )

@@ -6,16 +6,18 @@ Nothing here knows of generation options; `hf.py` translates those. Next file: `
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lade.budget import Budget
 from lade.choose import Choice
 from lade.drafting import Proposer, chain
 from lade.outputs import Outputs
+from lade.ranks import Ranks
 from lade.stats import DecodeStats, Step
 from lade.target import Forward, Target
 from lade.text import Text
-from lade.tree import Tree, TreeBatch
+from lade.tree import Tree
 from lade.verify import accepted_paths
 from ngram_pool import Draft
 
@@ -54,6 +56,7 @@ class Decoder:
         rules: see there.
         on_step: told of every step after its commit, the prefill included, row by row.
         outputs: gathers what the caller wants besides the text.
+        ranks: the processes that run the target together, if there are several.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Decoder:
         rules: Rules,
         on_step: Callable[[Sequence[Step]], None],
         outputs: Outputs,
+        ranks: Ranks | None = None,
     ) -> None:
         self.stats = DecodeStats(num_prefills=text.num_rows)
         self._text = text
@@ -78,6 +82,7 @@ class Decoder:
         self._rules = rules
         self._on_step = on_step
         self._outputs = outputs
+        self._ranks = ranks
         self._rows = list(range(text.num_rows))  # those in the target's batch
         self._is_filling = False  # all is said, and the cache is filled up
 
@@ -95,10 +100,10 @@ class Decoder:
                 self._steps()
             return self.stats
         finally:
-            try:
-                self._choice.close()
-            finally:
-                self._proposer.close_all()
+            with ExitStack() as stack:  # one that raises does not keep the others open
+                stack.callback(self._proposer.close_all)
+                stack.callback(self._target.close)
+                stack.callback(self._choice.close)
 
     def _steps(self) -> None:
         while emitting := [row for row in self._rows if self._may_emit(row)]:
@@ -123,14 +128,15 @@ class Decoder:
         with self.stats.timed("draft"):
             proposed = self._proposals(emitting)
             num_nodes = self._num_nodes(proposed)
+            drafts = {row: self._draw(row, draft, num_nodes) for row, draft in proposed.items()}
+            if self._ranks is not None:
+                drafts = self._ranks.agree(drafts)
             trees = {
-                row: Tree.build(
-                    self._text.token_ids[row][-1],
-                    self._draw(row, proposed[row], num_nodes) if row in proposed else Draft.empty(),
-                )
+                row: Tree.build(self._text.token_ids[row][-1], drafts.get(row, Draft.empty()))
                 for row in self._rows
             }
-            inputs = self._target.inputs(TreeBatch.stack([*trees.values()], self._target.device))
+            inputs = self._target.inputs([*trees.values()])
+            num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
             output = self._target.forward(inputs)
             if not self._is_filling:  # padding needs no choice
@@ -142,7 +148,7 @@ class Decoder:
             for step in steps:
                 self.stats.count_row_step(step)
             width = max(map(len, trees.values()))
-            self._learn_costs(steps, proposed, width - 1, forward.sec)
+            self._learn_costs(steps, proposed, width - 1 + num_pending, forward.sec)
         self._on_step(steps)
 
     # --- draft ------------------------------------------------------------------------------
@@ -188,12 +194,16 @@ class Decoder:
 
     def _num_nodes(self, proposed: Mapping[int, Draft]) -> int:
         """Ask the budget how many nodes of each row to verify; padding has no say."""
+        if self._target.must_catch_up:
+            return 0
         probs = [
             draft.probs.tolist()
             for row, draft in proposed.items()
             if self._text.padding_of(row) is None
         ]
-        return self._budget.num_nodes(probs) if probs else self._budget.max_nodes
+        if not probs:
+            return self._budget.max_nodes
+        return self._budget.num_nodes(probs, self._target.num_pending)
 
     def _room(self, row: int) -> int:
         """Return how deep a row's draft may be; the bonus token needs one place more."""

@@ -126,6 +126,27 @@ def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     return SampledDraft(whole.token_ids, whole.parents, whole.depths, whole.probs, ids, probs)
 
 
+def narrowed(draft: Draft, max_candidates: int) -> Draft:
+    """Return the first nodes of a draft that make no more paths than so many."""
+    kept: dict[int, int] = {-1: -1}  # node -> node of the new draft
+    leaves: set[int] = set()
+    for node, parent in enumerate(draft.parents.tolist()):
+        extends = parent in leaves
+        if parent in kept and (extends or len(leaves) < max_candidates):
+            kept[node] = len(kept) - 1
+            leaves = (leaves - {parent}) | {node}
+    if len(kept) == len(draft) + 1:
+        return draft
+    nodes = [*kept][1:]
+    parents = [kept[parent] for parent in draft.parents[nodes].tolist()]
+    return Draft(
+        draft.token_ids[nodes],
+        np.array(parents, np.int32).reshape(len(nodes)),
+        draft.depths[nodes],
+        draft.probs[nodes],
+    )
+
+
 class _Proposal(NamedTuple):
     """What a row was proposed last, and how it came about."""
 
@@ -145,6 +166,7 @@ class Proposer:
     Args:
         drafter: fed by the caller through `open` and `observe`.
         vocab_size: no token id of a draft may reach it.
+        max_candidates: paths of a draft that the target can verify at once; None for any number.
         foresight: of the grammar that constrains the text, if there is one.
         rngs: one for each row, to draw drafts with; None to take the likeliest.
     """
@@ -153,11 +175,13 @@ class Proposer:
         self,
         drafter: Drafter,
         vocab_size: int,
+        max_candidates: int | None = None,
         foresight: Foresight | None = None,
         rngs: Sequence[np.random.Generator] | None = None,
     ) -> None:
         self._drafter = drafter
         self._vocab_size = vocab_size
+        self._max_candidates = max_candidates
         self._foresight = foresight
         self._rngs = rngs if isinstance(drafter, SamplingDrafter) else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
@@ -201,6 +225,8 @@ class Proposer:
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
             draft = self._drafter.draft(self._sequences[row], context, left).first(left)
+            if self._max_candidates is not None:
+                draft = narrowed(draft, self._max_candidates)
         draft = self._possible(after(forced, draft) if forced else draft, room)
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft

@@ -6,11 +6,15 @@ class LadeError(Exception):
 
 
 class UnsupportedModelError(LadeError):
-    """This model cannot be verified with a tree; raised before anything is generated."""
+    """This model cannot verify drafts in the way asked for; raised before anything is generated."""
 
 
 class UnsupportedOptionError(LadeError, ValueError):
     """A generation option that cannot be honoured; raised before anything is generated."""
+
+
+class PlainDecodingWarning(UserWarning):
+    """A model or a call leaves no way to verify drafts, and is decoded one token a forward."""
 
 
 class ModelFetchError(LadeError):

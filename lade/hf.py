@@ -6,6 +6,7 @@ here.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from lade.budget import Budget, FixedBudget
+from lade.calls import examine
 from lade.choose import (
     Choice,
     ChoiceAtOnce,
@@ -32,20 +34,27 @@ from lade.choose import (
     Race,
     RejectionChoice,
 )
-from lade.config import Config
+from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
-from lade.drafting import Drafter, PoolDrafter, Proposer
+from lade.drafting import Drafter, PoolDrafter, Proposer, SamplingDrafter
+from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
+from lade.internals import Model, decode_plainly
 from lade.options import (
     refuse_unsupported_arguments,
     refuse_unsupported_options,
     take_stop_strings,
 )
 from lade.outputs import Outputs
+from lade.probing import Choice as ChosenWay
+from lade.probing import Profile, choose_way, make_target, profile_of
 from lade.processors import Processors
+from lade.ranks import Ranks
+from lade.rollback import find_cache
+from lade.rules import longest_draft
 from lade.stats import DecodeStats, Step
-from lade.stopping import ColumnStream, StopRule
-from lade.target import Model, Profile, TreeTarget, full_attention_layers, profile_of
+from lade.stopping import ColumnStream, PlainStream, StopRule
+from lade.target import Target
 from lade.text import Text
 from ngram_pool import NGramPool
 
@@ -88,7 +97,7 @@ def generate(
         What `generate` returns; with `return_dict_in_generate=True` it has a field `stats` more.
 
     Raises:
-        UnsupportedModelError: the model cannot verify drafts.
+        UnsupportedModelError: the model cannot verify drafts in the way that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     model = _without_compiler(model)
@@ -186,28 +195,40 @@ def decode(
     `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
     calls any custom function. `lade.generate` and `lade.wrap` mend that.
     """
-    full_attention_layers(model)
-    refuse_unsupported_options(model, generation_config, model_kwargs)
-    drafter = _choose_drafter(pool, drafter, config)
+    refuse_unsupported_options(model, generation_config)
+    call = examine(model, input_ids, generation_config, model_kwargs)
     num_rows, device = input_ids.shape[0], input_ids.device
-    profile = profile_of(model, num_rows)
-    max_length = generation_config.max_length
-    target = TreeTarget(
+    way = choose_way(
         model,
-        input_ids,
-        model_kwargs,
-        profile.num_layers,
-        max_length - input_ids.shape[1],
-        generation_config,
+        is_batch=num_rows > 1,
+        cache=call.cache,
+        asked=config.target if config is not None else None,
+        excluded=call.excluded,
     )
+    if way.way == "plain":
+        _warn_once(model, way)
+        return _decode_plainly(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            PlainStream(token_streamer, on_step, stopping_criteria, num_rows),
+            model_kwargs,
+        )
+    max_length = generation_config.max_length
+    target = make_target(
+        model, input_ids, model_kwargs, way, max_length - input_ids.shape[1], generation_config
+    )
+    drafter = _choose_drafter(pool, drafter, config, target)
     stop = StopRule(stopping_criteria, num_rows)
     pad_token = generation_config._pad_token_tensor if stop.has_eos else None
     text = Text(input_ids, None if pad_token is None else int(pad_token))
     outputs = Outputs(num_rows, _wanted_outputs(generation_config))
     stop.watch(text, outputs)
     processors = Processors(logits_processor, num_rows)
-    is_joint = stop.is_joint or processors.is_joint
-    cache = model_kwargs.get("past_key_values")
+    is_joint = stop.is_joint or processors.is_joint or target.is_joint
+    _, cache = find_cache(model_kwargs) or ("", None)
     stream = ColumnStream(token_streamer, text)
 
     def emit(steps: Sequence[Step]) -> None:
@@ -229,7 +250,9 @@ def decode(
             outputs.on_choice,
         )
     rules = Rules(
-        max_length=_longest_draft(model, max_length, input_ids, model_kwargs),
+        max_length=longest_draft(
+            model, max_length, input_ids.shape[1], _first_position(input_ids, model_kwargs)
+        ),
         stop=stop,
         is_joint=is_joint,
         keeps_finished=is_joint or text.pad_token_id is None or len(outputs) > 0,
@@ -239,17 +262,24 @@ def decode(
         text,
         _contexts(input_ids, model_kwargs.get("attention_mask")),
         target,
-        Proposer(drafter, target.vocab_size, foresight_of(logits_processor), rngs),
+        Proposer(
+            drafter,
+            target.vocab_size,
+            target.max_candidates,
+            foresight_of(logits_processor),
+            rngs,
+        ),
         choice,
-        _choose_budget(config, profile),
+        _choose_budget(config, profile_of(model), way.way),
         rules,
         emit,
         outputs,
+        Ranks.of(model),
     )
     stats = decoder.run()
     stream.end()
-    if cache is not None and rules.fills_cache:
-        target.cache.hand_over(cache)
+    if rules.fills_cache:
+        cache = target.hand_over(cache)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return GenerateOutput(
@@ -263,6 +293,34 @@ def decode(
     )
 
 
+def _decode_plainly(
+    model: Model,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    stream: PlainStream,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Decode as `generate` itself does, for a model or a call that leaves no way to speculate."""
+    output = decode_plainly(model, input_ids, processors, criteria, config, stream, model_kwargs)
+    if not config.return_dict_in_generate:
+        return output
+    return GenerateOutput(**output, stats=stream.stats)
+
+
+def _warn_once(model: Model, way: ChosenWay) -> None:
+    """Say why there is no speed to be had; the text is not affected."""
+    if not way.reasons:
+        return  # asked for
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in way.reasons.items())
+    text = f"lade decodes {type(model).__name__} plainly, one token a forward. {reasons}"
+    warned = profile_of(model).warned
+    if text not in warned:
+        warned.add(text)
+        warnings.warn(text, PlainDecodingWarning, stacklevel=2)
+
+
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """Return what the drafter sees of each prompt: all that is not masked."""
     if attention_mask is None:
@@ -274,20 +332,10 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     ]
 
 
-def _longest_draft(
-    model: Model, max_length: int, input_ids: Tensor, model_kwargs: dict[str, Any]
-) -> int:
-    """Return how long the text may get with a draft.
-
-    Learned positions end somewhere, and a draft must not ask for more than plain decoding would.
-    """
-    config = model.config.get_text_config(decoder=True)
-    last_position: int | None = getattr(config, "max_position_embeddings", None)
-    if last_position is None:
-        return max_length
+def _first_position(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
+    """Return the position of the first token behind the longest prompt."""
     positions = model_kwargs.get("position_ids")
-    first = input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
-    return min(max_length, input_ids.shape[1] + max(0, last_position - first))
+    return input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
 
 
 def _wanted_outputs(config: GenerationConfig) -> list[str]:
@@ -308,7 +356,7 @@ def _is_users(cache: DynamicCache | None) -> bool:
 
 
 def _choose_drafter(
-    pool: NGramPool | None, drafter: Drafter | None, config: Config | None
+    pool: NGramPool | None, drafter: Drafter | None, config: Config | None, target: Target
 ) -> Drafter:
     if drafter is not None:
         if pool is not None:
@@ -318,9 +366,17 @@ def _choose_drafter(
                 "expected no Config(max_candidates=…) or Config(max_ngram_size=…) beside a "
                 "drafter: they are settings of the pool"
             )
+        rejects = config is not None and config.verifier == "rejection"
+        if rejects and target.max_candidates is not None and isinstance(drafter, SamplingDrafter):
+            # Which of the drawn paths to leave out is the drafter's to say.
+            raise UnsupportedOptionError(
+                "lade does not support a drafter of one's own that draws its drafts where only "
+                f"{target.max_candidates} of their paths can be verified"
+            )
         return drafter
     _check_pool(pool, config)
-    max_candidates = config.max_candidates if config is not None else None
+    limits = [target.max_candidates, config.max_candidates if config is not None else None]
+    max_candidates = min((limit for limit in limits if limit is not None), default=None)
     return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates)
 
 
@@ -340,9 +396,9 @@ def _check_pool(pool: NGramPool | None, config: Config | None) -> None:
         )
 
 
-def _choose_budget(config: Config | None, profile: Profile) -> Budget:
+def _choose_budget(config: Config | None, profile: Profile, way: Way) -> Budget:
     if config is None or config.max_draft_tokens is None:
-        return profile.budget
+        return profile.budget(way)
     return FixedBudget(config.max_draft_tokens)
 
 

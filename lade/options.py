@@ -7,12 +7,11 @@ import copy
 from typing import Any
 
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
-from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.errors import UnsupportedOptionError
-from lade.target import Model
+from lade.internals import Model
 
 # transformers drops these before it calls a custom function, or turns elsewhere.
 _DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
@@ -65,40 +64,17 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     return twin
 
 
-def refuse_unsupported_options(
-    model: Model, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
+def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for what would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     reasons = {
+        "encoder-decoder models": bool(model.config.is_encoder_decoder),
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
         f"generation mode {mode}": mode not in ("greedy_search", "sample"),
-        "use_cache=False": config.use_cache is False,
-        f"cache_implementation={config.cache_implementation!r}": (
-            config.cache_implementation not in (None, "dynamic")
-        ),
         "models sharded by FSDP or DeepSpeed ZeRO-3": (
             is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
         ),
     }
-    cache = model_kwargs.get("past_key_values")
-    reasons[f"past_key_values of {type(cache).__name__}"] = cache is not None and (
-        type(cache) is not DynamicCache
-        or getattr(cache, "offloading", False)
-        or any(type(layer) is not DynamicLayer for layer in cache.layers)
-    )
-    known = {
-        "attention_mask",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "logits_to_keep",
-        "inputs_embeds",
-        "output_attentions",
-        "output_hidden_states",
-    }
-    for name, value in model_kwargs.items():
-        reasons[f"the model input {name}"] = name not in known and value is not None
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedOptionError(f"lade does not support {reason} yet")

@@ -3,7 +3,11 @@
 Next file: `hf.py`.
 """
 
+from collections.abc import Callable
+from time import perf_counter
+
 import torch
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -13,6 +17,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from lade.outputs import Outputs
+from lade.stats import DecodeStats, Step
 from lade.text import Text
 
 
@@ -85,6 +90,53 @@ class ColumnStream:
                     return
             self._streamer.put(torch.tensor(column))
             self._next += 1
+
+    def end(self) -> None:
+        """Tell the streamer that all has come."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+class PlainStream(BaseStreamer):  # type: ignore[misc]
+    """Listens to plain decoding, and tells streamer, `on_step` and statistics what lade would."""
+
+    def __init__(
+        self,
+        streamer: BaseStreamer | None,
+        on_step: Callable[[Step], None] | None,
+        criteria: StoppingCriteriaList,
+        num_rows: int,
+    ) -> None:
+        self.stats = DecodeStats(num_prefills=num_rows)
+        self._streamer = streamer
+        self._on_step = on_step
+        self._eos_token_ids: set[int] = set()
+        for criterion in criteria:
+            if isinstance(criterion, EosTokenCriteria):
+                self._eos_token_ids.update(criterion.eos_token_id.tolist())
+        self._is_finished = [False] * num_rows
+        self._num_columns = 0
+        self._since = perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        """Take the next token of every row, int64 [rows]."""
+        now = perf_counter()
+        stage = "forward_sec" if self._num_columns else "prefill_sec"
+        setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
+        if self._streamer is not None:
+            self._streamer.put(value)
+        self.stats.num_steps += self._num_columns > 0
+        for row, token_id in enumerate(value.tolist()):
+            if self._is_finished[row]:
+                continue
+            self._is_finished[row] = token_id in self._eos_token_ids
+            step = Step([token_id], 0, 0, row)
+            if self._num_columns:
+                self.stats.count_row_step(step)
+            if self._on_step is not None:
+                self._on_step(step)
+        self._num_columns += 1
+        self._since = perf_counter()
 
     def end(self) -> None:
         """Tell the streamer that all has come."""

@@ -9,7 +9,6 @@ import torch
 import lade
 from lade.budget import FixedBudget
 from lade.drafting import chain
-from lade.target import profile_of
 from ngram_pool import Draft
 from tests.lade.both import THREE, ListStreamer, both
 from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
@@ -188,11 +187,11 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     asked: list[int] = []
 
     class Watching(FixedBudget):
-        def num_nodes(self, probs: Any) -> int:
+        def num_nodes(self, probs: Any, num_pending: int) -> int:
             asked.append(len(probs))
-            return super().num_nodes(probs)
+            return super().num_nodes(probs, num_pending)
 
-    monkeypatch.setattr("lade.hf._choose_budget", lambda config, profile: Watching(30))
+    monkeypatch.setattr("lade.hf._choose_budget", lambda *args: Watching(30))
     model = tiny_model("llama", seed=1)
     widths = []
     model.register_forward_pre_hook(
@@ -205,7 +204,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     expected = model.generate(THREE, **options)
     drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
     monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
-    profile_of(model, num_rows=3)  # which runs the model, too
+    lade.probe(model, num_rows=3)  # which runs the model, too
     widths.clear()
     got = lade.generate(model, THREE, drafter=drafter, **options)
     assert got.tolist() == expected.tolist()

@@ -332,7 +332,7 @@ def run_budget(
     sizes = []
     before = 0
     for hit in hits:
-        num_nodes = budget.num_nodes([probs])
+        num_nodes = budget.num_nodes([probs], 0)
         assert 0 <= num_nodes <= len(probs)
         came, before = int(hit) > before, int(hit)
         budget.record(1, num_nodes, cost(num_nodes + 1), expected=sum(probs[:1]), came=came)
@@ -383,9 +383,9 @@ def test_budget_state_is_bounded() -> None:
     for length in [*range(64), *range(64)]:
         run_budget(budget, lambda size: 0.01, [0.5] * length, 20)
     assert [len(costs._sec) for costs in budget._costs.values()] == [64]
-    assert budget.num_nodes([[]]) == 0
+    assert budget.num_nodes([[]], 0) == 0
     for num_rows in range(1, 1000):
-        budget.num_nodes([[0.5]] * num_rows)
+        budget.num_nodes([[0.5]] * num_rows, 0)
     assert len(budget._costs) == 10
 
 
@@ -397,7 +397,7 @@ def test_budget_counts_what_all_rows_expect() -> None:
         rows = [[0.9] * 8] * num_drafting + [[]] * (8 - num_drafting)
         sizes = []
         for _ in range(400):
-            num_nodes = budget.num_nodes(rows)
+            num_nodes = budget.num_nodes(rows, 0)
             budget.record(8, num_nodes, 0.01 * (1 + 0.4 * num_nodes), expected=0.9, came=0.9)
             sizes.append(num_nodes)
         assert np.median(sizes[-100:]) == expected
@@ -406,7 +406,7 @@ def test_budget_counts_what_all_rows_expect() -> None:
 def test_fixed_budget_verifies_the_whole_draft() -> None:
     budget = FixedBudget(5)
     assert budget.max_nodes == 5
-    assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]]) == 3
+    assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
     budget.record(2, 3, 1.0, 0.1, came=False)
 
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from lade.cache import TreeCache
-from lade.masks import tree_mask
+from lade.cache import LayerKind, TreeCache
+from lade.masks import FULL, Reach, TreeSlots
+from lade.rules import tree_layout
 from lade.target import TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
 from ngram_pool import Draft
@@ -80,29 +81,61 @@ def test_trees_of_a_batch_are_padded_with_nodes_that_see_themselves_alone() -> N
 
 def test_additive_mask_hides_with_the_lowest_finite_value() -> None:
     visible, num_cached = torch.tensor([[False, True]]), torch.tensor([2])
-    ancestors = TreeBatch.stack([Tree.build(1, make_draft([-1]))], CPU).ancestors
-    assert tree_mask(visible, num_cached, ancestors, None).int().tolist() == [
-        [[[0, 1, 1, 0], [0, 1, 1, 1]]]
-    ]
+    trees = TreeBatch.stack([Tree.build(1, make_draft([-1]))], CPU)
+    slots = TreeSlots(visible, num_cached, trees.ancestors, trees.depths)
+    assert slots.mask(FULL, 0, None).int().tolist() == [[[[0, 1, 1, 0], [0, 1, 1, 1]]]]
     low = torch.finfo(torch.float16).min
-    assert tree_mask(visible, num_cached, ancestors, torch.float16).tolist() == [
-        [[[low, 0, 0, low], [low, 0, 0, 0]]]
-    ]
+    assert slots.mask(FULL, 0, torch.float16).tolist() == [[[[low, 0, 0, low], [low, 0, 0, 0]]]]
 
 
 def test_nodes_of_a_ragged_batch_lie_behind_their_own_row() -> None:
     visible = torch.tensor([[True, True, True], [True, False, False]])
     tree = Tree.build(1, make_draft([-1]))
-    ancestors = TreeBatch.stack([tree, tree], CPU).ancestors
-    mask = tree_mask(visible, torch.tensor([3, 1]), ancestors, None)
-    assert mask.int().tolist() == [
+    trees = TreeBatch.stack([tree, tree], CPU)
+    slots = TreeSlots(visible, torch.tensor([3, 1]), trees.ancestors, trees.depths)
+    assert slots.mask(FULL, 0, None).int().tolist() == [
         [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]],
         [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]],  # not [1, 0, 0, 1, 0]: slots follow the row's own
     ]
 
 
+def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() -> None:
+    """Two branches of depth 2 behind five slots: what matters is a node's depth, not its slot."""
+    trees = TreeBatch.stack([Tree.build(1, make_draft([-1, -1, 0, 1]))], CPU)
+    visible = torch.ones((1, 5), dtype=torch.bool)
+    slots = TreeSlots(visible, torch.tensor([5]), trees.ancestors, trees.depths)
+    expected_window = [
+        [0, 0, 0, 1, 1, 1, 0, 0, 0, 0],  # the root, at 5, sees 3, 4 and itself
+        [0, 0, 0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 0, 1, 0, 1],
+    ]
+    assert slots.mask(Reach(window=3), 0, None)[0, 0].int().tolist() == expected_window
+    assert slots.mask(Reach(window=3), 3, None)[0, 0].int().tolist() == [
+        row[3:] for row in expected_window
+    ]
+    expected_chunk = [
+        [0, 0, 0, 1, 1, 1, 0, 0, 0, 0],  # 3, 4 and 5 are a chunk, 6 begins the next
+        [0, 0, 0, 0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 0, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1, 0, 1],
+    ]
+    assert slots.mask(Reach(chunk=3), 0, None)[0, 0].int().tolist() == expected_chunk
+    # One slot of padding in front moves the chunks.
+    padded = TreeSlots(visible, torch.tensor([5]), trees.ancestors, trees.depths, torch.tensor([1]))
+    assert padded.mask(Reach(chunk=3), 0, None)[0, 0, 0].int().tolist() == [
+        *[0, 0, 0, 0, 1, 1],
+        *[0, 0, 0, 0],
+    ]
+
+
+FAMILIES = ["llama", "gpt2", "deepseek_v3", "mistral", "gemma3_text", "llama4_text"]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(
     family: str, attention: str
 ) -> None:
@@ -119,10 +152,10 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(
 @torch.no_grad()
 def check_one_step(model: Any, draft: Draft, leaf: int) -> None:
     prompt = [5, 9, 11, 5, 9]
-    target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, 3, 40)
+    target = TreeTarget(model, torch.tensor([prompt]), {"use_cache": True}, tree_layout(model), 40)
     target.prefill()
     tree = Tree.build(8, draft)
-    logits = target.forward(target.inputs(TreeBatch.stack([tree], CPU))).logits[0]
+    logits = target.forward(target.inputs([tree])).logits[0]
     for node in range(len(tree)):
         path = [tree.token_ids[i] for i in path_to(draft, node)]
         alone = model(torch.tensor([prompt + path]), use_cache=False).logits[0, -1]
@@ -140,12 +173,14 @@ def check_cache(model: Any, target: TreeTarget, row: int, committed: list[int]) 
     model(torch.tensor([committed]), past_key_values=fresh)
     for mine, theirs in zip(target.cache.layers, fresh.layers, strict=True):
         for got, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
-            held = got[row : row + 1, :, : len(committed)]
+            # A layer with a window may hold more than it needs, or less than there was.
+            first, last = len(committed) - expected.shape[2], len(committed)
+            held = got[row : row + 1, :, first - mine.offset : last - mine.offset]
             torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attention: str) -> None:
     model = tiny_model(family, seed=4, attention=attention)
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
@@ -161,7 +196,9 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
     )
     @torch.no_grad()
     def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
-        target = TreeTarget(model, torch.tensor(prompts), {"use_cache": True}, 3, 60)
+        target = TreeTarget(
+            model, torch.tensor(prompts), {"use_cache": True}, tree_layout(model), 60
+        )
         target.prefill()
         committed = [list(prompt) for prompt in prompts]
         for number, step in enumerate(steps):
@@ -171,7 +208,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
                 committed = [committed[row] for row in keep]
             drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
             trees = [Tree.build(8 + number, draft) for draft in drafts]
-            logits = target.forward(target.inputs(TreeBatch.stack(trees, CPU))).logits
+            logits = target.forward(target.inputs(trees)).logits
             kept = []
             for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
                 leaf = step[row][1] % len(tree)
@@ -192,7 +229,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
 
 
 def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
-    cache = TreeCache(num_layers=2, num_slots=0, max_slots=400)
+    cache = TreeCache([LayerKind("full")] * 2, num_slots=0, max_slots=400)
     expected = []
     for step in range(5):
         for layer in range(2):
@@ -206,32 +243,32 @@ def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
 
 
 def test_cache_grows_in_steps_and_not_beyond_what_is_needed() -> None:
-    cache = TreeCache(num_layers=1, num_slots=1000, max_slots=1500)
+    cache = TreeCache([LayerKind("full")] * 1, num_slots=1000, max_slots=1500)
 
     def num_slots() -> int:
-        return int(cache.layers[0]._key_store.buffer.shape[3])
+        return int(cache.layers[0]._key_place[0].buffer.shape[3])
 
     cache.update(torch.zeros(1, 1, 1000, 2), torch.zeros(1, 1, 1000, 2), 0)
     assert num_slots() == 1256
     for expected in (1256, 1256, 1500, 1500, 1500, 1600):
         cache.update(torch.zeros(1, 1, 100, 2), torch.zeros(1, 1, 100, 2), 0)
         assert num_slots() == expected
-    short = TreeCache(num_layers=1, num_slots=10, max_slots=20)
+    short = TreeCache([LayerKind("full")] * 1, num_slots=10, max_slots=20)
     short.update(torch.zeros(1, 1, 10, 2), torch.zeros(1, 1, 10, 2), 0)
-    assert short.layers[0]._key_store.buffer.shape[3] == 20
+    assert short.layers[0]._key_place[0].buffer.shape[3] == 20
 
 
 def test_layers_on_several_devices_have_stores_of_their_own() -> None:
-    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9, share=False)
+    cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9, share=False)
     for layer in range(2):
         cache.update(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), layer)
-        assert cache.layers[layer]._key_store.buffer.shape[0] == 1
+        assert cache.layers[layer]._key_place[0].buffer.shape[0] == 1
     cache.keep([[1]])
     assert cache.get_seq_length() == 1
 
 
 def test_layers_of_unlike_shapes_each_find_a_place() -> None:
-    cache = TreeCache(num_layers=3, num_slots=4, max_slots=9)
+    cache = TreeCache([LayerKind("full")] * 3, num_slots=4, max_slots=9)
     shapes = [(1, 2, 3, 4), (1, 1, 3, 4), (1, 2, 3, 6)]
     states = [(torch.randn(shape), torch.randn(shape)) for shape in shapes]
     for layer, (keys, values) in enumerate(states):
@@ -244,7 +281,7 @@ def test_layers_of_unlike_shapes_each_find_a_place() -> None:
 
 def test_commit_moves_only_what_is_out_of_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that is a prefix of the tree, the usual case, copies nothing."""
-    cache = TreeCache(num_layers=1, num_slots=8, max_slots=9)
+    cache = TreeCache([LayerKind("full")] * 1, num_slots=8, max_slots=9)
     keys = torch.randn(1, 1, 6, 4)
     cache.update(keys, keys, 0)
     with monkeypatch.context() as patch:
@@ -255,7 +292,7 @@ def test_commit_moves_only_what_is_out_of_place(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None:
     """Hidden slots are multiplied by 0, and 0 times NaN is NaN."""
-    cache = TreeCache(num_layers=1, num_slots=4, max_slots=600)
+    cache = TreeCache([LayerKind("full")] * 1, num_slots=4, max_slots=600)
     cache.update(torch.ones(2, 1, 4, 1), torch.ones(2, 1, 4, 1), 0)
     cache.keep([[0], [0, 1, 2, 3]])
     for _ in range(3):
@@ -267,7 +304,7 @@ def test_a_ragged_cache_grows_and_holds_nothing_that_was_never_written() -> None
 
 
 def test_rows_are_left_out_in_place_and_come_back() -> None:
-    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9)
+    cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9)
     keys = torch.randn(5, 1, 3, 2)
     for layer in range(2):
         cache.update(keys, -keys, layer)
@@ -299,7 +336,7 @@ def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
     keys = torch.randn(2, 1, 3, 4)
     for layer in range(2):
         theirs.update(keys, -keys, layer)
-    cache = TreeCache(num_layers=2, num_slots=4, max_slots=9)
+    cache = TreeCache([LayerKind("full")] * 2, num_slots=4, max_slots=9)
     cache.take_over(theirs)
     assert cache.lengths == [3, 3]
     new = torch.randn(2, 1, 2, 4)
@@ -313,3 +350,78 @@ def test_a_cache_is_taken_over_by_copy_and_handed_over_without_one() -> None:
         for layer, mine in zip(given_cache.layers, cache.layers, strict=True):
             assert torch.equal(layer.keys, torch.cat([keys, new[:, :, 1:]], dim=2))
             assert layer.keys.data_ptr() == mine.keys.data_ptr()
+
+
+def test_a_layer_with_a_window_holds_little_more_than_its_window() -> None:
+    """The whole text goes by; what a query can still see is there, under its own slot."""
+    kinds = [LayerKind("windowed", 8), LayerKind("full"), LayerKind("windowed", 8)]
+    cache = TreeCache(kinds, num_slots=50, max_slots=400)
+    text = torch.randn(1, 1, 50, 4)
+    for chunk in (text[:, :, :30], text[:, :, 30:33], text[:, :, 33:]):
+        for layer in range(3):
+            length, offset = cache.layers[layer].get_mask_sizes(chunk.shape[2])
+            keys, _ = cache.update(chunk, chunk, layer)
+            seen = cache.get_seq_length() if layer == 2 else cache.layers[layer].get_seq_length()
+            assert keys.shape[2] == length
+            assert torch.equal(keys, text[:, :, offset:seen])
+    cache.keep_all()
+    assert cache.lengths == [50]
+    for step in range(60):
+        new = torch.randn(1, 1, 5, 4)
+        kept = [[0, 1, 2, 3, 4], [0, 2, 4], [0]][step % 3]
+        for layer in range(3):
+            length, offset = cache.layers[layer].get_mask_sizes(5)
+            keys, _ = cache.update(new, new, layer)
+            assert keys.shape[2] == length
+            expected = torch.cat([text, new], dim=2)[:, :, offset:]
+            assert torch.equal(keys, expected)
+        cache.keep([kept])
+        text = torch.cat([text, new[:, :, kept]], dim=2)
+        assert cache.layers[0].offset <= text.shape[2] - 7  # what the window needs is there
+        assert text.shape[2] - cache.layers[0].offset <= 7 + 8 + 5
+    windowed, whole = cache.layers[2], cache.layers[1]
+    assert torch.equal(windowed.keys, text[:, :, windowed.offset :])
+    assert torch.equal(whole.keys, text)
+
+
+def test_a_windowed_cache_is_taken_over_and_handed_over_as_it_is() -> None:
+    config = tiny_model("mistral").config
+    for length in (3, 20):
+        theirs = DynamicCache(config=config)
+        keys = torch.randn(2, 1, length, 4)
+        for layer in range(3):
+            theirs.update(keys, -keys, layer)
+        cache = TreeCache([LayerKind("windowed", 8)] * 3, num_slots=length + 4, max_slots=60)
+        cache.take_over(theirs)
+        new = torch.randn(2, 1, 4, 4)
+        for layer in range(3):
+            mine, _ = cache.update(new, new, layer)
+            # What `update` returns is what transformers' own would: a window less one, and the new.
+            assert torch.equal(mine, torch.cat([theirs.layers[layer].keys, new], dim=2))
+        cache.keep_all()
+        assert cache.lengths == [length + 4] * 2
+        cache.hand_over(theirs)
+        text = torch.cat([keys, new], dim=2)
+        assert theirs.get_seq_length() == length + 4
+        for layer in theirs.layers:
+            assert torch.equal(layer.keys, text[:, :, -7:])
+        plain_keys, _ = theirs.update(new, new, 0)  # and they go on from there
+        assert torch.equal(plain_keys, torch.cat([text[:, :, -7:], new], dim=2))
+
+
+def test_indexer_keys_go_where_the_keys_go() -> None:
+    cache = TreeCache([LayerKind("indexed")] * 2, num_slots=4, max_slots=90)
+    keys, index = torch.randn(2, 1, 4, 4), torch.randn(2, 4, 3)
+    for layer in range(2):
+        assert torch.equal(cache.update_indexer(index, layer), index)
+        cache.update(keys, -keys, layer)
+    cache.keep_all()
+    new, new_index = torch.randn(2, 1, 3, 4), torch.randn(2, 3, 3)
+    for layer in range(2):
+        cache.update(new, new, layer)
+        got = cache.update_indexer(new_index, layer)
+        assert torch.equal(got, torch.cat([index, new_index], dim=1))
+    cache.keep([[0, 2], [1, 2]])
+    held = cache.layers[1].indexer_keys
+    assert torch.equal(held[0], torch.cat([index[0], new_index[0, [0, 2]]]))
+    assert torch.equal(held[1], torch.cat([index[1], new_index[1, [1, 2]]]))

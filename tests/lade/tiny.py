@@ -35,6 +35,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "phi3": {"original_max_position_embeddings": 512},
     "olmo2": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "llama4_text": {
+        "attention_chunk_size": 8,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+    },
     "deepseek_v3": {
         "q_lora_rank": 8,
         "kv_lora_rank": 8,

@@ -1,0 +1,125 @@
+"""Which ways of verifying drafts one call leaves open, by its inputs, its cache and its lengths.
+
+Next file: `hf.py`.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from lade.cache import kind_of
+from lade.config import WAYS, Way
+from lade.internals import Model
+from lade.rollback import find_cache, why_not_croppable, why_not_savable
+from lade.rules import Lengths, rope_of, why_no_tree, why_not_speculate
+
+# What all ways continue behind the prompt.
+_CONTINUED = {
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+}
+# What says how positions were counted in the prompt; positions are given to every forward.
+_OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+
+
+class Call(NamedTuple):
+    """What one call leaves open."""
+
+    excluded: dict[Way, str]  # ways it cannot take, and why
+    cache: str | None  # `cache_implementation` where it is not the default
+
+
+def examine(
+    model: Model, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Call:
+    """Return which ways of verifying are open to a call that `generate` has prepared."""
+    excluded: dict[Way, str] = {}
+
+    def exclude(reason: str | None, *ways: Way) -> None:
+        for way in ways if reason is not None else ():
+            excluded.setdefault(way, str(reason))
+
+    speculating = WAYS[:-1]
+    lengths = _lengths(input_ids, config, model_kwargs)
+    exclude(why_not_speculate(model, lengths), *speculating)
+    exclude(_needs_more(model, input_ids, model_kwargs), *speculating)
+    exclude(why_no_tree(model, lengths), "tree")
+    rope = rope_of(model.config.get_text_config(decoder=True))
+    if rope is not None and lengths.first_position + lengths.num_new > rope[1]:
+        # What is run again would be more than one token.
+        exclude(f"its rotary embedding is {rope[0]}", "snapshot")
+    _, cache = find_cache(model_kwargs) or ("", None)
+    if model_kwargs.get("output_attentions"):
+        exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
+        if isinstance(cache, Cache) and any(cache.is_sliding):
+            exclude("attentions were asked for, of layers with a window", *speculating)
+    if cache is None and not model_kwargs.get("use_cache", True):
+        exclude("use_cache=False", "tree", "snapshot")
+    elif not isinstance(cache, DynamicCache) or type(cache) is not DynamicCache:
+        exclude(f"its cache is a {type(cache).__name__}", "tree")
+    elif any(kind_of(layer) is None for layer in cache.layers):
+        exclude("its cache has layers that a tree cannot be kept in", "tree")
+    elif cache.offloading:
+        exclude("its cache is offloaded", "tree")
+    if cache is not None and type(cache) not in (DynamicCache, StaticCache):
+        exclude(f"past_key_values is a {type(cache).__name__}", *speculating)
+    elif cache is not None and not _is_default(model, cache):
+        exclude(why_not_croppable(cache), "rows", "chain")
+        exclude(why_not_savable(cache), "snapshot")
+    if type(cache) is StaticCache:
+        exclude("a static cache has room for the rows of the batch alone", "rows")
+        return Call(excluded, "static")
+    return Call(excluded, None)
+
+
+def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    num_slots = input_ids.shape[1] if mask is None else mask.shape[1]
+    embeds = model_kwargs.get("inputs_embeds")
+    if embeds is not None:
+        num_slots = max(num_slots, embeds.shape[1])
+    first = num_slots if positions is None else int(positions[..., -1].max()) + 1
+    num_new = config.max_length - input_ids.shape[1]
+    return Lengths(input_ids.shape[0], first, num_slots, num_new)
+
+
+def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Return a model input that is not only of the prompt, as an image is, but of every forward."""
+    unknown = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in _CONTINUED | _OF_PROMPT and value is not None
+    }
+    if not unknown or input_ids.shape[1] == 0:
+        return f"the model input {next(iter(unknown))}" if unknown else None
+    known = {name: value for name, value in model_kwargs.items() if name in _CONTINUED}
+    known.pop("inputs_embeds", None)
+    try:
+        later = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, is_first_iteration=False, **known, **unknown
+        )
+    except Exception as failure:
+        return f"its inputs cannot be told apart ({type(failure).__name__}: {failure})"
+    for name in unknown:
+        if later.get(name) is not None:
+            return f"every forward takes the model input {name}"
+    return None
+
+
+def _is_default(model: Model, cache: Any) -> bool:
+    """Tell whether a cache is what `generate` makes, so that the self-check speaks for it."""
+    if type(cache) is not DynamicCache:
+        return False
+    made = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return not cache.offloading and [*map(type, cache.layers)] == [*map(type, made.layers)]

@@ -1,0 +1,255 @@
+"""Verifying drafts with the model's own causal masks: one path, or several as rows of a batch.
+
+For models that no tree mask can describe: without position_ids, with ALiBi, with convolutions, with
+a recurrent state, or without a cache at all. Next file: `rollback.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.errors import UnsupportedModelError
+from lade.inputs import extended, widened
+from lade.internals import Model, prefill
+from lade.rollback import crop, expand, find_cache, pick, record_past, saved, why_not_croppable
+from lade.target import Forward
+from lade.tree import ROOT, Tree
+
+MAX_ROWS = 4  # paths of a draft as rows of a batch; each reads the whole cache once more
+_MAX_PENDING = 16  # tokens to run again; beyond, a step without a draft brings the state up to date
+
+
+class _Layout(NamedTuple):
+    """Where the nodes of one step's trees are run."""
+
+    width: int  # tokens of a row, those run again not counted
+    num_pending: int
+    rows: list[int] | None  # of each node, where one tree takes several rows
+    columns: list[int]  # of each node
+    is_whole: bool  # whether no row is padded
+
+
+class _Outputs(NamedTuple):
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor | None, ...] | None
+
+
+class ChainTarget:
+    """Verifies paths in the cache that the model itself has made, after going back where they end.
+
+    A batch of prompts is verified one path a row, and its rows stay of one length.
+
+    Args:
+        model: the target.
+        input_ids: int64 [rows, num_tokens], the prompts; no tokens where `inputs_embeds` is given.
+        model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
+        max_candidates: paths of a draft to verify at once, as rows of a batch.
+        restores: keep the state from before a draft and run the accepted part again, with the next
+            draft, where the draft was not accepted whole; instead of dropping tokens.
+        generation_config: the prefill follows its `prefill_chunk_size`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        max_candidates: int = 1,
+        restores: bool = False,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        self.device: torch.device = input_ids.device
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self.is_joint = input_ids.shape[0] > 1
+        self.max_candidates: int | None = 1 if self.is_joint or restores else max_candidates
+        self.num_pending = 0
+        self._model = model
+        self._model_kwargs = dict(model_kwargs)
+        self._restores = restores
+        self._generation_config = generation_config or GenerationConfig()
+        self._ids = input_ids  # all tokens before the root
+        self._num_prompt = input_ids.shape[1]
+        self._cache: tuple[str, Any] | None = None  # under its name
+        self._saved: Any = None
+
+    @property
+    def num_cached(self) -> list[int]:
+        """Tokens before the root of each row."""
+        num_new = self._ids.shape[1] - self._num_prompt
+        return [self._num_slots + num_new] * self._ids.shape[0]
+
+    @property
+    def must_catch_up(self) -> bool:
+        """Whether the next forward should have no draft."""
+        return self.num_pending >= _MAX_PENDING
+
+    def prefill(self) -> Forward:
+        """Run the prompts exactly as `generate` does."""
+        output = prefill(self._model, self._ids, self._generation_config, self._model_kwargs)
+        if self._model_kwargs.get("use_cache", True):
+            self._cache = find_cache(output)
+        self._num_slots = self._count_slots()
+        if self._cache is not None and not self._restores:
+            reason = why_not_croppable(self._cache[1])
+            if reason is not None:
+                raise UnsupportedModelError(reason)
+            record_past(self._cache[1], True)
+        forward: Forward = output
+        return forward
+
+    def inputs(self, trees: Sequence[Tree]) -> dict[str, Any]:
+        """Return the arguments of the model's forward for a path behind each row's tokens."""
+        if self.is_joint:
+            paths = [[*range(len(tree))] for tree in trees]
+            rows = None
+        else:
+            paths = _paths(trees[0])
+            rows = [
+                next(row for row, path in enumerate(paths) if node in path)
+                for node in range(len(trees[0]))
+            ]
+        width = max(map(len, paths))
+        self._layout = _Layout(
+            width,
+            self.num_pending,
+            rows if len(paths) > 1 else None,
+            max((tree.depths for tree in trees), key=len),
+            all(len(path) == width for path in paths),
+        )
+        of_paths = trees if self.is_joint else [trees[0]] * len(paths)
+        token_ids = torch.zeros((len(paths), width), dtype=torch.int64)
+        for row, (tree, path) in enumerate(zip(of_paths, paths, strict=True)):
+            token_ids[row, : len(path)] = torch.tensor([tree.token_ids[node] for node in path])
+        self._tokens = [tree.token_ids for tree in trees]
+        num_rows = len(paths)
+        before = self._ids if self.is_joint else self._ids.expand(num_rows, -1)
+        input_ids = torch.cat([before, token_ids.to(self.device)], dim=1)
+        return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
+
+    def forward(self, inputs: dict[str, Any]) -> Forward:
+        """Run the model on such inputs; bring what comes back into the order of the nodes."""
+        layout = self._layout
+        if self._cache is not None:
+            if self._restores:
+                self._saved = saved(self._cache[1])
+            elif layout.rows is not None:
+                expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
+        output = self._model(**inputs, return_dict=True)
+        if self._cache is not None:
+            self._cache = find_cache(output) or self._cache
+        first = output.logits.shape[1] - layout.width
+        columns = torch.tensor(layout.columns)
+        rows = slice(None) if layout.rows is None else torch.tensor(layout.rows)
+
+        def of_nodes(states: Tensor) -> Tensor:
+            if layout.rows is None:
+                return states[:, states.shape[1] - layout.width :]
+            return states[rows, states.shape[1] - layout.width + columns][None]
+
+        def of_queries(weights: Tensor | None) -> Tensor | None:
+            return None if weights is None else weights[:, :, layout.num_pending :]
+
+        assert first >= 0
+        hidden_states, attentions = output.get("hidden_states"), output.get("attentions")
+        return _Outputs(
+            of_nodes(output.logits),
+            hidden_states and tuple(map(of_nodes, hidden_states)),
+            attentions and tuple(map(of_queries, attentions)),
+        )
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted paths; go back to where they end."""
+        num_kept, layout = len(paths[0]), self._layout
+        assert all(len(path) == num_kept for path in paths)
+        kept = [
+            [tokens[node] for node in path]
+            for tokens, path in zip(self._tokens, paths, strict=True)
+        ]
+        self._ids = torch.cat([self._ids, torch.tensor(kept, device=self.device)], dim=1)
+        if self._cache is None:
+            return
+        name, cache = self._cache
+        if not self._restores:
+            if layout.rows is not None:
+                pick(cache, layout.rows[paths[0][-1]], self.device)
+            crop(cache, layout.width - num_kept)
+        elif layout.is_whole and num_kept == layout.width:
+            self.num_pending = 0
+        else:
+            self._cache = name, self._saved
+            self.num_pending += num_kept
+        self._saved = None
+
+    def select(self, places: Sequence[int]) -> None:
+        """Keep all rows: they stay of one length."""
+
+    def rejoin(self) -> None:
+        """Do nothing: no row was left out."""
+
+    def hand_over(self, cache: Any) -> Any:
+        """Let the caller's cache hold every token before the root; return what holds it."""
+        if self._cache is None:
+            return cache
+        if self.num_pending:
+            output = self._model(**self._prepared(self._ids, self.num_pending), return_dict=True)
+            self._cache = find_cache(output) or self._cache
+            self.num_pending = 0
+        mine = self._cache[1]
+        if not self._restores:
+            record_past(mine, False)
+        if cache is None or type(cache) is not type(mine):
+            return mine
+        if cache is not mine:
+            vars(cache).update(vars(mine))
+        return cache
+
+    def close(self) -> None:
+        """Do nothing: the model was not changed."""
+
+    def _count_slots(self) -> int:
+        """Return how many keys the prompt has left, where there are keys at all."""
+        if self._cache is not None:
+            try:
+                length: int = self._cache[1].get_seq_length()
+                return length
+            except (AttributeError, ValueError):  # a state without keys has no length
+                pass
+        embeds = self._model_kwargs.get("inputs_embeds")
+        return self._num_prompt if embeds is None else embeds.shape[1]
+
+    def _prepared(
+        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments for the last tokens of each row, prepared by the model itself."""
+        num_rows = input_ids.shape[0]
+        model_kwargs = extended(self._model_kwargs, input_ids.shape[1] - self._num_prompt)
+        if is_wide:
+            model_kwargs = widened(model_kwargs, num_rows)
+        if self._cache is not None:
+            model_kwargs[self._cache[0]] = self._cache[1]
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=None if self._cache is None else num_tokens,
+            **model_kwargs,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_tokens
+        return inputs
+
+
+def _paths(tree: Tree) -> list[list[int]]:
+    """Return the paths from the root to every leaf, that of the first node first."""
+    inner = {parent for parent, _ in tree.children}
+    leaves = [node for node in range(len(tree)) if node not in inner]
+    parents = [ROOT - 1, *(tree.draft.parents + 1).tolist()]
+    paths = []
+    for leaf in leaves:
+        path = [leaf]
+        while path[-1] != ROOT:
+            path.append(parents[path[-1]])
+        paths.append(path[::-1])
+    return paths

@@ -1,0 +1,395 @@
+"""Which way a model verifies drafts: the best that a short check on the model itself finds exact.
+
+Next file: `rules.py`.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+
+from lade.budget import Budget, MeasuredBudget
+from lade.chain import MAX_ROWS, ChainTarget
+from lade.config import WAYS, Way
+from lade.drafting import narrowed
+from lade.errors import UnsupportedModelError
+from lade.internals import Model, attention_of, device_of_inputs
+from lade.rules import tree_layout
+from lade.target import MASK_IS_ADDED, Target, TreeTarget
+from lade.tree import Tree
+from ngram_pool import Draft
+
+
+class Finding(NamedTuple):
+    """What the check of one way found."""
+
+    reason: str | None  # why it is not exact, or None
+    attention: str | None = None  # to verify with, where the model's own ignores tree masks
+
+
+@dataclass(slots=True)
+class Profile:
+    """What is known of a model on its device; kept with the model, as `model._lade_profile`."""
+
+    setting: tuple[object, ...]  # attention, dtype, device and mode it is true for
+    #: By way, kind of cache, and whether for a batch.
+    findings: dict[tuple[Way, str | None, bool], Finding] = field(default_factory=dict)
+    budgets: dict[Way, Budget] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+    def budget(self, way: Way) -> Budget:
+        """Return what has been learned of the costs of steps."""
+        return self.budgets.setdefault(way, MeasuredBudget())
+
+
+class Choice(NamedTuple):
+    """How a call is decoded, and why no better way was taken."""
+
+    way: Way
+    attention: str | None
+    reasons: dict[Way, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `lade.probe` found."""
+
+    model: str  #: the model's class
+    target: Way  #: the way chosen
+    attention: str | None  #: the implementation that drafts are verified with
+    reasons: Mapping[Way, str]  #: why each better way fell out
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} verifies drafts by: {self.target} (attention: {self.attention})"]
+        return "\n".join([*lines, *(f"  not {way}: {why}" for way, why in self.reasons.items())])
+
+
+def probe(model: Model, *, num_rows: int = 1) -> Probe:
+    """Tell which way of verifying drafts lade takes for a model, and why no better one.
+
+    Runs the self-check that the first generation would run, unless it has been run.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: of the batch to decode; more than one row also has padding and rows of different
+            lengths.
+    """
+    model = getattr(model, "_orig_mod", model)
+    with torch.no_grad():
+        choice = choose_way(model, is_batch=num_rows > 1)
+    attention = choice.attention or attention_of(model)
+    return Probe(type(model).__name__, choice.way, attention, choice.reasons)
+
+
+def profile_of(model: Model) -> Profile:
+    """Return what is known of a model in its present setting."""
+    setting = (attention_of(model), model.dtype, str(device_of_inputs(model)), model.training)
+    known: Profile | None = getattr(model, "_lade_profile", None)
+    if known is None or known.setting != setting:
+        known = model._lade_profile = Profile(setting)
+    return known
+
+
+def choose_way(
+    model: Model,
+    *,
+    is_batch: bool = False,
+    cache: str | None = None,
+    asked: Way | None = None,
+    excluded: Mapping[Way, str] | None = None,
+) -> Choice:
+    """Return the best way of verifying that is exact, checking those not yet checked.
+
+    Args:
+        model: the target.
+        is_batch: whether rows of different lengths and padding are to be verified.
+        cache: `cache_implementation` of the call where it is not the default.
+        asked: the only way to consider.
+        excluded: ways that this call cannot take, and why.
+
+    Raises:
+        UnsupportedModelError: the way asked for is not exact, with the reason.
+    """
+    reasons: dict[Way, str] = {}
+    if asked == "plain":
+        return Choice("plain", None, reasons)
+    profile = profile_of(model)
+    for way in WAYS[:-1] if asked is None else (asked,):
+        reason = (excluded or {}).get(way)
+        if reason is None:
+            key = (way, cache, is_batch)
+            if key not in profile.findings:
+                profile.findings[key] = _check(model, *key)
+            finding = profile.findings[key]
+            if finding.reason is None:
+                return Choice(way, finding.attention, reasons)
+            reason = finding.reason
+        reasons[way] = reason
+    if asked is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
+        )
+    return Choice("plain", None, reasons)
+
+
+def make_target(
+    model: Model,
+    input_ids: Tensor,
+    model_kwargs: dict[str, Any],
+    choice: Choice,
+    max_new_tokens: int,
+    generation_config: GenerationConfig,
+) -> Target:
+    """Return the model set up to verify drafts behind these prompts in the way chosen."""
+    if choice.way == "tree":
+        layout = tree_layout(model)
+        return TreeTarget(
+            model,
+            input_ids,
+            model_kwargs,
+            layout,
+            max_new_tokens,
+            generation_config,
+            choice.attention,
+        )
+    max_candidates = MAX_ROWS if choice.way == "rows" else 1
+    restores = choice.way == "snapshot"
+    return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
+
+
+# --- the self-check -------------------------------------------------------------------------
+
+
+def _check(model: Model, way: Way, cache: str | None, is_batch: bool) -> Finding:
+    """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
+    own = attention_of(model)
+    attentions: list[str | None] = [None]
+    if way == "tree" and own is not None and own not in MASK_IS_ADDED:
+        attentions = ["sdpa", "eager"]
+    reason = None
+    for attention in attentions:
+        try:
+            error = _error_of(model, Choice(way, attention, {}), cache, is_batch)
+        except UnsupportedModelError as failure:
+            return Finding(str(failure))  # a rule, whatever the attention
+        except Exception as failure:
+            what = (str(failure).splitlines() or [""])[0][:200]
+            found = f"its forward fails ({type(failure).__name__}: {what})"
+        else:
+            if error <= _limit(model):
+                return Finding(None, attention)
+            found = (
+                f"its logits differ from those of plain decoding by {error:.2g} of their standard "
+                f"deviation (expected at most {_limit(model):.2g})"
+                + ("; the model is in training mode, try model.eval()" if model.training else "")
+            )
+        reason = reason or found
+    return Finding(reason)
+
+
+_Path = tuple[int, ...]  # tokens behind the prompt
+
+
+class _Step(NamedTuple):
+    """One step of the check: of one row, its tree and what is kept of it."""
+
+    before: _Path  # the root
+    tree: Tree
+    kept: list[int]
+
+    @property
+    def paths(self) -> list[_Path]:
+        """Of every node, all that lies before it included."""
+        token_ids = np.array(self.tree.token_ids)
+        return [(*self.before, *token_ids[seen].tolist()) for seen in self.tree.ancestors]
+
+
+# Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one has to move rows.
+_PARENTS = (-1, -1, 0, 1)
+_DEPTHS = (1, 1, 2, 2)
+_PROMPT_LENGTH = 6
+
+
+@torch.no_grad()
+def _error_of(model: Model, choice: Choice, cache: str | None, is_batch: bool) -> float:
+    """Return how far drafts and what follows them are from plain decoding.
+
+    Three steps: a draft of which a part is kept, one that is kept whole, and one without a draft.
+    In a batch, a second row has two tokens masked; where rows may have lengths of their own, it
+    keeps nothing but its root at first, so that the other steps are ragged.
+
+    The measure is the largest difference of two logits in units of the logits' standard deviation.
+    """
+    tokens = _check_tokens(model)
+    masks = [[1] * _PROMPT_LENGTH]
+    if is_batch:
+        # Masked behind the first token, not before it: a query that sees nothing at all, as in left
+        # padding, is NaN in eager attention in float64, also for `generate`.
+        masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
+    device = device_of_inputs(model)
+    mask = torch.tensor(masks, device=device)
+    input_ids = torch.tensor([tokens[:_PROMPT_LENGTH]] * len(masks), device=device)
+    plain = _Plain(model, input_ids, mask, cache)
+    scripts: list[list[_Step]] = []
+    logits: dict[tuple[int, _Path], Tensor] = {}
+
+    def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+        for unwanted in ("logits_processor", "stopping_criteria"):
+            prepared.pop(unwanted, None)
+        target = make_target(model, input_ids, prepared, choice, len(tokens), generation_config)
+        scripts.extend(_script(tokens[_PROMPT_LENGTH:], target, row) for row in range(len(masks)))
+        try:
+            target.prefill()
+            for steps in zip(*scripts, strict=True):
+                inputs = target.inputs([step.tree for step in steps])
+                of_rows = target.forward(inputs).logits.double()
+                for row, step in enumerate(steps):
+                    for node, path in enumerate(step.paths):
+                        logits[row, path] = of_rows[row, node]
+                target.commit([step.kept for step in steps])
+        finally:
+            target.close()
+        return input_ids
+
+    plain.generate(custom_generate=run)
+    paths = [[path for step in steps for path in step.paths] for steps in scripts]
+    # Some models go wrong in batches, also in plain decoding: those are held against single rows.
+    error = _difference(logits, plain.logits_at(paths, together=True))
+    if not error <= _limit(model):
+        error = _difference(logits, plain.logits_at(paths, together=False))
+    return error
+
+
+def _limit(model: Model) -> float:
+    """Return what a right way may differ by.
+
+    Half precision rounds differently in forwards of different sizes; a wrong mask, position or
+    cache is off by about 1.
+    """
+    return max(1e-3, 40 * torch.finfo(model.dtype).eps)
+
+
+def _difference(
+    mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
+) -> float:
+    reference = torch.stack([theirs[place] for place in mine])
+    return float((torch.stack([*mine.values()]) - reference).abs().max() / reference.std())
+
+
+class _Plain:
+    """Plain decoding of the check's prompts, made to take given paths."""
+
+    def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: str | None) -> None:
+        self._model = copy.copy(model)  # shares all but the attribute set here
+        self._model.generation_config = GenerationConfig()  # none of the model's own options
+        self._input_ids = input_ids
+        self._mask = mask
+        self._cache = cache
+
+    def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
+        """Call the class's `generate` for some rows of the prompts."""
+        which = [*range(len(self._input_ids))] if rows is None else [*rows]
+        return type(self._model).generate(
+            self._model,
+            input_ids=self._input_ids[which],
+            attention_mask=self._mask[which],
+            max_new_tokens=num_new,
+            do_sample=False,
+            cache_implementation=self._cache,
+            **options,
+        )
+
+    def logits_at(
+        self, paths: Sequence[Sequence[_Path]], together: bool
+    ) -> dict[tuple[int, _Path], Tensor]:
+        """Return the logits behind every path of every row, each [vocab_size].
+
+        Args:
+            paths: of each row.
+            together: take all paths in one batch; or one path of each row at a time.
+        """
+        ends = [
+            [path for path in of_row if not any(_begins(path, other) for other in of_row)]
+            for of_row in paths
+        ]
+        most = max(map(len, ends))
+        places = [
+            (row, [*of_row, *of_row][i]) for i in range(most) for row, of_row in enumerate(ends)
+        ]
+        size = len(places) if together else len(paths)
+        found = {}
+        for start in range(0, len(places), size):
+            batch = places[start : start + size]
+            length = max(len(path) for _, path in batch)
+            forced = [[*path, *path[:1] * (length - len(path))] for _, path in batch]
+            output = self.generate(
+                [row for row, _ in batch],
+                length + 1,
+                logits_processor=[_Forced(self._input_ids.shape[1], forced)],
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            for place, (row, path) in enumerate(batch):
+                for num in range(1, len(path) + 1):
+                    found[row, path[:num]] = output.logits[num][place].double()
+        return found
+
+
+def _begins(path: _Path, other: _Path) -> bool:
+    return len(path) < len(other) and other[: len(path)] == path
+
+
+class _Forced(LogitsProcessor):  # type: ignore[misc]
+    """Makes every row take a given path."""
+
+    def __init__(self, num_prompt: int, token_ids: Sequence[Sequence[int]]) -> None:
+        self._num_prompt = num_prompt
+        self._token_ids = torch.tensor(token_ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place = input_ids.shape[1] - self._num_prompt
+        made = torch.full_like(scores, -1.0)
+        if place < self._token_ids.shape[1]:
+            made.scatter_(1, self._token_ids[:, place, None].to(scores.device), 1.0)
+        return made
+
+
+def _check_tokens(model: Model) -> list[int]:
+    """Return token ids that differ from each other in every vocabulary of a real model."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    # Special tokens mean something to some models: images, padding.
+    first = min(1000, vocab_size // 4)
+    return [first + (7919 * (i + 1)) % (vocab_size // 2) for i in range(16)]
+
+
+def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+    """Return the steps of one row."""
+    root, after, last, *drafted = tokens
+    draft = _draft(drafted[:4], _PARENTS, _DEPTHS)
+    second = _draft(drafted[4:6], (-1, -1), (1, 1))
+    if target.max_candidates is not None:
+        draft = narrowed(draft, target.max_candidates)
+        second = narrowed(second, target.max_candidates)
+    # The second branch where there is one; nothing but the root where rows may be ragged.
+    kept = [0, 2] if len(draft) == 4 else [0, 1]
+    if row > 0 and not target.is_joint:
+        kept = [0]
+    steps = [_Step((), Tree.build(root, draft), kept)]
+    steps.append(_next(steps[-1], after, second, [0, 1]))
+    steps.append(_next(steps[-1], last, Draft.empty(), [0]))
+    return steps
+
+
+def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:
+    before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
+    return _Step(before, Tree.build(root, draft), kept)
+
+
+def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:
+    as_ids: Callable[[Sequence[int]], Any] = lambda ids: np.array(ids, np.int32)  # noqa: E731
+    return Draft(as_ids(token_ids), as_ids(parents), as_ids(depths), np.ones(len(token_ids)))

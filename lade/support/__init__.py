@@ -1,0 +1,1 @@
+"""Which architectures this package decodes exactly: tried on tiny models with random weights."""

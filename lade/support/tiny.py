@@ -1,0 +1,394 @@
+"""A tiny model with random weights of every causal LM that the installed transformers has.
+
+A default configuration is shrunk by the names of its fields, so that a model type that appears
+tomorrow is handled too. Types whose numbers must fit each other in a way of their own are in
+`_OVERRIDES`. Nothing is downloaded.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from lade.errors import LadeError
+
+Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
+
+VOCAB_SIZE = 97
+PAD_TOKEN_ID = 0
+BOS_TOKEN_ID = 1
+EOS_TOKEN_ID = 96
+
+_MIN_LAYERS = 3
+_MAX_LAYERS = 12
+_LAYER_COUNT = re.compile(r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers")
+_TOKEN_ID = re.compile(r"token_ids?$|token_index$|_index$")
+_TOKEN_IDS = {
+    "pad_token_id": PAD_TOKEN_ID,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "decoder_start_token_id": BOS_TOKEN_ID,
+}
+_SWITCHES = {
+    "is_decoder": True,
+    "tie_word_embeddings": False,  # a tied model with random weights repeats its last token
+}
+_RECURRENT = re.compile(r"A_log|dt_bias|time_decay|decay")
+_LAYER_INDICES = re.compile(r"layers|_(idxs|ids|indices|indexes)$")
+# An integer field is cut down to the size beside the first pattern found in its name. Sizes that
+# must fit each other: width 64 = 4 heads of 16; 128 = 8 recurrent heads of 16 = expand * width.
+_SIZES = [
+    (re.compile(pattern), size)
+    for pattern, size in {
+        r"vocab": VOCAB_SIZE,
+        r"max_.*positions?|n_positions|max_seq|n_ctx|model_max|context_length|axial_pos_shape": 512,
+        r"max_window_layers|offset|dense_replace|dense_layers|layer_start": 1,
+        r"period|interval|every_n|pattern|sparse_step|kv_shared_layers|depth|per_stack|per_attn": 2,
+        r"block_size|topk_blocks": 4,
+        r"^keep_window": 2048,  # of doge: cached steps beyond it differ from a full forward
+        r"^local_attention$": 16,  # to both sides together
+        r"window|chunk": 8,
+        r"(qk_(rope|nope)|^v)_head_dim": 8,
+        r"mamba_n(um)?_heads": 8,
+        r"kv_heads|key_value_heads|kv_n_heads|query_groups|key_heads|n_groups|ngroups": 2,
+        r"head_?dim|d_head|d_kv|head_size|dim_head|kv_channels": 16,
+        r"index.*heads": 16,  # with few, scores that are all zero tie, and top-k picks any of them
+        r"heads?$|n_heads": 4,
+        r"experts_per|expert_group|n_group|moe_k$|moe_top_?k|top_k_experts": 2,
+        r"topk_group|shared_experts$": 1,
+        r"expert(s|_num)$": 4,
+        r"rank|state_size|d_state|rotary_dim|d_rel|rel_extent": 8,
+        r"d_ssm": 128,
+        r"(expert|moe).*(intermediate|ffn|hidden)": 32,
+        r"intermediate|ffn|d_?ff|dim_ff|d_inner|mlp_dim|feed_forward": 96,
+        r"per_layer_input|ple_embed": 16,
+        r"hidden_size|d_model|dim_model|embd|emb_dim|embed|width|put_size|adapter|out_dim": 64,
+        r"(?<!image)_(dims?|sizes?|channels|features|units)$": 64,  # of types not seen yet
+    }.items()
+]
+
+# Fields that stay equal to another one where they are equal by default.
+_FOLLOWS = {
+    "num_key_value_heads": "num_attention_heads",
+    "head_dim": "qk_rope_head_dim",
+    "adapter_in_dim": "hidden_size",
+}
+# Fields without which nothing can be built, though some defaults leave them empty.
+_NEEDED = {"head_dim": 16, "num_key_value_heads": 2}
+
+
+def causal_lm_types() -> list[str]:
+    """Return the model types that the installed transformers maps to a causal LM, sorted."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _layers(*kinds: str) -> dict[str, Any]:
+    return {"num_hidden_layers": 2 * len(kinds), "layer_types": [*kinds] * 2}
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_QSA = {  # one key head; the budget is a multiple of the ratio
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 512,
+    "indexer_compress_ratio": 4,
+}
+# What the rules get wrong, by model type, each with the reason.
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    # Its default has no attention layer, without which `generate` does not know the length.
+    "bamba": {"attn_layer_indices": [1]},
+    # Its default has rotary parameters for no layer type.
+    "cohere_compass_text": {
+        **_layers("sliding_attention", "full_attention"),
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
+    },
+    # Its default lacks numbers that the class reads.
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    # Numbers of experts that are empty by default.
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    # A table of compression rates by layer type.
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+    },
+    # The head size of its sliding layers is the sum of two parts; their window is empty by default.
+    "dots3_note_text": {"head_dim": 20, "sliding_window": 8},
+    # Kinds of layers with a repeat count.
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    # No attention layer by default, as bamba.
+    "granitemoehybrid": _layers("mamba", "attention"),
+    # It runs all of its layers eight times, each time with keys and values of their own.
+    "hrm_text": {"num_hidden_layers": 2},
+    # Layer types are empty by default.
+    "lfm2_moe": {**_layers("conv", "full_attention"), "num_dense_layers": 1},
+    # Heads are of the recurrence here: together with their size, expand * width.
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    # The indexer is empty by default, though all of its attention layers want one.
+    "qwen4_exp_text": _QSA,
+    # The two parts must add up to the width.
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
+    # A cached state is as wide as a multiple of 64.
+    "xlstm": {"hidden_size": 128},
+    # No language, and so no adapter, by default.
+    "xmod": {"default_language": "en_XX"},
+}
+_NOT_TEXT = {
+    "blt": "it reads bytes in patches",
+    "gemma4_assistant": "it drafts from the keys and values of another model",
+    "gemma4_unified_assistant": "it drafts from the keys and values of another model",
+    "moshi": "it reads and writes audio codes",
+    "musicgen": "it writes audio codes",
+    "musicgen_melody": "it writes audio codes",
+}
+
+_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
+_TOPK = {"index_topk": 6}
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v4-topk": ("deepseek_v4", {"index_topk": 2}),
+    "dots1-window": ("dots1", {"max_window_layers": 1}),
+    "falcon-alibi": ("falcon", {"alibi": True}),
+    "gpt_bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
+    "laguna-window": ("laguna", _layers("sliding_attention", "full_attention")),
+    "mellum-window": ("mellum", _layers("sliding_attention", "full_attention")),
+    "minimax_m3_vl_text-sparse": (
+        "minimax_m3_vl_text",
+        _layers("minimax_m3_sparse", "full_attention"),
+    ),
+    "qwen4_exp_text-topk8": ("qwen4_exp_text", {**_QSA, "indexer_budget": 8, "head_dim": 16}),
+    "zaya-window": ("zaya", {**_layers("hybrid_sliding", "hybrid"), "sliding_window": 8}),
+}
+for _type in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"):
+    _VARIANTS[f"{_type}-topk6"] = (_type, _TOPK)
+for _type in ("doge", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"):
+    _VARIANTS[f"{_type}-window"] = (_type, {"sliding_window": 8})
+for _type in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"):
+    _VARIANTS[f"{_type}-window"] = (_type, _WINDOW)
+#: More rows: name -> (model type, what its default configuration leaves off).
+VARIANTS = {name: row for name, row in sorted(_VARIANTS.items()) if row[0] in causal_lm_types()}
+
+
+class CannotBuild(LadeError):  # noqa: N818 -- it says what happened, and nothing went wrong
+    """A tiny model of this type cannot be made, or its forward does not run."""
+
+
+def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
+    """Return a small configuration of a model type or variant.
+
+    Raises:
+        CannotBuild: the type has no default configuration, or none that can be made small.
+    """
+    model_type, switches = VARIANTS.get(name, (name, {}))
+    try:
+        return _shrunk(CONFIG_MAPPING[model_type], {**switches, **overrides})
+    except Exception as error:  # what a configuration's own checks raise is not known beforehand
+        raise CannotBuild(f"{name}: no small configuration: {_told(error)}") from error
+
+
+def tiny_model(
+    name: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attention: str | None = None,
+    **overrides: Any,
+) -> Model:
+    """Return a tiny causal LM on the CPU whose logits vary with all of the text.
+
+    Args:
+        name: a model type of `causal_lm_types` or a key of `VARIANTS`.
+        seed: of the weights; torch's own random state is left as it is.
+        dtype: of the weights.
+        attention: `attn_implementation`; None for the default of the class.
+        overrides: of the configuration, before it is shrunk.
+
+    Raises:
+        CannotBuild: such a model cannot be made, or its forward does not run.
+    """
+    model_type = VARIANTS.get(name, (name,))[0]
+    if model_type in _NOT_TEXT:
+        raise CannotBuild(f"{name}: not a text model: {_NOT_TEXT[model_type]}")
+    config = tiny_config(name, **overrides)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention,
+                experts_implementation="eager",  # grouped experts have no float64
+            ).eval()
+            for parameter_name, parameter, is_transposed in _parameters(model):
+                _randomize(parameter_name, parameter, is_transposed)
+            logits = _settle(model)
+    except Exception as error:  # anything may be wrong in a class nobody here has seen
+        raise CannotBuild(f"{name}: {_told(error)}") from error
+    if logits.shape[-1] != VOCAB_SIZE or not logits.isfinite().all():
+        raise CannotBuild(f"{name}: its logits {list(logits.shape)} are no text, or not finite")
+    model.generation_config = GenerationConfig(
+        pad_token_id=PAD_TOKEN_ID, bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID
+    )
+    return model
+
+
+def _settle(model: Model) -> Tensor:
+    """Run a model once and make its text vary; return logits [4, 32, vocab_size].
+
+    What all hidden states have in common is taken out of the output layer: with random weights it
+    can be most of them, and would make every token the same. Parts that the class keeps in float32
+    and runs in it are turned into it where the forward fails otherwise.
+    """
+    token_ids = torch.randint(2, VOCAB_SIZE - 1, (4, 32))
+    hidden: list[Tensor] = []
+    head = model.get_output_embeddings()
+    hooks = []
+    if isinstance(head, torch.nn.Linear):
+        hooks.append(head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0])))
+    try:
+        try:
+            logits: Tensor = model(input_ids=token_ids).logits
+        except RuntimeError:
+            kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in kept):
+                    parameter.data = parameter.data.float()
+            logits = model(input_ids=token_ids).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if hidden:
+        common = torch.nn.functional.normalize(hidden[-1].flatten(0, -2).mean(0), dim=0)
+        head.weight.sub_((head.weight @ common)[:, None] * common)
+        if head.bias is not None:
+            head.bias.zero_()
+    return logits
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _shrunk(kind: Any, given: dict[str, Any]) -> PretrainedConfig:
+    """Return a small configuration of a class; what is given is taken as it is."""
+    default = kind(**given)  # with what is given, which may change the kinds of its layers
+    given = {**_OVERRIDES.get(kind.model_type, {}), **given}
+    presets = {field.name: field.default for field in dataclasses.fields(kind)}
+    # Not by getattr: a field that differs between layers refuses to be read so.
+    values = {name: vars(default).get(name, preset) for name, preset in presets.items()}
+    per_layer = default.to_dict().get("per_layer_config")  # {layer index: {field: value}}
+    if per_layer and "per_layer_config" not in given:
+        values["per_layer_config"] = {int(index): part for index, part in per_layer.items()}
+    count = getattr(default, "num_hidden_layers", 0) or 0
+    counts = [name for name in presets if _LAYER_COUNT.fullmatch(name)]
+    layers = [*range(count)] if given.keys() & counts else _chosen_layers(values, count)
+    spare_ids = iter(range(EOS_TOKEN_ID - 1, 0, -1))
+    small: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in given:
+            continue
+        if value is None and name in _NEEDED:
+            small[name] = _NEEDED[name]
+        elif name in counts:
+            small[name] = len(layers)
+        elif name == "per_layer_config":
+            parts = [(new, value[old]) for new, old in enumerate(layers) if old in value]
+            small[name] = {new: _small_part(part, values) for new, part in parts}
+        elif name in _SWITCHES:
+            small[name] = _SWITCHES[name]
+        elif isinstance(value, PretrainedConfig):
+            small[name] = _shrunk(type(value), {})
+        elif _TOKEN_ID.search(name):
+            small[name] = _TOKEN_IDS.get(name, value)
+            if isinstance(value, int) and value >= VOCAB_SIZE and name not in _TOKEN_IDS:
+                small[name] = next(spare_ids)
+        elif _is_layer_indices(name, value, count):
+            small[name] = [new for new, old in enumerate(layers) if old in value]
+        elif _is_per_layer(value, count):
+            small[name] = [_small(name, value[old]) for old in layers]
+        elif isinstance(presets[name], int):  # else the class derives it from other fields
+            small[name] = _small(_ruled_by(name, values), value)
+    return kind(**{**small, **given})
+
+
+def _small(name: str, value: Any) -> Any:
+    """Return a field's small value, which only integers have."""
+    if type(value) is not int:
+        return value
+    return min(value, next((size for pattern, size in _SIZES if pattern.search(name)), value))
+
+
+def _small_part(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """Return what differs in one layer; its sizes keep their ratios to those of the `whole`."""
+    small = {}
+    for name, value in part.items():
+        small[name] = _small(_ruled_by(name, part), value)
+        if type(value) is int and whole[name]:
+            of_whole = _small(_ruled_by(name, whole), whole[name])
+            small[name] = max(1, of_whole * value // whole[name])
+    return small
+
+
+def _ruled_by(name: str, values: dict[str, Any]) -> str:
+    """Return the field whose rule gives a field its size."""
+    followed = _FOLLOWS.get(name, name)
+    return followed if values.get(followed) == values[name] else name
+
+
+def _is_per_layer(value: Any, count: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == count > 1
+
+
+def _is_layer_indices(name: str, value: Any, count: int) -> bool:
+    if not (_LAYER_INDICES.search(name) and isinstance(value, list) and value):
+        return False
+    return all(type(i) is int and i < count for i in value) and sorted(set(value)) == value
+
+
+def _chosen_layers(values: dict[str, Any], count: int) -> list[int]:
+    """Return the layers to keep: at least two of every kind, in the order of the default.
+
+    Each round takes the next layer of every kind, so that a layer that reads what an earlier one
+    of its kind has stored still has one before it.
+    """
+    columns: list[Sequence[Any]] = []
+    for name, value in values.items():
+        if _is_layer_indices(name, value, count) or name == "per_layer_config":
+            columns.append([i in value for i in range(count)])
+        elif _is_per_layer(value, count):
+            columns.append(value)
+    kinds = [repr([column[i] for column in columns]) for i in range(count)]
+    chosen: list[int] = []
+    num_rounds = 0
+    while num_rounds < 2 or len(chosen) < _MIN_LAYERS:
+        seen: dict[str, int] = {}
+        for i in range(chosen[-1] + 1 if chosen else 0, count):
+            seen.setdefault(kinds[i], i)
+        if not seen or len(chosen) + len(seen) > _MAX_LAYERS:
+            break
+        chosen += seen.values()
+        num_rounds += 1
+    return chosen
+
+
+def _parameters(model: Model) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield name, parameter and whether its inputs are on the first axis."""
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            yield name, parameter, isinstance(module, Conv1D)
+
+
+def _randomize(name: str, parameter: Tensor, is_transposed: bool) -> None:
+    """Draw a matrix so that it keeps the size of what passes through; stir all else a little."""
+    noise = torch.randn(parameter.shape, dtype=torch.float64)
+    if parameter.numel() == max(parameter.shape, default=1) or _RECURRENT.search(name):
+        # Norms, biases and decays: as the class draws them, for they must stay in their range.
+        parameter.add_(0.1 * noise)
+    else:
+        fan_in = parameter.shape[0 if is_transposed else -1]
+        parameter.copy_(1.5 * fan_in**-0.5 * noise)

@@ -1,0 +1,348 @@
+"""Caches, inputs and lengths of one call leave some ways of verifying open, and not others."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+import lade
+from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
+
+MAMBA2: dict[str, Any] = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+    "state_size": 8,
+    "chunk_size": 8,
+}
+
+
+def both(
+    model: Any, prompt: torch.Tensor, accept: float = 0.8, way: str | None = None, **options: Any
+) -> tuple[Any, Any]:
+    """The outputs of plain `generate` and of lade, drafts mostly right; their tokens are equal.
+
+    An option that is callable is called for each.
+    """
+
+    def run(generate: Any, **more: Any) -> Any:
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        mask = made.pop("attention_mask", torch.ones_like(prompt))
+        made = {"max_new_tokens": 30, "do_sample": False, **made}
+        torch.manual_seed(0)
+        return generate(prompt, attention_mask=mask, return_dict_in_generate=True, **made, **more)
+
+    expected = run(model.generate)
+    drafter: Any
+    if len(prompt) == 1:
+        drafter = ScriptedDrafter(expected.sequences[0].tolist(), np.random.default_rng(0), accept)
+    else:
+        unpadded = [
+            row[num:]
+            for row, num in zip(expected.sequences.tolist(), (prompt == 0).sum(1), strict=True)
+        ]
+        drafter = BatchDrafter(unpadded, np.random.default_rng(0), accept)
+    config = lade.Config(max_draft_tokens=7, target=way)  # type: ignore[arg-type]
+    got = run(
+        lambda *args, **kwargs: lade.generate(model, *args, **kwargs),
+        drafter=drafter,
+        config=config,
+    )
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    return expected, got
+
+
+PROMPTS = [torch.tensor([[5, 6, 7, 5, 6]]), torch.arange(2, 30)[None]]
+
+
+# --- caches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "long"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "mamba2"])
+def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor) -> None:
+    recurrent = family == "mamba2"
+    options: dict[str, Any] = MAMBA2 if recurrent else {}
+    model = tiny_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
+    _, got = both(model, prompt, cache_implementation="static")
+    assert got.stats.mean_accepted_tokens > 1.1
+    if recurrent:
+        return
+    assert isinstance(got.past_key_values, StaticCache)
+
+    def cache() -> StaticCache:
+        return StaticCache(config=model.config, max_cache_len=80)
+
+    expected, got = both(model, prompt, past_key_values=cache)
+    assert got.stats.mean_accepted_tokens > 1.1
+    lengths = [int(out.past_key_values.get_seq_length()) for out in (expected, got)]
+    assert lengths[0] == lengths[1]
+    layers = [out.past_key_values.layers for out in (expected, got)]
+    for theirs, mine in zip(*layers, strict=True):
+        held = min(lengths[0], theirs.keys.shape[2])
+        torch.testing.assert_close(mine.keys[:, :, :held], theirs.keys[:, :, :held])
+
+
+def test_a_batch_in_a_static_cache() -> None:
+    model = tiny_model("llama", seed=1)
+    prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
+    mask = (prompt != 0).long()
+    _, got = both(model, prompt, attention_mask=mask, cache_implementation="static", accept=1.0)
+    assert got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_caches_of_other_kinds_are_decoded_plainly_and_say_so(family: str) -> None:
+    model = tiny_model(family, seed=1)
+
+    class Own(DynamicCache):  # type: ignore[misc]
+        """Of the caller's; nobody knows what it does."""
+
+    with pytest.warns(lade.PlainDecodingWarning, match="Own"):
+        both(model, PROMPTS[0], past_key_values=lambda: Own(config=model.config), way=None)
+
+
+def test_a_quantized_cache_is_decoded_plainly_and_says_so() -> None:
+    model = tiny_model("llama", seed=1, dtype=torch.float32, head_dim=16)
+    try:
+        QuantizedCache(backend="quanto", config=model.config)
+    except ImportError:
+        pytest.skip("quanto is not installed")
+    with pytest.warns(lade.PlainDecodingWarning, match="quantized"):
+        both(model, PROMPTS[0], cache_implementation="quantized")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["with config", "without"])
+@pytest.mark.parametrize("length", [4, 25])
+def test_a_dynamic_cache_goes_on_over_turns(family: str, is_lazy: bool, length: int) -> None:
+    """Past the window and before it, in the layers that the caller's cache has."""
+    model = tiny_model(family, seed=1)
+    made = [DynamicCache() if is_lazy else DynamicCache(config=model.config) for _ in range(2)]
+    turn = torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(0))
+    for number in range(3):
+        expected, got = both(model, turn, past_key_values=iter(made).__next__, max_new_tokens=12)
+        assert got.past_key_values is made[1]
+        assert got.stats.mean_accepted_tokens > 1.2
+        for theirs, mine in zip(made[0].layers, made[1].layers, strict=True):
+            assert mine.get_seq_length() == theirs.get_seq_length()
+            torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-6, atol=1e-6)
+        turn = torch.cat([expected.sequences, torch.full((1, 2), 7 + number)], dim=1)
+
+
+def test_a_recurrent_cache_goes_on_over_turns() -> None:
+    model = tiny_model("mamba2", seed=1, attention="eager", **MAMBA2)
+    answers = []
+    for generate in (model.generate, lambda ids, **kw: lade.generate(model, ids, **kw)):
+        ids, cache = PROMPTS[0], DynamicCache(config=model.config)
+        texts = []
+        for _ in range(2):
+            output = generate(
+                ids,
+                cache_params=cache,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=9,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+            texts.append(output.sequences.tolist())
+            ids = output.sequences[:, -1:]
+        answers.append(texts)
+    assert answers[0][0] == answers[1][0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mpt"])
+def test_without_a_cache_paths_are_verified_in_the_whole_text(family: str) -> None:
+    mpt = {"n_heads": 4, "d_model": 32, "n_layers": 2}
+    options: dict[str, Any] = mpt if family == "mpt" else {}
+    model = tiny_model(family, seed=1, attention="eager" if family == "mpt" else "sdpa", **options)
+    _, got = both(model, PROMPTS[0], use_cache=False)
+    assert got.stats.mean_accepted_tokens > 1.2
+    prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9]])
+    _, got = both(model, prompt, attention_mask=(prompt != 0).long(), use_cache=False, accept=1.0)
+    assert got.stats.num_accepted_tokens > 0
+
+
+# --- inputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot"])
+def test_token_types_go_on_as_in_plain_decoding(way: str) -> None:
+    model = tiny_model("gpt2", seed=1)
+    types = torch.tensor([[3, 3, 4, 4, 4]])
+    _, got = both(model, PROMPTS[0], way=way, token_type_ids=types)
+    assert got.stats.mean_accepted_tokens > 1.2
+
+
+@pytest.mark.parametrize("way", ["rows", "chain", "snapshot"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_batches_stay_of_one_length_and_exact(way: str, do_sample: bool) -> None:
+    model = tiny_model("llama", seed=3)
+    prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
+    free, _ = both(model, prompt, attention_mask=(prompt != 0).long(), way=way, accept=1.0)
+    eos = [int(free.sequences[0, 12]), int(free.sequences[1, 20])]
+    options: dict[str, Any] = {"do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
+    _, got = both(
+        model, prompt, attention_mask=(prompt != 0).long(), way=way, accept=1.0, **options
+    )
+    assert got.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot", "plain"])
+def test_outputs_are_those_of_plain_decoding_whatever_the_way(way: str) -> None:
+    model = tiny_model("llama", seed=3)
+    options = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+    expected, got = both(model, PROMPTS[0], way=way, **options)
+    for name in ("scores", "logits"):
+        assert len(getattr(got, name)) == len(getattr(expected, name)) == 30
+        for mine, theirs in zip(getattr(got, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(got.hidden_states, expected.hidden_states, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    for mine, theirs in zip(
+        got.past_key_values.layers, expected.past_key_values.layers, strict=True
+    ):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-6, atol=1e-6)
+    assert got.stats.num_tokens == 30
+
+
+def test_attentions_come_from_ways_that_have_them() -> None:
+    model = tiny_model("llama", seed=3, attention="eager")
+    for way in ("tree", "chain"):
+        expected, got = both(model, PROMPTS[0], way=way, output_attentions=True)
+        for mine, theirs in zip(got.attentions, expected.attentions, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    windowed = tiny_model("gemma3_text", seed=3, attention="eager")
+    with pytest.warns(lade.PlainDecodingWarning, match="attentions were asked for"):
+        expected, got = both(windowed, PROMPTS[1], output_attentions=True)
+    assert got.attentions[-1][0].shape == expected.attentions[-1][0].shape
+
+
+def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
+    model = tiny_model("llama", seed=3)
+    config = lade.Config(verifier="rejection", target="chain", max_draft_tokens=6)
+    pool = lade.NGramPool()
+    torch.manual_seed(0)
+    for _ in range(3):
+        output = lade.generate(
+            model,
+            PROMPTS[0],
+            do_sample=True,
+            max_new_tokens=40,
+            temperature=0.3,
+            pool=pool,
+            config=config,
+            return_dict_in_generate=True,
+        )
+    assert output.stats.num_accepted_tokens > 0
+
+
+def test_plain_decoding_streams_and_counts_like_the_others() -> None:
+    model = tiny_model("llama", seed=3)
+    steps: list[Any] = []
+    config = lade.Config(target="plain")
+    output = lade.generate(
+        model,
+        PROMPTS[0],
+        max_new_tokens=9,
+        do_sample=False,
+        on_step=steps.append,
+        config=config,
+        return_dict_in_generate=True,
+    )
+    emitted = [token_id for step in steps for token_id in step.token_ids]
+    assert emitted == output.sequences[0, 5:].tolist()
+    assert output.stats.num_tokens == 9
+    assert output.stats.num_steps == output.stats.num_row_steps == 8
+    assert output.stats.forward_sec > 0
+    assert isinstance(output, lade.GenerateOutput)
+
+
+# --- lengths that a short check cannot see --------------------------------------------------
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, **options}
+
+
+def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
+    model = tiny_model(
+        "llama", seed=1, max_position_embeddings=24, rope_parameters=rope("dynamic", factor=2.0)
+    )
+    for length in (4, 20, 30):
+        prompt = torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(1))
+        _, got = both(model, prompt, max_new_tokens=30, accept=1.0)
+        assert (got.stats.num_accepted_tokens > 0) == (length < 22)
+    prompt = torch.randint(2, 90, (2, 6), generator=torch.Generator().manual_seed(1))
+    with pytest.warns(lade.PlainDecodingWarning, match=r"rotary embedding \(dynamic\)"):
+        both(model, prompt, max_new_tokens=30)
+    _, got = both(model, prompt, max_new_tokens=12, accept=1.0)  # ends before
+    assert got.stats.num_accepted_tokens > 0
+
+
+def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = tiny_model(
+        "phi3",
+        seed=1,
+        max_position_embeddings=96,
+        original_max_position_embeddings=24,
+        rope_parameters=rope("longrope", original_max_position_embeddings=24, **factors),
+    )
+    for length, num_new in ((4, 12), (30, 20)):
+        prompt = torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(1))
+        _, got = both(model, prompt, max_new_tokens=num_new, accept=1.0)
+        assert got.stats.num_accepted_tokens > 0
+    prompt = torch.randint(2, 90, (1, 20), generator=torch.Generator().manual_seed(1))
+    with pytest.warns(lade.PlainDecodingWarning, match=r"\(longrope\) changes at 24"):
+        both(model, prompt, max_new_tokens=20)
+
+
+def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> None:
+    model = tiny_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
+    short = torch.arange(2, 10)[None]
+    for prompt in (short, torch.arange(2, 80)[None]):
+        _, got = both(model, prompt, max_new_tokens=25, accept=0.7)
+        assert got.stats.mean_accepted_tokens > 1.1
+    widths: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: widths.append(tuple(inputs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    lade.generate(model, torch.tensor([[5, 6, 7] * 26]), max_new_tokens=9, do_sample=False)
+    assert max(rows for rows, _ in widths[1:]) >= 1
+    choices = {key[0] for key in model._lade_profile.findings}
+    assert choices == {"tree", "rows"}
+
+
+def test_a_mask_that_follows_the_length_is_plain_beyond_it() -> None:
+    options: dict[str, Any] = {"num_attention_heads": 4, "keep_window_size": 24, "head_dim": 8}
+    model = tiny_model("doge", seed=1, **options)
+    _, got = both(model, torch.arange(2, 8)[None], max_new_tokens=12)
+    assert got.stats.mean_accepted_tokens > 1.2
+    with pytest.warns(lade.PlainDecodingWarning, match="dynamic mask changes at 24 tokens"):
+        both(model, torch.arange(2, 20)[None], max_new_tokens=12)
+
+
+def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
+    """It may be anything inside, and a short check sees none of it."""
+    model = tiny_model("mistral", seed=1)
+
+    class Elsewhere(type(model)):  # type: ignore[misc]
+        pass
+
+    model.__class__ = Elsewhere
+    found = lade.probe(model)
+    assert found.target == "rows"
+    assert "not part of transformers" in found.reasons["tree"]
+    rng = np.random.default_rng(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            both(model, random_prompt(rng))

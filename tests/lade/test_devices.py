@@ -1,0 +1,96 @@
+"""Models whose weights are spread: over devices and the disk, or brought in layer by layer.
+
+Without a second device this is accelerate's offloading: a layer's weights come from the disk or the
+host for each forward and are `meta` in between, so that `model.device` may be no device at all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
+
+import lade
+from tests.lade.both import THREE, both
+from tests.lade.tiny import BatchDrafter, tiny_model
+
+# transformers 5.15 warns that the prompt is not on `meta`.
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
+
+PARTS = [
+    "model.embed_tokens",
+    "model.layers.0",
+    "model.layers.1",
+    "model.layers.2",
+    "model.norm",
+    "model.rotary_emb",
+    "lm_head",
+]
+ON_DISK = {
+    "a middle layer": ["model.layers.1"],
+    "the last layers": ["model.layers.1", "model.layers.2", "model.norm", "lm_head"],
+    "the first layers": ["model.embed_tokens", "model.layers.0"],
+    "all layers": PARTS[:-1],
+}
+
+
+def on_disk(parts: list[str], folder: Path) -> Any:
+    """Load a tiny model, with some parts on the disk and the others on the CPU."""
+    tiny_model("llama").save_pretrained(folder / "model")
+    device_map = {part: "disk" if part in parts else "cpu" for part in PARTS}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model",
+        dtype=torch.float64,
+        device_map=device_map,
+        offload_folder=folder / "offload",
+    )
+    assert model.hf_device_map == device_map
+    return model
+
+
+def compare(model: Any) -> None:
+    """Compare one row and a padded batch, greedy and sampled, with plain `generate`."""
+    for prompt in (THREE[:1, 2:], THREE):
+        for do_sample in (False, True):
+            expected, got = both(model, prompt, do_sample=do_sample, eos_token_id=None)
+            assert got.sequences.device == expected.sequences.device
+            assert got.stats.mean_accepted_tokens > 1.2
+
+
+@pytest.mark.parametrize("parts", ON_DISK.values(), ids=ON_DISK.keys())
+def test_a_model_with_layers_on_the_disk_answers_as_plainly(
+    parts: list[str], tmp_path: Path
+) -> None:
+    compare(on_disk(parts, tmp_path))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_model_offloaded_as_a_whole_answers_as_plainly(place: str, tmp_path: Path) -> None:
+    """No weight has a device between forwards, and there is no `hf_device_map` to tell."""
+    model = tiny_model("llama")
+    cpu = torch.device("cpu")
+    if place == "cpu":
+        model = cpu_offload(model, execution_device=cpu)
+    else:
+        model = disk_offload(model, str(tmp_path), execution_device=cpu)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    compare(model)
+
+
+def test_a_spread_model_goes_on_in_its_cache(tmp_path: Path) -> None:
+    model = on_disk(ON_DISK["the first layers"], tmp_path)
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 16}
+
+    def second_turn() -> dict[str, Any]:
+        first = model.generate(THREE[1:2], return_dict_in_generate=True, **options)
+        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+        return {"input_ids": ids, "past_key_values": first.past_key_values}
+
+    expected = model.generate(**second_turn(), **options)
+    drafter = BatchDrafter(expected.tolist(), np.random.default_rng(0), 0.7)
+    config = lade.Config(max_draft_tokens=8)
+    got = lade.generate(model, **second_turn(), drafter=drafter, config=config, **options)
+    assert got.tolist() == expected.tolist()

@@ -1,0 +1,333 @@
+"""Models that see images: after the prefill an answer is text, with positions of its own kinds.
+
+Tiny models with random weights and random pixels; the image tokens are put by hand, so that no
+processor is needed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+import lade
+from tests.lade.both import both
+from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, BatchDrafter
+
+IMAGE_TOKEN_ID = 90
+_BEGIN, _END = 91, 92  # of an image
+_TOKENS_PER_IMAGE = 4  # 8 x 8 pixels in patches of 4 x 4; of Qwen 16 x 16, merged by fours
+
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "tie_word_embeddings": False,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_QWEN: dict[str, Any] = {
+    "text_config": {**_TEXT, "rope_parameters": _MROPE},
+    "image_token_id": IMAGE_TOKEN_ID,
+    "video_token_id": 93,
+    "vision_start_token_id": _BEGIN,
+    "vision_end_token_id": _END,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_VISION},
+        "image_token_index": IMAGE_TOKEN_ID,
+        "vision_feature_layer": -1,
+        "image_seq_length": _TOKENS_PER_IMAGE,
+    },
+    # `position_ids` [4, rows, num_tokens]: of the text, and of time, height and width in an image.
+    "qwen2_vl": {
+        **_QWEN,
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
+    "qwen2_5_vl": {
+        **_QWEN,
+        "vision_config": {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+    },
+    "qwen3_vl": {
+        **_QWEN,
+        "vision_config": {
+            **_QWEN_VISION,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+    },
+    # The tokens of an image see each other in both directions; two layers have a window of 6.
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": _VISION,
+        "image_token_id": IMAGE_TOKEN_ID,
+        "boi_token_id": _BEGIN,
+        "eoi_token_id": _END,
+        "mm_tokens_per_image": _TOKENS_PER_IMAGE,
+        "tie_word_embeddings": False,
+    },
+    # The whole prompt sees itself in both directions, and positions start at 1.
+    "paligemma": {
+        "text_config": {"model_type": "gemma", **_TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+        "image_token_id": IMAGE_TOKEN_ID,
+        "projection_dim": 32,
+        "tie_word_embeddings": False,
+    },
+    # Layers 1 and 3 attend to the images, whose keys the cache holds, and not to the text.
+    "mllama": {
+        "text_config": {**_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+            "max_num_tiles": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 32,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+        "image_token_index": IMAGE_TOKEN_ID,
+    },
+}
+FAMILIES = [name for name in _CONFIGS if name != "mllama"]
+
+
+def tiny_vlm(
+    name: str, num_images: Sequence[int] = (1,), seed: int = 0, attention: str = "sdpa"
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model in float64 and what its processor would make of a prompt.
+
+    Args:
+        name: one of `FAMILIES` or "mllama".
+        num_images: in each row; rows with fewer are padded on the left.
+        seed: of the weights and the pixels.
+        attention: the attention implementation.
+    """
+    torch.manual_seed(seed)  # for what has one dimension, as the biases
+    config = CONFIG_MAPPING[name](**_CONFIGS[name])
+    model = AutoModelForImageTextToText.from_config(
+        config, attn_implementation=attention, dtype=torch.float64
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                gain = 1.5 * weight[0].numel() ** -0.5
+                noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+                weight.copy_(gain * noise)
+            elif weight_name.endswith("gate"):  # of the layers that see images in mllama: 0 is shut
+                weight.fill_(0.7)
+    model.generation_config.pad_token_id = 0
+    return model.eval(), _inputs(name, num_images, generator)
+
+
+def _inputs(name: str, num_images: Sequence[int], generator: torch.Generator) -> dict[str, Any]:
+    prompts = [_prompt(name, count) for count in num_images]
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    is_image = ids == IMAGE_TOKEN_ID
+    total = sum(num_images)
+
+    def pixels(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    if name.startswith("qwen"):
+        inputs["pixel_values"] = pixels(total * 16, 3 * 2 * 4 * 4)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * total)
+        inputs["mm_token_type_ids"] = is_image.int()
+    elif name == "mllama":
+        rows, most, tiles = len(num_images), max(num_images), 2
+        inputs["pixel_values"] = pixels(rows, most, tiles, 3, 8, 8)
+        inputs["aspect_ratio_ids"] = torch.full((rows, most), 2)
+        inputs["aspect_ratio_mask"] = torch.ones((rows, most, tiles), dtype=torch.int64)
+        # A token sees the images before it; one that is missing in a row is seen by none.
+        seen = is_image.cumsum(dim=1)[:, :, None] > torch.arange(most)
+        inputs["cross_attention_mask"] = seen[..., None].expand(-1, -1, -1, tiles).long()
+    else:
+        inputs["pixel_values"] = pixels(total, 3, 8, 8)
+    if name in ("gemma3", "paligemma"):
+        inputs["token_type_ids"] = (is_image & (name == "gemma3")).long()
+    return inputs
+
+
+def _prompt(name: str, num_images: int) -> list[int]:
+    if name == "paligemma":
+        return [*[IMAGE_TOKEN_ID] * _TOKENS_PER_IMAGE * num_images, 5, 6, 7, 5, 6]
+    image = [_BEGIN, *[IMAGE_TOKEN_ID] * _TOKENS_PER_IMAGE, _END]
+    if name == "mllama":
+        image = [IMAGE_TOKEN_ID]
+    return [5, 6, 7, *[*image, 8, 9] * num_images, 5, 6, 7, 5, 6]
+
+
+def compare(model: Any, inputs: dict[str, Any], **options: Any) -> None:
+    """Compare lade with plain `generate`, random state included, and see that drafts helped."""
+    _, got = both(model, **{"prompt": inputs["input_ids"], **_rest(inputs), **options})
+    assert got.stats.mean_accepted_tokens > 1.2
+
+
+def _rest(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name != "input_ids"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("num_images", [(1,), (2,), (2, 1), (1, 1, 2)])
+def test_a_greedy_answer_to_images_is_the_plain_one(name: str, num_images: tuple[int, ...]) -> None:
+    compare(*tiny_vlm(name, num_images), do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("num_images", [(1,), (2, 1)])
+def test_a_sampled_answer_to_images_is_the_plain_one(
+    name: str, num_images: tuple[int, ...]
+) -> None:
+    model, inputs = tiny_vlm(name, num_images, seed=1)
+    compare(model, inputs, eos_token_id=None)
+    compare(model, inputs, temperature=0.7, top_k=20, repetition_penalty=1.2, seed=3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_with_images_finish_one_by_one(name: str) -> None:
+    model, inputs = tiny_vlm(name, (2, 1, 1))
+    mask = inputs["attention_mask"]
+    free = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    ends = [int(free[0, mask.shape[1] + 4]), int(free[1, mask.shape[1] + 12])]
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends}
+    expected = model.generate(**inputs, **options)
+    answers = [
+        [*ids[seen.bool()].tolist(), *answer.tolist()]
+        for ids, seen, answer in zip(
+            inputs["input_ids"], mask, expected[:, mask.shape[1] :], strict=True
+        )
+    ]
+    drafter = BatchDrafter(answers, np.random.default_rng(0), 0.7)
+    config = lade.Config(max_draft_tokens=8)
+    got = lade.generate(model, **inputs, drafter=drafter, config=config, **options)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_row_is_repeated_with_its_images(name: str) -> None:
+    model, inputs = tiny_vlm(name, (1,))
+    compare(model, inputs, num_return_sequences=3, eos_token_id=None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_eager_attention_sees_images_too(name: str) -> None:
+    compare(*tiny_vlm(name, (2,), attention="eager"), do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_that_sees_images_answers_text_alone(name: str) -> None:
+    model, _ = tiny_vlm(name)
+    text = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5]])
+    compare(model, {"input_ids": text[1:]}, do_sample=False, eos_token_id=None)
+    compare(model, {"input_ids": text}, do_sample=False, eos_token_id=None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_image_in_the_same_text_has_its_own_answer(name: str) -> None:
+    """The pool sees tokens and no pixels: it drafts the answer to the first image."""
+    model, inputs = tiny_vlm(name)
+    others = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    options["return_dict_in_generate"] = True
+    pool = lade.NGramPool()
+    config = lade.Config(max_draft_tokens=8)
+    answers = set()
+    for images in (inputs, others, inputs):
+        expected = model.generate(**images, **options).sequences.tolist()
+        got = lade.generate(model, **images, pool=pool, config=config, **options)
+        assert got.sequences.tolist() == expected
+        answers.add(tuple(expected[0]))
+    assert len(answers) == 2
+    assert got.stats.mean_accepted_tokens > 1.2  # the third answer is the first one
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3"])
+def test_a_conversation_about_an_image_goes_on_in_its_cache(name: str) -> None:
+    model, inputs = tiny_vlm(name)
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    # Not an image token: the second turn would look for its pixels.
+    options["suppress_tokens"] = [IMAGE_TOKEN_ID]
+
+    def second_turn(first: Any) -> dict[str, Any]:
+        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+        turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if "mm_token_type_ids" in inputs:
+            turn["mm_token_type_ids"] = (ids == IMAGE_TOKEN_ID).int()
+        return {**turn, "past_key_values": first.past_key_values}
+
+    def first_turn() -> Any:
+        return model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **options)
+
+    turn = second_turn(first_turn())
+    expected = model.generate(**turn, max_new_tokens=16, **options)
+    turn = second_turn(first_turn())
+    drafter = BatchDrafter(expected.tolist(), np.random.default_rng(0), 0.7)
+    config = lade.Config(max_draft_tokens=8)
+    got = lade.generate(model, **turn, drafter=drafter, config=config, max_new_tokens=16, **options)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.filterwarnings("ignore")  # lade's, and one of transformers 5.15 about itself
+@pytest.mark.parametrize("num_images", [(1,), (2,), (2, 1)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_layers_that_attend_to_images_alone_change_no_answer(
+    num_images: tuple[int, ...], do_sample: bool
+) -> None:
+    """Whether mllama is sped up or decoded plainly, with a warning, is left open here."""
+    model, inputs = tiny_vlm("mllama", num_images)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": None}
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, **options)
+    torch.manual_seed(0)
+    got = lade.generate(model, **inputs, config=lade.Config(max_draft_tokens=8), **options)
+    assert got.tolist() == expected.tolist()

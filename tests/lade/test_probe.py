@@ -1,0 +1,416 @@
+"""A check on the model chooses how it verifies drafts; where nothing is exact, it is plain."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import lade
+from lade.config import WAYS
+from lade.errors import UnsupportedModelError
+from lade.probing import profile_of
+from ngram_pool import Draft
+from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model
+
+BLOOM = {"n_layer": 3, "n_head": 4}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
+MAMBA = {"state_size": 8}
+NEO = {
+    "attention_types": [[["global", "local", "local"], 1]],
+    "num_layers": 3,
+    "num_heads": 4,
+    "window_size": 8,
+}
+EAGER = ("bloom", "mamba", "mamba2", "gpt_neo")
+
+
+def model_of(family: str, seed: int = 1, **options: Any) -> Any:
+    return tiny_model(family, seed, attention="eager" if family in EAGER else "sdpa", **options)
+
+
+def plain(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    mask = torch.ones_like(prompt)
+    ids: torch.Tensor = model.generate(prompt, attention_mask=mask, do_sample=False, **options)
+    return ids
+
+
+def check_text(
+    model: Any, way: str | None, seed: int = 0, num_new: int = 40, accept: float = 0.7
+) -> lade.DecodeStats:
+    """Greedy text of a few prompts is that of plain `generate`; return what was counted."""
+    rng = np.random.default_rng(seed)
+    total = lade.DecodeStats()
+    for _ in range(3):
+        prompt = random_prompt(rng)
+        expected = plain(model, prompt, max_new_tokens=num_new)
+        output = lade.generate(
+            model,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=num_new,
+            drafter=ScriptedDrafter(expected[0].tolist(), rng, accept),
+            config=lade.Config(target=way, max_draft_tokens=9),  # type: ignore[arg-type]
+            return_dict_in_generate=True,
+        )
+        assert output.sequences.tolist() == expected.tolist()
+        total.add(output.stats)
+    return total
+
+
+# --- what is chosen -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "way", "reasons"),
+    [
+        ("llama", {}, "tree", {}),
+        ("mistral", {}, "tree", {}),
+        ("gemma3_text", {}, "tree", {}),
+        ("llama4_text", {}, "tree", {}),
+        ("bloom", BLOOM, "rows", {"tree": "forward fails"}),
+        ("gpt_neo", NEO, "rows", {"tree": "mask by cache slot"}),
+        (
+            "falcon",
+            {"alibi": True, "new_decoder_architecture": False},
+            "rows",
+            {"tree": "ALiBi bias"},
+        ),
+        (
+            "mamba2",
+            MAMBA2,
+            "snapshot",
+            {"tree": "recurrent state", "rows": "recurrent state", "chain": "recurrent state"},
+        ),
+        (
+            "mamba",
+            MAMBA,
+            "plain",
+            {
+                "tree": "recurrent state",
+                "rows": "recurrent state",
+                "chain": "recurrent state",
+                "snapshot": "logits differ",
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
+    family: str, options: dict[str, Any], way: str, reasons: dict[str, str]
+) -> None:
+    model = model_of(family, **options)
+    found = lade.probe(model)
+    assert found.model == type(model).__name__
+    assert found.target == way
+    assert found.reasons.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert reason in found.reasons[name]  # type: ignore[index]
+    assert str(found).startswith(f"{found.model} verifies drafts by: {way}")
+    if way == "plain":
+        with pytest.warns(lade.PlainDecodingWarning, match="logits differ"):
+            stats = check_text(model, None)
+        assert stats.num_draft_tokens == 0
+        assert stats.mean_accepted_tokens == 1.0
+    else:
+        assert check_text(model, None).mean_accepted_tokens > 1.1
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
+@pytest.mark.parametrize("accept", [0.0, 0.6, 1.0], ids=["never", "sometimes", "always"])
+def test_every_way_gives_the_text_of_plain_decoding(family: str, way: str, accept: float) -> None:
+    model = model_of(family, seed=2)
+    stats = check_text(model, way, accept=accept)
+    if accept == 1.0:
+        assert stats.mean_accepted_tokens > 1.5
+    assert lade.probe(model).target == "tree"  # what was asked for is not remembered
+
+
+def test_a_way_asked_for_is_taken_or_refused_with_the_reason() -> None:
+    model = model_of("bloom", **BLOOM)
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM .* by 'tree': its forward"):
+        lade.generate(model, prompt, max_new_tokens=3, config=lade.Config(target="tree"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was asked for needs no warning
+        assert check_text(model, "plain").mean_accepted_tokens == 1.0
+    with pytest.raises(ValueError, match=r"expected Config\(target=…\) of 'tree', 'rows'"):
+        lade.Config(target="twig")  # type: ignore[arg-type]
+
+
+def test_rows_verify_several_paths_at_once() -> None:
+    """The right token is the second of two at every step: one path alone would be wrong."""
+    model = model_of("bloom", **BLOOM)
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    answer = plain(model, prompt, max_new_tokens=30)[0].tolist()
+
+    class Second(ScriptedDrafter):
+        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+            right = answer[len(committed)] if len(committed) < len(answer) else 0
+            token_ids = np.array([(right + 1) % 97, right], np.int32)
+            parents, depths = np.array([-1, -1], np.int32), np.array([1, 1], np.int32)
+            return Draft(token_ids, parents, depths, np.array([0.5, 0.4]))
+
+    expected = {"rows": 2.0, "chain": 1.0}
+    for way, most in expected.items():
+        output = lade.generate(
+            model,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=30,
+            drafter=Second([], np.random.default_rng(0), 0.0),
+            config=lade.Config(target=way, max_draft_tokens=2),  # type: ignore[arg-type]
+            return_dict_in_generate=True,
+        )
+        assert output.sequences[0].tolist() == answer
+        assert output.stats.mean_accepted_tokens == pytest.approx(most, abs=0.1)
+
+
+# --- models that are broken -----------------------------------------------------------------
+
+
+def ignoring(name: str) -> Callable[[Any], None]:
+    """Make a model's forward ignore an argument, where it has the form that trees need."""
+
+    def broken(model: Any) -> None:
+        forward = model.model.forward
+
+        def ignores(*args: Any, **kwargs: Any) -> Any:
+            value = kwargs.get(name)
+            is_tree = isinstance(value, torch.Tensor) and value.dim() == 4
+            if is_tree or name == "position_ids":
+                kwargs[name] = None
+            return forward(*args, **kwargs)
+
+        model.model.forward = ignores
+
+    return broken
+
+
+def failing_on_trees(model: Any) -> None:
+    forward = model.model.forward
+
+    def fragile(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is not None:
+            assert len(kwargs["attention_mask"].shape) == 2
+        return forward(*args, **kwargs)
+
+    model.model.forward = fragile
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (ignoring("attention_mask"), "logits differ"),
+        (ignoring("position_ids"), "logits differ"),
+        (failing_on_trees, "its forward fails (AssertionError"),
+    ],
+    ids=["mask", "positions", "fails"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_that_breaks_trees_is_caught_and_verifies_rows(
+    broken: Callable[[Any], None], reason: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model("llama", seed=1, dtype=dtype)
+    broken(model)
+    found = lade.probe(model)
+    assert found.target == "rows"
+    assert reason in found.reasons["tree"]
+    if dtype == torch.float64:
+        assert check_text(model, None).mean_accepted_tokens > 1.1
+
+
+def test_a_state_that_starts_anew_in_every_longer_forward_is_caught() -> None:
+    """As the selective scan of the first mamba does, and mamba2 did until it was mended."""
+    model = model_of("mamba2", **MAMBA2)
+    forward = model.backbone.forward
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache_params")
+        if args[0].shape[1] > 1 and cache is not None:
+            for layer in cache.layers:
+                for state in layer.recurrent_states.values():
+                    if state is not None:
+                        state.zero_()
+        return forward(*args, **kwargs)
+
+    model.backbone.forward = forgetful
+    found = lade.probe(model)
+    assert found.target == "plain"
+    assert "logits differ" in found.reasons["snapshot"]
+    with pytest.warns(lade.PlainDecodingWarning):
+        check_text(model, None)
+
+
+def test_a_state_kept_outside_of_the_cache_is_caught() -> None:
+    """Nothing can take it back to where a draft began."""
+    model = tiny_model("llama", seed=1)
+    embed = model.model.embed_tokens
+    table = torch.randn(97, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen: list[int] = []
+
+    def with_memory(ids: torch.Tensor) -> torch.Tensor:
+        states = []
+        if ids.shape[1] >= 6:
+            seen.clear()
+        for token_ids in ids.T.tolist():
+            seen.append(sum(token_ids))
+            states.append(table[sum(seen) % 97].expand(len(token_ids), -1))
+        made: torch.Tensor = type(embed).forward(embed, ids) + torch.stack(states, dim=1)
+        return made
+
+    embed.forward = with_memory
+    assert lade.probe(model).target == "plain"
+
+
+def test_a_check_that_fails_altogether_never_loses_the_generation() -> None:
+    """The model cannot run what is shorter than the caller's prompt."""
+    model = tiny_model("llama", seed=1)
+    forward = model.model.forward
+
+    def wants_long_prompts(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] in range(2, 12):
+            raise RuntimeError("too short for me")
+        return forward(*args, **kwargs)
+
+    model.model.forward = wants_long_prompts
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7]])
+    expected = plain(model, prompt, max_new_tokens=9)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            mask = torch.ones_like(prompt)
+            got = lade.generate(
+                model, prompt, attention_mask=mask, do_sample=False, max_new_tokens=9
+            )
+            assert got.tolist() == expected.tolist()
+    said = [one for one in warned if one.category is lade.PlainDecodingWarning]
+    assert len(said) == 1  # once
+    assert "too short for me" in str(said[0].message)
+
+
+def test_a_model_in_training_mode_is_told_so_and_checked_again_after() -> None:
+    model = tiny_model("gpt2").train()
+    assert "try model.eval()" in lade.probe(model).reasons["tree"]
+    assert lade.probe(model.eval()).target == "tree"
+
+
+# --- the check itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_passes_in_every_precision(dtype: torch.dtype, num_rows: int) -> None:
+    for family in ("llama", "gpt2", "opt", "phi3", "gemma3_text"):
+        for seed in range(3):
+            model = tiny_model(family, seed=seed, dtype=dtype)
+            assert lade.probe(model, num_rows=num_rows).target == "tree"
+
+
+def test_the_check_runs_once_and_leaves_no_trace() -> None:
+    model = tiny_model("llama", seed=1)
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, inputs: calls.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    attributes = set(vars(model))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    assert lade.probe(model) == lade.probe(model)
+    assert len(calls) <= 12
+    assert max(calls) <= 6
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(vars(model)) - attributes == {"_lade_profile"}
+    assert len(model._forward_pre_hooks) == 1
+    handle.remove()
+    profile = profile_of(model)
+    assert profile_of(model) is profile
+    model.set_attn_implementation("eager")
+    assert profile_of(model) is not profile  # another attention, another check
+
+
+def test_a_batch_is_checked_when_it_comes() -> None:
+    """A model that ignores the mask of padding in trees is fine for one row alone."""
+    model = tiny_model("llama", seed=1)
+    forward = model.model.forward
+
+    def sees_padding(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+            kwargs["attention_mask"] = mask.clone().fill_(True)
+        return forward(*args, **kwargs)
+
+    model.model.forward = sees_padding
+    assert lade.probe(model).target == "tree"
+    assert lade.probe(model, num_rows=2).target == "rows"
+
+
+# --- attention implementations --------------------------------------------------------------
+
+
+def blind(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kw: Any) -> Any:
+    """Attention that knows nothing but the causal order, as flash attention does."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    order = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    USED.append("blind")
+    return sdpa_attention_forward(module, query, key, value, order[None, None], **kw)
+
+
+USED: list[str] = []
+AttentionInterface.register("blind", blind)
+AttentionMaskInterface.register("blind", lambda *args, **kwargs: None)
+
+
+def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> None:
+    model = tiny_model("llama", seed=3)
+    model.set_attn_implementation("blind")
+    found = lade.probe(model)
+    assert (found.target, found.attention) == ("tree", "sdpa")
+    assert model.config._attn_implementation == "blind"
+    USED.clear()
+    forwards: list[str] = []
+    model.register_forward_pre_hook(
+        lambda *args: forwards.append(model.config._attn_implementation)
+    )
+    assert check_text(model, None).mean_accepted_tokens > 1.2
+    assert {*forwards} == {"blind", "sdpa"}
+    assert model.config._attn_implementation == "blind"
+
+    def interrupts(step: Any) -> None:
+        raise KeyboardInterrupt
+
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    with pytest.raises(KeyboardInterrupt):
+        lade.generate(model, prompt, max_new_tokens=5, on_step=interrupts)
+    assert model.config._attn_implementation == "blind"
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about the way in which transformers compiles it
+def test_flex_attention_prefills_and_another_one_verifies() -> None:
+    model = tiny_model("llama", seed=3, head_dim=16, dtype=torch.float32)
+    model.set_attn_implementation("flex_attention")
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    try:
+        expected = plain(model, prompt, max_new_tokens=12)
+    except Exception as failure:  # it compiles, and not every machine has a compiler
+        pytest.skip(f"flex attention does not run here: {type(failure).__name__}")
+    output = lade.generate(
+        model,
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=12,
+        drafter=ScriptedDrafter(expected[0].tolist(), np.random.default_rng(0), 1.0),
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.stats.num_accepted_tokens > 3
+    assert lade.probe(model).attention == "sdpa"
+    assert model.config._attn_implementation == "flex_attention"
