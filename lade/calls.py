@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from lade.cache import kind_of
 from lade.config import WAYS, Way
 from lade.internals import Model
+from lade.probing import WITHOUT_CACHE, CacheKind
 from lade.rollback import find_cache, why_not_croppable, why_not_savable
 from lade.rules import Lengths, rope_of, why_no_tree, why_not_speculate
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     """What one call leaves open."""
 
     excluded: dict[Way, str]  # ways it cannot take, and why
-    cache: str | None  # `cache_implementation` where it is not the default
+    cache: CacheKind
 
 
 def examine(
@@ -64,8 +65,11 @@ def examine(
         exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
         if isinstance(cache, Cache) and any(cache.is_sliding):
             exclude("attentions were asked for, of layers with a window", *speculating)
+    kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
     if cache is None and not model_kwargs.get("use_cache", True):
-        exclude("use_cache=False", "tree", "snapshot")
+        kind = "none"
+        for way, reason in WITHOUT_CACHE.items():
+            exclude(reason, way)
     elif not isinstance(cache, DynamicCache) or type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(kind_of(layer) is None for layer in cache.layers):
@@ -77,10 +81,9 @@ def examine(
     elif cache is not None and not _is_default(model, cache):
         exclude(why_not_croppable(cache), "rows", "chain")
         exclude(why_not_savable(cache), "snapshot")
-    if type(cache) is StaticCache:
+    if kind == "static":
         exclude("a static cache has room for the rows of the batch alone", "rows")
-        return Call(excluded, "static")
-    return Call(excluded, None)
+    return Call(excluded, kind)
 
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:

@@ -134,7 +134,7 @@ class ChainTarget:
         """Run the model on such inputs; bring what comes back into the order of the nodes."""
         layout = self._layout
         if self._cache is not None:
-            if self._restores:
+            if self._restores and layout.width > 1:  # a root alone is always kept
                 self._saved = saved(self._cache[1])
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)

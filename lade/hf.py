@@ -37,7 +37,7 @@ from lade.choose import (
 from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
 from lade.drafting import Drafter, PoolDrafter, Proposer, SamplingDrafter
-from lade.errors import PlainDecodingWarning, UnsupportedOptionError
+from lade.errors import PlainDecodingWarning, UnsupportedModelError, UnsupportedOptionError
 from lade.grammar import foresight_of
 from lade.internals import Model, decode_plainly
 from lade.options import (
@@ -46,8 +46,7 @@ from lade.options import (
     take_stop_strings,
 )
 from lade.outputs import Outputs
-from lade.probing import Choice as ChosenWay
-from lade.probing import Profile, choose_way, make_target, profile_of
+from lade.probing import ChosenWay, Profile, choose_way, make_target, profile_of
 from lade.processors import Processors
 from lade.ranks import Ranks
 from lade.rollback import find_cache
@@ -195,6 +194,10 @@ def decode(
     `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
     calls any custom function. `lade.generate` and `lade.wrap` mend that.
     """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; lade decodes causal LMs"
+        )
     refuse_unsupported_options(model, generation_config)
     call = examine(model, input_ids, generation_config, model_kwargs)
     num_rows, device = input_ids.shape[0], input_ids.device

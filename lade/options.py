@@ -68,7 +68,6 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for what would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     reasons = {
-        "encoder-decoder models": bool(model.config.is_encoder_decoder),
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
         f"generation mode {mode}": mode not in ("greedy_search", "sample"),
         "models sharded by FSDP or DeepSpeed ZeRO-3": (

@@ -6,7 +6,7 @@ Next file: `rules.py`.
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,18 @@ from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
 
+CacheKind = Literal["dynamic", "static", "none"]
+
+# Ways that a call without a cache cannot take.
+WITHOUT_CACHE: dict[Way, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+
 
 class Finding(NamedTuple):
     """What the check of one way found."""
 
     reason: str | None  # why it is not exact, or None
     attention: str | None = None  # to verify with, where the model's own ignores tree masks
+    is_lasting: bool = True  # whether another check would find the same
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class Profile:
 
     setting: tuple[object, ...]  # attention, dtype, device and mode it is true for
     #: By way, kind of cache, and whether for a batch.
-    findings: dict[tuple[Way, str | None, bool], Finding] = field(default_factory=dict)
+    findings: dict[tuple[Way, CacheKind, bool], Finding] = field(default_factory=dict)
     budgets: dict[Way, Budget] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
@@ -47,7 +53,7 @@ class Profile:
         return self.budgets.setdefault(way, MeasuredBudget())
 
 
-class Choice(NamedTuple):
+class ChosenWay(NamedTuple):
     """How a call is decoded, and why no better way was taken."""
 
     way: Way
@@ -80,10 +86,15 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
             lengths.
     """
     model = getattr(model, "_orig_mod", model)
+    config = model.generation_config
+    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
+    excluded: dict[Way, str] = {}
+    if config.use_cache is False:
+        cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        choice = choose_way(model, is_batch=num_rows > 1)
-    attention = choice.attention or attention_of(model)
-    return Probe(type(model).__name__, choice.way, attention, choice.reasons)
+        chosen = choose_way(model, is_batch=num_rows > 1, cache=cache, excluded=excluded)
+    attention = chosen.attention or attention_of(model)
+    return Probe(type(model).__name__, chosen.way, attention, chosen.reasons)
 
 
 def profile_of(model: Model) -> Profile:
@@ -99,16 +110,16 @@ def choose_way(
     model: Model,
     *,
     is_batch: bool = False,
-    cache: str | None = None,
+    cache: CacheKind = "dynamic",
     asked: Way | None = None,
     excluded: Mapping[Way, str] | None = None,
-) -> Choice:
+) -> ChosenWay:
     """Return the best way of verifying that is exact, checking those not yet checked.
 
     Args:
         model: the target.
         is_batch: whether rows of different lengths and padding are to be verified.
-        cache: `cache_implementation` of the call where it is not the default.
+        cache: of the call.
         asked: the only way to consider.
         excluded: ways that this call cannot take, and why.
 
@@ -117,36 +128,36 @@ def choose_way(
     """
     reasons: dict[Way, str] = {}
     if asked == "plain":
-        return Choice("plain", None, reasons)
+        return ChosenWay("plain", None, reasons)
     profile = profile_of(model)
     for way in WAYS[:-1] if asked is None else (asked,):
         reason = (excluded or {}).get(way)
         if reason is None:
             key = (way, cache, is_batch)
-            if key not in profile.findings:
-                profile.findings[key] = _check(model, *key)
-            finding = profile.findings[key]
+            finding = profile.findings.get(key) or _check(model, *key)
+            if finding.is_lasting:
+                profile.findings[key] = finding
             if finding.reason is None:
-                return Choice(way, finding.attention, reasons)
+                return ChosenWay(way, finding.attention, reasons)
             reason = finding.reason
         reasons[way] = reason
     if asked is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
         )
-    return Choice("plain", None, reasons)
+    return ChosenWay("plain", None, reasons)
 
 
 def make_target(
     model: Model,
     input_ids: Tensor,
     model_kwargs: dict[str, Any],
-    choice: Choice,
+    chosen: ChosenWay,
     max_new_tokens: int,
     generation_config: GenerationConfig,
 ) -> Target:
     """Return the model set up to verify drafts behind these prompts in the way chosen."""
-    if choice.way == "tree":
+    if chosen.way == "tree":
         layout = tree_layout(model)
         return TreeTarget(
             model,
@@ -155,17 +166,17 @@ def make_target(
             layout,
             max_new_tokens,
             generation_config,
-            choice.attention,
+            chosen.attention,
         )
-    max_candidates = MAX_ROWS if choice.way == "rows" else 1
-    restores = choice.way == "snapshot"
+    max_candidates = MAX_ROWS if chosen.way == "rows" else 1
+    restores = chosen.way == "snapshot"
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
 
 
 # --- the self-check -------------------------------------------------------------------------
 
 
-def _check(model: Model, way: Way, cache: str | None, is_batch: bool) -> Finding:
+def _check(model: Model, way: Way, cache: CacheKind, is_batch: bool) -> Finding:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
     own = attention_of(model)
     attentions: list[str | None] = [None]
@@ -174,9 +185,11 @@ def _check(model: Model, way: Way, cache: str | None, is_batch: bool) -> Finding
     reason = None
     for attention in attentions:
         try:
-            error = _error_of(model, Choice(way, attention, {}), cache, is_batch)
+            error = _error_of(model, ChosenWay(way, attention, {}), cache, is_batch)
         except UnsupportedModelError as failure:
             return Finding(str(failure))  # a rule, whatever the attention
+        except torch.OutOfMemoryError as failure:
+            return Finding(f"no memory was left to check it ({failure})", is_lasting=False)
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
             found = f"its forward fails ({type(failure).__name__}: {what})"
@@ -216,7 +229,7 @@ _PROMPT_LENGTH = 6
 
 
 @torch.no_grad()
-def _error_of(model: Model, choice: Choice, cache: str | None, is_batch: bool) -> float:
+def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_batch: bool) -> float:
     """Return how far drafts and what follows them are from plain decoding.
 
     Three steps: a draft of which a part is kept, one that is kept whole, and one without a draft.
@@ -241,7 +254,7 @@ def _error_of(model: Model, choice: Choice, cache: str | None, is_batch: bool) -
     def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
         for unwanted in ("logits_processor", "stopping_criteria"):
             prepared.pop(unwanted, None)
-        target = make_target(model, input_ids, prepared, choice, len(tokens), generation_config)
+        target = make_target(model, input_ids, prepared, chosen, len(tokens), generation_config)
         scripts.extend(_script(tokens[_PROMPT_LENGTH:], target, row) for row in range(len(masks)))
         try:
             target.prefill()
@@ -284,7 +297,7 @@ def _difference(
 class _Plain:
     """Plain decoding of the check's prompts, made to take given paths."""
 
-    def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: str | None) -> None:
+    def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: CacheKind) -> None:
         self._model = copy.copy(model)  # shares all but the attribute set here
         self._model.generation_config = GenerationConfig()  # none of the model's own options
         self._input_ids = input_ids
@@ -300,7 +313,8 @@ class _Plain:
             attention_mask=self._mask[which],
             max_new_tokens=num_new,
             do_sample=False,
-            cache_implementation=self._cache,
+            use_cache=self._cache != "none",
+            cache_implementation="static" if self._cache == "static" else None,
             **options,
         )
 

@@ -1,13 +1,20 @@
 """A check on the model chooses how it verifies drafts; where nothing is exact, it is plain."""
 
+import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
@@ -300,6 +307,96 @@ def test_a_model_in_training_mode_is_told_so_and_checked_again_after() -> None:
     model = tiny_model("gpt2").train()
     assert "try model.eval()" in lade.probe(model).reasons["tree"]
     assert lade.probe(model.eval()).target == "tree"
+
+
+# --- code that is not part of transformers --------------------------------------------------
+
+REMOTE = """
+import torch
+from torch import nn
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class {name}Config(PretrainedConfig):
+    model_type = "{name}"
+
+    def __init__(self, vocab_size=97, hidden_size=32, num_hidden_layers=1, **kwargs):
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**kwargs)
+
+
+class {name}Model(PreTrainedModel, GenerationMixin):
+    config_class = {name}Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.core = {core}
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.4)
+
+{forward}
+"""
+# Learned positions, counted by the cache; its attention knows no mask but the causal one.
+COUNTING = """
+    def forward(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        places = torch.arange(start, start + input_ids.shape[1]) + 3
+        states = self.embed(input_ids) + self.embed(places % 97)
+        keys = self.core(states)[:, None]
+        if past_key_values is not None:
+            keys, _ = past_key_values.update(keys, keys, 0)
+        scores = states @ keys[:, 0].mT / 4
+        seen = torch.ones_like(scores, dtype=torch.bool).tril(keys.shape[2] - states.shape[1])
+        mixed = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ keys[:, 0]
+        return CausalLMOutputWithPast(logits=self.head(mixed), past_key_values=past_key_values)
+"""
+# No cache at all: every forward reads the whole text.
+REREADING = """
+    def forward(self, input_ids, attention_mask=None, use_cache=None, **kwargs):
+        states, _ = self.core(self.embed(input_ids))
+        return CausalLMOutputWithPast(logits=self.head(states))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "core", "forward", "way"),
+    [
+        ("Counting", "nn.Linear(32, 32)", COUNTING, "rows"),
+        ("Rereading", "nn.GRU(32, 32, batch_first=True)", REREADING, "rows"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # what loading remote code says
+def test_remote_code_is_checked_like_any_other(
+    tmp_path: Path, name: str, core: str, forward: str, way: str
+) -> None:
+    code = REMOTE.format(name=name, core=core, forward=forward)
+    (tmp_path / f"modeling_{name.lower()}.py").write_text(code)
+    module = f"modeling_{name.lower()}"
+    config = {
+        "model_type": name,
+        "architectures": [f"{name}Model"],
+        "auto_map": {
+            "AutoConfig": f"{module}.{name}Config",
+            "AutoModelForCausalLM": f"{module}.{name}Model",
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path, trust_remote_code=True), trust_remote_code=True
+    )
+    model = model.double().eval()
+    model.generation_config.use_cache = name == "Counting"
+    assert not type(model).__module__.startswith("transformers.models")
+    assert check_text(model, None).mean_accepted_tokens > 1.1
+    assert lade.probe(model).target == way
 
 
 # --- the check itself -----------------------------------------------------------------------
