@@ -141,7 +141,7 @@ class ChainTarget:
         output = self._model(**inputs, return_dict=True)
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
-        first = output.logits.shape[1] - layout.width
+        assert output.logits.shape[1] >= layout.width
         columns = torch.tensor(layout.columns)
         rows = slice(None) if layout.rows is None else torch.tensor(layout.rows)
 
@@ -153,7 +153,6 @@ class ChainTarget:
         def of_queries(weights: Tensor | None) -> Tensor | None:
             return None if weights is None else weights[:, :, layout.num_pending :]
 
-        assert first >= 0
         hidden_states, attentions = output.get("hidden_states"), output.get("attentions")
         return _Outputs(
             of_nodes(output.logits),
@@ -199,8 +198,6 @@ class ChainTarget:
             self._cache = find_cache(output) or self._cache
             self.num_pending = 0
         mine = self._cache[1]
-        if not self._restores:
-            record_past(mine, False)
         if cache is None or type(cache) is not type(mine):
             return mine
         if cache is not mine:
@@ -208,7 +205,9 @@ class ChainTarget:
         return cache
 
     def close(self) -> None:
-        """Do nothing: the model was not changed."""
+        """Let the cache forget again what it need not keep."""
+        if self._cache is not None and not self._restores:
+            record_past(self._cache[1], False)
 
     def _count_slots(self) -> int:
         """Return how many keys the prompt has left, where there are keys at all."""

@@ -199,6 +199,7 @@ def decode(
             f"{type(model).__name__} is an encoder-decoder; lade decodes causal LMs"
         )
     refuse_unsupported_options(model, generation_config)
+    _check_drafter(pool, drafter, config)
     call = examine(model, input_ids, generation_config, model_kwargs)
     num_rows, device = input_ids.shape[0], input_ids.device
     way = choose_way(
@@ -358,29 +359,35 @@ def _is_users(cache: DynamicCache | None) -> bool:
     return not _MARKS_CACHES or getattr(cache, "_is_user_defined", False)
 
 
+def _check_drafter(pool: NGramPool | None, drafter: Drafter | None, config: Config | None) -> None:
+    """Raise where pool, drafter and config contradict each other."""
+    _check_pool(pool, config)
+    if drafter is None:
+        return
+    if pool is not None:
+        raise ValueError("expected pool or drafter, got both")
+    if config is not None and (config.max_candidates or config.max_ngram_size):
+        raise ValueError(
+            "expected no Config(max_candidates=…) or Config(max_ngram_size=…) beside a drafter: "
+            "they are settings of the pool"
+        )
+
+
 def _choose_drafter(
     pool: NGramPool | None, drafter: Drafter | None, config: Config | None, target: Target
 ) -> Drafter:
-    if drafter is not None:
-        if pool is not None:
-            raise ValueError("expected pool or drafter, got both")
-        if config is not None and (config.max_candidates or config.max_ngram_size):
-            raise ValueError(
-                "expected no Config(max_candidates=…) or Config(max_ngram_size=…) beside a "
-                "drafter: they are settings of the pool"
-            )
-        rejects = config is not None and config.verifier == "rejection"
-        if rejects and target.max_candidates is not None and isinstance(drafter, SamplingDrafter):
-            # Which of the drawn paths to leave out is the drafter's to say.
-            raise UnsupportedOptionError(
-                "lade does not support a drafter of one's own that draws its drafts where only "
-                f"{target.max_candidates} of their paths can be verified"
-            )
-        return drafter
-    _check_pool(pool, config)
-    limits = [target.max_candidates, config.max_candidates if config is not None else None]
-    max_candidates = min((limit for limit in limits if limit is not None), default=None)
-    return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates)
+    if drafter is None:
+        limits = [target.max_candidates, config.max_candidates if config is not None else None]
+        max_candidates = min((limit for limit in limits if limit is not None), default=None)
+        return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates)
+    rejects = config is not None and config.verifier == "rejection"
+    if rejects and target.max_candidates is not None and isinstance(drafter, SamplingDrafter):
+        # Which of the drawn paths to leave out is the drafter's to say.
+        raise UnsupportedOptionError(
+            "lade does not support a drafter of one's own that draws its drafts where only "
+            f"{target.max_candidates} of their paths can be verified"
+        )
+    return drafter
 
 
 def _new_pool(config: Config | None) -> NGramPool:
