@@ -67,6 +67,10 @@ def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor)
     recurrent = family == "mamba2"
     options: dict[str, Any] = MAMBA2 if recurrent else {}
     model = tiny_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
+    try:
+        model.generate(prompt, max_new_tokens=2, cache_implementation="static")
+    except TypeError as failure:  # of llama4, in the oldest supported transformers
+        pytest.skip(f"plain generate itself fails: {failure}")
     _, got = both(model, prompt, cache_implementation="static")
     assert got.stats.mean_accepted_tokens > 1.1
     if recurrent:
