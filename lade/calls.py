@@ -39,6 +39,7 @@ class Call(NamedTuple):
 
     excluded: dict[Way, str]  # ways it cannot take, and why
     cache: CacheKind
+    is_padded: bool  # whether rows have padding, or may come to be of different lengths
 
 
 def examine(
@@ -83,7 +84,7 @@ def examine(
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
         exclude("a static cache has room for the rows of the batch alone", "rows")
-    return Call(excluded, kind)
+    return Call(excluded, kind, lengths.is_padded or lengths.num_rows > 1)
 
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
@@ -94,7 +95,8 @@ def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
         num_slots = max(num_slots, embeds.shape[1])
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
     num_new = config.max_length - input_ids.shape[1]
-    return Lengths(input_ids.shape[0], first, num_slots, num_new)
+    is_padded = mask is not None and not bool(mask.all())
+    return Lengths(input_ids.shape[0], first, num_slots, num_new, is_padded)
 
 
 def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:

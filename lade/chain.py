@@ -75,6 +75,7 @@ class ChainTarget:
         self._num_prompt = input_ids.shape[1]
         self._cache: tuple[str, Any] | None = None  # under its name
         self._saved: Any = None
+        self._is_recording = False  # the cache keeps what left its windows
 
     @property
     def num_cached(self) -> list[int]:
@@ -98,6 +99,7 @@ class ChainTarget:
             if reason is not None:
                 raise UnsupportedModelError(reason)
             record_past(self._cache[1], True)
+            self._is_recording = True
         forward: Forward = output
         return forward
 
@@ -206,7 +208,7 @@ class ChainTarget:
 
     def close(self) -> None:
         """Let the cache forget again what it need not keep."""
-        if self._cache is not None and not self._restores:
+        if self._cache is not None and self._is_recording:
             record_past(self._cache[1], False)
 
     def _count_slots(self) -> int:

@@ -204,7 +204,7 @@ def decode(
     num_rows, device = input_ids.shape[0], input_ids.device
     way = choose_way(
         model,
-        is_batch=num_rows > 1,
+        is_padded=call.is_padded,
         cache=call.cache,
         asked=config.target if config is not None else None,
         excluded=call.excluded,

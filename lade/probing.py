@@ -43,7 +43,7 @@ class Profile:
     """What is known of a model on its device; kept with the model, as `model._lade_profile`."""
 
     setting: tuple[object, ...]  # attention, dtype, device and mode it is true for
-    #: By way, kind of cache, and whether for a batch.
+    #: By way, kind of cache, and whether rows are padded or of different lengths.
     findings: dict[tuple[Way, CacheKind, bool], Finding] = field(default_factory=dict)
     budgets: dict[Way, Budget] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
@@ -82,8 +82,8 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
 
     Args:
         model: a transformers causal LM.
-        num_rows: of the batch to decode; more than one row also has padding and rows of different
-            lengths.
+        num_rows: of the batch to decode. More than one are taken to have padding and different
+            lengths, and one with padding is taken for more than one.
     """
     model = getattr(model, "_orig_mod", model)
     config = model.generation_config
@@ -92,7 +92,7 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_way(model, is_batch=num_rows > 1, cache=cache, excluded=excluded)
+        chosen = choose_way(model, is_padded=num_rows > 1, cache=cache, excluded=excluded)
     attention = chosen.attention or attention_of(model)
     return Probe(type(model).__name__, chosen.way, attention, chosen.reasons)
 
@@ -109,7 +109,7 @@ def profile_of(model: Model) -> Profile:
 def choose_way(
     model: Model,
     *,
-    is_batch: bool = False,
+    is_padded: bool = False,
     cache: CacheKind = "dynamic",
     asked: Way | None = None,
     excluded: Mapping[Way, str] | None = None,
@@ -118,7 +118,7 @@ def choose_way(
 
     Args:
         model: the target.
-        is_batch: whether rows of different lengths and padding are to be verified.
+        is_padded: whether rows of different lengths, or with padding, are to be verified.
         cache: of the call.
         asked: the only way to consider.
         excluded: ways that this call cannot take, and why.
@@ -133,7 +133,7 @@ def choose_way(
     for way in WAYS[:-1] if asked is None else (asked,):
         reason = (excluded or {}).get(way)
         if reason is None:
-            key = (way, cache, is_batch)
+            key = (way, cache, is_padded)
             finding = profile.findings.get(key) or _check(model, *key)
             if finding.is_lasting:
                 profile.findings[key] = finding
@@ -176,7 +176,7 @@ def make_target(
 # --- the self-check -------------------------------------------------------------------------
 
 
-def _check(model: Model, way: Way, cache: CacheKind, is_batch: bool) -> Finding:
+def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
     own = attention_of(model)
     attentions: list[str | None] = [None]
@@ -185,7 +185,7 @@ def _check(model: Model, way: Way, cache: CacheKind, is_batch: bool) -> Finding:
     reason = None
     for attention in attentions:
         try:
-            error = _error_of(model, ChosenWay(way, attention, {}), cache, is_batch)
+            error = _error_of(model, ChosenWay(way, attention, {}), cache, is_padded)
         except UnsupportedModelError as failure:
             return Finding(str(failure))  # a rule, whatever the attention
         except torch.OutOfMemoryError as failure:
@@ -229,7 +229,7 @@ _PROMPT_LENGTH = 6
 
 
 @torch.no_grad()
-def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_batch: bool) -> float:
+def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_padded: bool) -> float:
     """Return how far drafts and what follows them are from plain decoding.
 
     Three steps: a draft of which a part is kept, one that is kept whole, and one without a draft.
@@ -240,7 +240,7 @@ def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_batch: bool)
     """
     tokens = _check_tokens(model)
     masks = [[1] * _PROMPT_LENGTH]
-    if is_batch:
+    if is_padded:
         # Masked behind the first token, not before it: a query that sees nothing at all, as in left
         # padding, is NaN in eager attention in float64, also for `generate`.
         masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])

@@ -111,6 +111,7 @@ class Lengths(NamedTuple):
     first_position: int  # of the first token after the prompt; the greatest of all rows
     num_slots: int  # of the prompt
     num_new: int  # at most
+    is_padded: bool = False
 
 
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
@@ -127,6 +128,9 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
                 f"its rotary embedding ({kind}) changes at {limit} positions, which this call may "
                 "cross"
             )
+    if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
+        # A row with more padding than text sees no key there at all, and then all of them.
+        return "its sparse layers choose blocks by cache slot, and padding shifts them"
     kept: int | None = getattr(config, "keep_window_size", None)
     if kept is not None and lengths.num_slots + lengths.num_new > kept:
         return f"its dynamic mask changes at {kept} tokens, which this call may cross"

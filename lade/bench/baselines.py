@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.settings import Settings
-from lade.config import Config
+from lade.config import Config, Way
 from lade.models import LoadedModel
 from lade.stats import DecodeStats
 
@@ -52,6 +52,7 @@ class MethodInfo(NamedTuple):
     make: Callable[[Config | None], Method]
     description: str
     is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
+    way: Way | None = None  # of verifying, where it has one of its own; only run when named
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:

@@ -4,11 +4,12 @@ Next file: `run.py`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
-from lade.config import Config
+from lade.config import WAYS, Config, Way
 from lade.hf import generate
 from lade.stats import Step
 from ngram_pool import NGramPool
@@ -52,6 +53,14 @@ class Lade:
         )
 
 
+def _verifying_by(way: Way) -> MethodInfo:
+    return MethodInfo(
+        lambda config: Lade(replace(config or Config(), target=way), NGramPool()),
+        f"as lade, drafts verified by {way}",
+        way=way,
+    )
+
+
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
     **BASELINES,
@@ -61,4 +70,5 @@ METHODS: dict[str, MethodInfo] = {
     "lade_fresh": MethodInfo(
         lambda config: Lade(config), "lade, a new and empty pool for each prompt or batch"
     ),
+    **{f"lade_{way}": _verifying_by(way) for way in WAYS if way != "plain"},
 }

@@ -83,7 +83,9 @@ def table_of_files(paths: Sequence[Path]) -> Table:
             made.add_row(*names, method, *cells(summary))
         made.add_section()
         hardware = environment["gpu"] if "cuda" in settings["device"] else environment["cpu"]
-        parts = (settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads")
+        parts = [settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads"]
+        if settings.get("target") is not None:  # older results do not know
+            parts.append(f"lade by {settings['target']}")
         captions.append(f"{path.stem}: {', '.join(parts)}, {environment['date']}")
     made.caption = "\n".join(captions)
     return made

@@ -15,6 +15,7 @@ from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt
 from lade.bench.settings import Settings
 from lade.config import Config
+from lade.errors import UnsupportedModelError
 from lade.models import LoadedModel
 
 #: The category of a batch whose prompts are of several.
@@ -52,6 +53,27 @@ class Summary(NamedTuple):
     same_text: float | None  # share of sequences with plain's text; None without plain
 
 
+def warm_up_methods(
+    loaded: LoadedModel, methods: Sequence[str], settings: Settings, config: Config | None = None
+) -> dict[str, str]:
+    """Let every method answer once, shortly; return which of them the model cannot do, and why.
+
+    Only methods with a way of verifying of their own are left out like this.
+
+    Raises:
+        UnsupportedModelError: no method is left, or `config` asks for what the model cannot do.
+    """
+    left_out: dict[str, str] = {}
+    for name in methods:
+        try:
+            warm_up(loaded, METHODS[name].make(config), settings)
+        except UnsupportedModelError as error:
+            left_out[name] = str(error)
+            if METHODS[name].way is None or len(left_out) == len(methods):
+                raise
+    return left_out
+
+
 def run_methods(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
@@ -65,14 +87,13 @@ def run_methods(
 ) -> None:
     """Answer all prompts with every method, batch by batch, appending to `results` as they come.
 
+    The methods have been warmed up (`warm_up_methods`).
     Methods take turns at every batch, beginning with another one each time, so that a machine that
     slows down slows all alike. A pass begins with new methods, and so with empty pools, and with
     the same seeds: all passes, and with exact arithmetic all methods, make the same texts.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
-    for name in methods:
-        warm_up(loaded, METHODS[name].make(config), settings)
     batches = in_batches(prompts, settings.batch_size)
     for num_pass in range(num_passes):
         running = {name: METHODS[name].make(config) for name in methods}

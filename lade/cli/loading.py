@@ -13,7 +13,14 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from lade.models import DEFAULT_MODEL, LoadedModel, Progress, default_model, load
+from lade.models import (
+    DEFAULT_MODEL,
+    EMBEDDED_MODELS,
+    LoadedModel,
+    Progress,
+    embedded_model,
+    load,
+)
 
 # What a command says of its work goes to standard error; standard output is for its results.
 console = Console(stderr=True, highlight=False)
@@ -34,10 +41,11 @@ def load_with_progress(
 
 
 def fetch_with_progress(model: str | None) -> None:
-    """Make sure that the default model is there, if that is the one, and load nothing."""
-    if model in (None, DEFAULT_MODEL):
+    """Make sure that an embedded model is there, if it is one, and load nothing."""
+    name = DEFAULT_MODEL if model is None else model
+    if name in EMBEDDED_MODELS:
         with _showing_progress() as show:
-            default_model(progress=show)
+            embedded_model(name, progress=show)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 A default configuration is shrunk by the names of its fields, so that a model type that appears
 tomorrow is handled too. Types whose numbers must fit each other in a way of their own are in
-`_OVERRIDES`. Nothing is downloaded.
+`overrides.py`. Nothing is downloaded.
 """
 
 import dataclasses
@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from lade.errors import LadeError
+from lade.support.overrides import MORE_ROWS, NOT_TEXT, OVERRIDES
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 
@@ -88,94 +92,16 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _layers(*kinds: str) -> dict[str, Any]:
-    return {"num_hidden_layers": 2 * len(kinds), "layer_types": [*kinds] * 2}
-
-
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_QSA = {  # one key head; the budget is a multiple of the ratio
-    "indexer_n_heads": 16,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 512,
-    "indexer_compress_ratio": 4,
-}
-# What the rules get wrong, by model type, each with the reason.
-_OVERRIDES: dict[str, dict[str, Any]] = {
-    # Its default has no attention layer, without which `generate` does not know the length.
-    "bamba": {"attn_layer_indices": [1]},
-    # Its default has rotary parameters for no layer type.
-    "cohere_compass_text": {
-        **_layers("sliding_attention", "full_attention"),
-        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
-    },
-    # Its default lacks numbers that the class reads.
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    # Numbers of experts that are empty by default.
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    # A table of compression rates by layer type.
-    "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
-    },
-    # The head size of its sliding layers is the sum of two parts; their window is empty by default.
-    "dots3_note_text": {"head_dim": 20, "sliding_window": 8},
-    # Kinds of layers with a repeat count.
-    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
-    # No attention layer by default, as bamba.
-    "granitemoehybrid": _layers("mamba", "attention"),
-    # It runs all of its layers eight times, each time with keys and values of their own.
-    "hrm_text": {"num_hidden_layers": 2},
-    # Layer types are empty by default.
-    "lfm2_moe": {**_layers("conv", "full_attention"), "num_dense_layers": 1},
-    # Heads are of the recurrence here: together with their size, expand * width.
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    # The indexer is empty by default, though all of its attention layers want one.
-    "qwen4_exp_text": _QSA,
-    # The two parts must add up to the width.
-    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
-    # A cached state is as wide as a multiple of 64.
-    "xlstm": {"hidden_size": 128},
-    # No language, and so no adapter, by default.
-    "xmod": {"default_language": "en_XX"},
-}
-_NOT_TEXT = {
-    "blt": "it reads bytes in patches",
-    "gemma4_assistant": "it drafts from the keys and values of another model",
-    "gemma4_unified_assistant": "it drafts from the keys and values of another model",
-    "moshi": "it reads and writes audio codes",
-    "musicgen": "it writes audio codes",
-    "musicgen_melody": "it writes audio codes",
-}
-
-_WINDOW = {"use_sliding_window": True, "sliding_window": 8}
-_TOPK = {"index_topk": 6}
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v4-topk": ("deepseek_v4", {"index_topk": 2}),
-    "dots1-window": ("dots1", {"max_window_layers": 1}),
-    "falcon-alibi": ("falcon", {"alibi": True}),
-    "gpt_bigcode-mha": ("gpt_bigcode", {"multi_query": False}),
-    "laguna-window": ("laguna", _layers("sliding_attention", "full_attention")),
-    "mellum-window": ("mellum", _layers("sliding_attention", "full_attention")),
-    "minimax_m3_vl_text-sparse": (
-        "minimax_m3_vl_text",
-        _layers("minimax_m3_sparse", "full_attention"),
-    ),
-    "qwen4_exp_text-topk8": ("qwen4_exp_text", {**_QSA, "indexer_budget": 8, "head_dim": 16}),
-    "zaya-window": ("zaya", {**_layers("hybrid_sliding", "hybrid"), "sliding_window": 8}),
-}
-for _type in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"):
-    _VARIANTS[f"{_type}-topk6"] = (_type, _TOPK)
-for _type in ("doge", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2"):
-    _VARIANTS[f"{_type}-window"] = (_type, {"sliding_window": 8})
-for _type in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"):
-    _VARIANTS[f"{_type}-window"] = (_type, _WINDOW)
 #: More rows: name -> (model type, what its default configuration leaves off).
-VARIANTS = {name: row for name, row in sorted(_VARIANTS.items()) if row[0] in causal_lm_types()}
+VARIANTS = {name: row for name, row in sorted(MORE_ROWS.items()) if row[0] in causal_lm_types()}
 
 
 class CannotBuild(LadeError):  # noqa: N818 -- it says what happened, and nothing went wrong
     """A tiny model of this type cannot be made, or its forward does not run."""
+
+
+class NotText(CannotBuild):
+    """Models of this type do not go on with a text."""
 
 
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
@@ -209,12 +135,14 @@ def tiny_model(
         overrides: of the configuration, before it is shrunk.
 
     Raises:
-        CannotBuild: such a model cannot be made, or its forward does not run.
+        CannotBuild: such a model cannot be made, or its forward does not run; `NotText` where it
+            is no text that it would go on with.
     """
     model_type = VARIANTS.get(name, (name,))[0]
-    if model_type in _NOT_TEXT:
-        raise CannotBuild(f"{name}: not a text model: {_NOT_TEXT[model_type]}")
+    if model_type in NOT_TEXT:
+        raise NotText(f"{name}: {NOT_TEXT[model_type]}")
     config = tiny_config(name, **overrides)
+    _replace_timm(config)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
@@ -229,7 +157,7 @@ def tiny_model(
             logits = _settle(model)
     except Exception as error:  # anything may be wrong in a class nobody here has seen
         raise CannotBuild(f"{name}: {_told(error)}") from error
-    if logits.shape[-1] != VOCAB_SIZE or not logits.isfinite().all():
+    if logits.shape[-1] < VOCAB_SIZE or not logits.isfinite().all():
         raise CannotBuild(f"{name}: its logits {list(logits.shape)} are no text, or not finite")
     model.generation_config = GenerationConfig(
         pad_token_id=PAD_TOKEN_ID, bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID
@@ -270,6 +198,18 @@ def _settle(model: Model) -> Tensor:
     return logits
 
 
+def _replace_timm(config: PretrainedConfig) -> None:
+    """Put another vision tower where one of timm stands: a package more, of no use to a text."""
+    for name, part in [*vars(config).items()]:
+        kind = getattr(part, "model_type", None)
+        if MODEL_MAPPING_NAMES.get(kind) != "TimmWrapperModel":
+            continue
+        tower = _shrunk(CONFIG_MAPPING["siglip_vision_model"], {})
+        # What the rest of the model reads of it; and not set by setattr, which checks the class.
+        vars(tower).update({key: vars(part)[key] for key in vars(part).keys() - vars(tower).keys()})
+        vars(config)[name] = tower
+
+
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
@@ -277,7 +217,7 @@ def _told(error: Exception) -> str:
 def _shrunk(kind: Any, given: dict[str, Any]) -> PretrainedConfig:
     """Return a small configuration of a class; what is given is taken as it is."""
     default = kind(**given)  # with what is given, which may change the kinds of its layers
-    given = {**_OVERRIDES.get(kind.model_type, {}), **given}
+    given = {**OVERRIDES.get(kind.model_type, {}), **given}
     presets = {field.name: field.default for field in dataclasses.fields(kind)}
     # Not by getattr: a field that differs between layers refuses to be read so.
     values = {name: vars(default).get(name, preset) for name, preset in presets.items()}

@@ -13,7 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from lade.bench import memory
+import lade
+from lade.bench import memory, methods
 from lade.bench.baselines import Answer, MethodInfo, new_rows
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
 from lade.bench.memory import MemoryRun, measure_in_process
@@ -22,10 +23,17 @@ from lade.bench.peak import Peak, Work
 from lade.bench.pool import time_pool
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.report import LOOPS, OVERALL, as_json, groups, table_of_files, write_json
-from lade.bench.run import MIXED, Result, ends_in_loop, run_methods, summarise
+from lade.bench.run import (
+    MIXED,
+    Result,
+    ends_in_loop,
+    run_methods,
+    summarise,
+    warm_up_methods,
+)
 from lade.bench.settings import Settings
-from lade.config import Config
-from lade.errors import LadeError
+from lade.config import WAYS, Config
+from lade.errors import LadeError, UnsupportedModelError
 from lade.models import LoadedModel
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -233,7 +241,7 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
         on_answer=lambda name, answer: order.append(name),
     )
     assert len(results) == 6
-    assert order[:8:4] == ["plain", "prompt_lookup"]  # another one begins each time
+    assert order[:: len(METHODS)][:2] == ["plain", "prompt_lookup"]  # another one begins each time
     for each in results:
         texts = {tuple(answer.rows[0]) for answer in each.answers.values()}
         assert len(texts) == 1
@@ -250,16 +258,46 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
     assert str(tmp_path) not in path.read_text()
 
 
+def test_each_way_of_verifying_is_a_method_that_verifies_by_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = {name: info.way for name, info in METHODS.items() if info.way is not None}
+    assert ways == {f"lade_{way}": way for way in WAYS if way != "plain"}
+    taken = []
+
+    def generate(*args: Any, config: Config, **options: Any) -> Any:
+        taken.append((config.target, config.max_draft_tokens))
+        return lade.generate(*args, config=config, **options)
+
+    monkeypatch.setattr(methods, "generate", generate)
+    config = Config(max_draft_tokens=4, target="plain")
+    assert warm_up_methods(tiny_loaded(), [*ways], Settings(4), config) == {}
+    assert taken == [(way, 4) for way in ways.values()]
+
+
+def test_a_way_that_the_model_cannot_do_is_left_out() -> None:
+    loaded = tiny_loaded()
+    loaded.model.config.alibi = True  # so that a rule says no to trees
+    names = ["plain", "lade", "lade_tree", "lade_chain"]
+    left_out = warm_up_methods(loaded, names, Settings(4))
+    assert list(left_out) == ["lade_tree"]
+    assert "cannot verify drafts by 'tree': its ALiBi bias" in left_out["lade_tree"]
+    with pytest.raises(UnsupportedModelError, match="by 'tree'"):
+        warm_up_methods(loaded, ["lade_tree"], Settings(4))
+    with pytest.raises(UnsupportedModelError, match="by 'tree'"):
+        warm_up_methods(loaded, ["plain", "lade"], Settings(4), Config(target="tree"))
+
+
 PROMPTS = [
     Prompt(str(i), "a", text) for i, text in enumerate(["abcabc", "xy", "zzz", "q", "hello"])
 ]
 
 
-def run_all(methods: list[str], settings: Settings, num_passes: int = 1) -> list[Result]:
+def run_all(names: list[str], settings: Settings, num_passes: int = 1) -> list[Result]:
     results: list[Result] = []
     config = Config(max_draft_tokens=6)
     run_methods(
-        *(tiny_loaded(), PROMPTS, methods, settings),
+        *(tiny_loaded(), PROMPTS, names, settings),
         num_passes=num_passes,
         config=config,
         results=results,

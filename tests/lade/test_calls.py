@@ -38,7 +38,9 @@ def both(
     expected = run(model.generate)
     drafter: Any
     if len(prompt) == 1:
-        drafter = ScriptedDrafter(expected.sequences[0].tolist(), np.random.default_rng(0), accept)
+        num = int((prompt[0] == 0).sum())
+        text = expected.sequences[0, num:].tolist()
+        drafter = ScriptedDrafter(text, np.random.default_rng(0), accept)
     else:
         unpadded = [
             row[num:]
@@ -350,3 +352,26 @@ def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
         warnings.simplefilter("error")
         for _ in range(3):
             both(model, random_prompt(rng))
+
+
+def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
+    """A model that sees padding in trees is fine without any, and must not be trusted with it."""
+    model = tiny_model("llama", seed=1)
+    forward = model.model.forward
+
+    def sees_padding(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if mask is not None and mask.dim() == 4:
+            mask = mask.clone()
+            mask[..., : mask.shape[-1] - mask.shape[-2]] = True  # all that is cached
+            kwargs["attention_mask"] = mask
+        return forward(*args, **kwargs)
+
+    model.model.forward = sees_padding
+    prompt = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6]])
+    _, got = both(model, prompt, attention_mask=(prompt != 0).long())
+    assert got.stats.mean_accepted_tokens > 1.1
+    findings = model._lade_profile.findings
+    assert findings["tree", "dynamic", True].reason is not None
+    both(model, PROMPTS[0])
+    assert findings["tree", "dynamic", False].reason is None

@@ -10,9 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lade.cli.app import app
+from lade.cli.app import Target, app
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.config import WAYS
+from lade.errors import UnsupportedModelError
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -77,6 +79,18 @@ def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
     assert same.stdout == result.stdout
 
 
+def test_generate_takes_a_way_of_verifying(folder: str) -> None:
+    options = ["--model", folder, "--max-new-tokens", "12", "--dtype", "float32"]
+    results = [run("generate", "abcabc", *options, "--target", way) for way in WAYS]
+    assert len({result.stdout for result in results}) == 1
+    assert "1.00 per forward" in results[WAYS.index("plain")].stderr
+    assert run("generate", "abcabc", *options, "--target", "magic").exit_code == 2
+
+
+def test_options_name_the_ways_of_verifying_that_there_are() -> None:
+    assert [*Target] == [*WAYS]
+
+
 def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "demo.json"
     options = ["--model", folder, "--max-new-tokens", "20", "--dtype", "float32"]
@@ -88,8 +102,11 @@ def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None
     content = json.loads(path.read_text())
     assert [row["title"] for row in content["prompts"]] == [title for title, _ in DEMO_PROMPTS]
     assert all(row["text"] == "same text" for row in content["prompts"])
+    assert content["settings"]["target"] == "tree"
     assert folder not in path.read_text()
-    result = run("demo", *options, "--prompt", "one", "--prompt", "two")
+    options += ["--prompt", "one", "--prompt", "two", "--target", "rows"]
+    result = run("demo", *options, "--json", str(path))
+    assert json.loads(path.read_text())["settings"]["target"] == "rows"
     assert "prompt 2" in result.stdout
     assert DEMO_PROMPTS[0][0] not in result.stdout
 
@@ -112,9 +129,57 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     assert settings["temperature"] == 0.0
     assert settings["batch_size"] == 1
     assert settings["left_out"] == {}
+    assert settings["target"] == "tree"
+    assert settings["config"]["target"] is None
+    assert "lade verifies drafts by: tree" in result.stdout
     result = run("bench", "show", str(path), str(path))
     assert result.exit_code == 0
     assert result.stdout.count("lade_fresh") == 2
+
+
+def test_bench_run_compares_ways_of_verifying(folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\n")
+    path = tmp_path / "ways.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "8"]
+    options += ["--dtype", "float32", "--json", str(path)]
+    names = ["plain", "lade_tree", "lade_rows", "lade_chain", "lade_snapshot"]
+    result = run("bench", "run", *options, "--methods", ",".join(names))
+    assert result.exit_code == 0
+    content = json.loads(path.read_text())
+    assert list(content["summary"]["overall"]) == names
+    assert content["settings"]["methods"]["lade_rows"] == "as lade, drafts verified by rows"
+    assert content["settings"]["target"] is None  # each has its own
+    for entry in content["prompts"]:
+        assert all(entry[name]["same_text"] for name in names[1:])
+    shown = run("bench", "show", str(path)).stdout
+    assert all(name in result.stdout and name in shown for name in names)
+    result = run("bench", "run", *options, "--methods", "plain,lade", "--target", "chain")
+    settings = json.loads(path.read_text())["settings"]
+    assert settings["target"] == settings["config"]["target"] == "chain"
+    assert "lade verifies drafts by: chain" in result.stdout
+    assert "lade by chain" in " ".join(run("bench", "show", str(path)).stdout.split())
+
+
+def test_bench_run_says_which_ways_a_model_leaves_out(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_tree(model: Any) -> Any:
+        raise UnsupportedModelError("trees do not grow here")
+
+    monkeypatch.setattr("lade.probing.tree_layout", no_tree)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\n")
+    path = tmp_path / "ways.json"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "4"]
+    options += ["--methods", "plain,lade_tree,lade_chain", "--json", str(path)]
+    result = run("bench", "run", *options)
+    assert result.exit_code == 0
+    reason = "LlamaForCausalLM cannot verify drafts by 'tree': trees do not grow here"
+    assert f"lade_tree is left out: {reason}" in " ".join(result.stdout.split())
+    settings = json.loads(path.read_text())["settings"]
+    assert list(settings["methods"]) == ["plain", "lade_chain"]
+    assert settings["left_out"] == {"lade_tree": reason}
 
 
 def test_bench_run_samples_batches_and_says_what_it_leaves_out(folder: str, tmp_path: Path) -> None:

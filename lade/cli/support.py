@@ -1,0 +1,81 @@
+"""`lade support`: checking every architecture with a progress bar, and printing the table."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from lade.cli.bench import check_writable, progress_bar
+from lade.cli.loading import console
+
+
+def run(names: list[str], seed: int, json_path: Path | None, markdown_path: Path | None) -> bool:
+    """Check architectures; print and write what was found, also after an interruption.
+
+    Returns:
+        Whether none of them is wrong or failed.
+    """
+    import torch
+
+    from lade.support.report import markdown, results_of, summary, table, write_json
+    from lade.support.run import CASES, Row, all_names, run_all
+
+    check_writable(json_path)
+    check_writable(markdown_path)
+    names = names or all_names()
+    rows: list[Row] = []
+    stopped_by: BaseException | None = None
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are so small that more would wait for each other
+    with progress_bar() as bars:
+        task = bars.add_task("", total=len(names))
+        try:
+            run_all(
+                names,
+                seed=seed,
+                rows=rows,
+                on_start=lambda name: bars.update(task, description=name, completed=len(rows)),
+            )
+        except BaseException as error:  # what was found so far is shown and written all the same
+            stopped_by = error
+        finally:
+            torch.set_num_threads(num_threads)
+    if stopped_by is not None and not rows:
+        raise stopped_by
+    results = results_of(rows, CASES, seed, stopped_by is not None)
+    out = Console()
+    out.print(table(rows))
+    out.print(summary(rows), highlight=False)
+    if stopped_by is not None:
+        console.print(f"stopped after {len(rows)} of {len(names)}")
+    _write(json_path, lambda path: write_json(path, results))
+    _write(markdown_path, lambda path: path.write_text(markdown([results]), encoding="utf-8"))
+    if stopped_by is not None:
+        raise stopped_by
+    return not any(row.is_bad for row in rows)
+
+
+def show(paths: list[Path], markdown_path: Path | None) -> bool:
+    """Print result files, and write all of them as one document.
+
+    Returns:
+        Whether none of their rows is wrong or failed.
+    """
+    from lade.support.report import markdown, read_json, summary, table
+
+    runs = [read_json(path) for path in paths]
+    check_writable(markdown_path)
+    out = Console()
+    for results in runs:
+        out.print(f"transformers {results.transformers}", highlight=False)
+        out.print(table(results.rows))
+        out.print(summary(results.rows), highlight=False)
+    _write(markdown_path, lambda path: path.write_text(markdown(runs), encoding="utf-8"))
+    return not any(row.is_bad for results in runs for row in results.rows)
+
+
+def _write(path: Path | None, write: Callable[[Path], object]) -> None:
+    """Write a file where one is wanted, and say so."""
+    if path is not None:
+        write(path)
+        console.print(f"[dim]written to {path}[/dim]")

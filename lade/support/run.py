@@ -1,0 +1,314 @@
+"""Every architecture of the installed transformers, held against plain `generate` in turn.
+
+Each one is a tiny model with random weights (`tiny.py`), decoded by `generate` and by lade with
+the same options and seeds. What a model cannot do with `generate` itself is no failure of lade.
+Next file: `report.py`.
+"""
+
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from lade.config import Config, Way
+from lade.hf import generate
+from lade.probing import probe
+from lade.stats import DecodeStats
+from lade.support.drafter import AnswerDrafter
+from lade.support.tiny import (
+    EOS_TOKEN_ID,
+    PAD_TOKEN_ID,
+    VARIANTS,
+    CannotBuild,
+    Model,
+    NotText,
+    causal_lm_types,
+    tiny_model,
+)
+
+MAX_DRAFT_TOKENS = 7
+# A first difference is a tie, and no wrong token, where plain's best two logits are as close.
+_TIE = 1e-6
+
+
+class Case(NamedTuple):
+    """One call to compare."""
+
+    name: str
+    lengths: tuple[int, ...]  # of the prompts
+    width: int  # of all of them, padded on the left
+    is_sampled: bool
+    num_new: int = 24  # tokens; three times the windows and chunks of the tiny models
+
+
+CASES = [  # the windows are 8 tokens
+    Case("greedy short", (4,), 4, False),
+    Case("sampled short", (4,), 4, True),
+    Case("greedy long", (21,), 21, False),
+    Case("sampled long", (21,), 21, True),
+    Case("greedy padded", (5,), 21, False),
+    Case("greedy batch", (21, 5), 21, False),
+    Case("sampled batch", (21, 5), 21, True),
+]
+#: For tests: less of it.
+QUICK_CASES = [
+    case._replace(num_new=10)
+    for case in CASES
+    if case.name in ("greedy long", "greedy padded", "sampled batch")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where lade's text first is not that of plain `generate`."""
+
+    case: str
+    row: int
+    token: int  # how many new tokens were the same
+    gap: float | None  # plain's best logit less its second best, over the best; None if sampled
+
+    @property
+    def is_tie(self) -> bool:
+        """Tell whether rounding alone may have turned the choice."""
+        return self.gap is not None and self.gap < _TIE
+
+    def __str__(self) -> str:
+        gap = "" if self.gap is None else f", gap {self.gap:.2g}"
+        return f"{self.case}, row {self.row}, token {self.token}{gap}"
+
+
+Verdict = Literal["exact", "tie", "wrong", "failed", "not compared"]
+Kind = Way | Literal["not a text model", "cannot build"]
+
+
+@dataclass(slots=True)
+class Row:
+    """What was found of one architecture."""
+
+    name: str  # a model type or a variant of one
+    model_type: str
+    model: str  # the class
+    kind: Kind = "cannot build"  # the way chosen for one row, if it was built
+    why_not: str | None = None  # it was not built
+    batch_way: Way | None = None
+    reasons: dict[Way, str] = field(default_factory=dict)  # why it is none of the better ways
+    batch_reasons: dict[Way, str] = field(default_factory=dict)
+    compared: list[str] = field(default_factory=list)  # cases
+    in_float32: list[str] = field(default_factory=list)  # of those, where float64 cannot run
+    speculated: list[str] = field(default_factory=list)  # those in which drafts were verified
+    differences: list[Difference] = field(default_factory=list)  # of each case, the first
+    failures: dict[str, str] = field(default_factory=dict)  # by case: lade raises
+    plain_failures: dict[str, str] = field(default_factory=dict)  # by case: plain generate raises
+    num_drafted: int = 0
+    num_accepted: int = 0
+    mat: float | None = None  # mean accepted tokens, of all cases
+    sec: float = 0.0
+
+    @property
+    def is_built(self) -> bool:
+        """Tell whether there was a model to check."""
+        return self.batch_way is not None
+
+    @property
+    def is_variant(self) -> bool:
+        """Tell whether this is another configuration of an architecture."""
+        return self.name != self.model_type
+
+    @property
+    def speculates(self) -> bool:
+        """Tell whether drafts were verified, and some of them accepted."""
+        return self.num_accepted > 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the worst of what was found."""
+        if self.failures:
+            return "failed"
+        if self.differences:
+            return "tie" if all(one.is_tie for one in self.differences) else "wrong"
+        return "exact" if self.compared else "not compared"
+
+    @property
+    def is_bad(self) -> bool:
+        """Tell whether lade is at fault."""
+        return self.verdict in ("wrong", "failed")
+
+
+def all_names() -> list[str]:
+    """Return the model types that the installed transformers has, then the variants of some."""
+    return [*causal_lm_types(), *VARIANTS]
+
+
+def run_all(
+    names: Sequence[str],
+    *,
+    cases: Sequence[Case] = CASES,
+    seed: int = 0,
+    rows: list[Row] | None = None,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Check architectures in turn; nothing that one of them does ends the run.
+
+    Args:
+        names: of `all_names`.
+        cases: what to compare.
+        seed: of weights, prompts, drafts and samples.
+        rows: gets each row as it is done, so that a caller keeps them if it is interrupted.
+        on_start: called with each name before its turn.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if unknown := [name for name in names if name not in all_names()]:
+        raise ValueError(f"expected model types that transformers maps, got {', '.join(unknown)}")
+    rows = [] if rows is None else rows
+    for name in names:
+        on_start(name)
+        rows.append(run_one(name, cases=cases, seed=seed))
+    return rows
+
+
+def run_one(name: str, *, cases: Sequence[Case] = CASES, seed: int = 0) -> Row:
+    """Check one architecture in float64, and in float32 what it cannot do in float64."""
+    started = perf_counter()
+    model_type = VARIANTS.get(name, (name,))[0]
+    row = Row(name, model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]))
+    stats = DecodeStats()
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        for dtype in (torch.float64, torch.float32):
+            left = [case for case in cases if case.name not in (*row.compared, *row.failures)]
+            if left and row.kind != "not a text model":
+                _check(row, dtype, left, seed, stats)
+    row.num_drafted, row.num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+    row.mat = stats.mean_accepted_tokens if stats.num_row_steps else None
+    row.sec = perf_counter() - started
+    return row
+
+
+def _check(
+    row: Row, dtype: torch.dtype, cases: Sequence[Case], seed: int, stats: DecodeStats
+) -> None:
+    """Make a model and compare cases; write what was found into the row."""
+    try:
+        model = tiny_model(row.name, seed=seed, dtype=dtype)
+    except CannotBuild as error:
+        if row.why_not is None and not row.is_built:
+            row.kind = "not a text model" if isinstance(error, NotText) else "cannot build"
+            row.why_not = str(error).removeprefix(f"{row.name}: ")
+        return
+    try:
+        one, batch = probe(model), probe(model, num_rows=2)
+    except Exception as error:  # a check that raises is a fault of lade's, and no reason to stop
+        row.failures["probe"] = _told(error)
+        return
+    if not row.is_built:
+        row.kind, row.batch_way, row.why_not = one.target, batch.target, None
+        row.reasons, row.batch_reasons = dict(one.reasons), dict(batch.reasons)
+    for case in cases:
+        _compare(model, case, seed, row, stats)
+
+
+def _compare(model: Model, case: Case, seed: int, row: Row, stats: DecodeStats) -> None:
+    """Hold lade against plain `generate` in one case; write what was found into the row."""
+    options = _inputs(case, seed)
+    # A text alone runs to the full length, past every window; rows of a batch end early at times.
+    model.generation_config.eos_token_id = EOS_TOKEN_ID if len(case.lengths) > 1 else None
+    try:
+        with_logits = {**options, "output_logits": True}
+        expected = _decode(type(model).generate, model, with_logits, seed)
+        if not all(logits.isfinite().all() for logits in expected.logits):
+            raise ArithmeticError("its logits are not finite")
+    except Exception as error:  # transformers' own limits, which are not lade's to judge
+        row.plain_failures.setdefault(case.name, _told(error))
+        return
+    prompts = zip(options["input_ids"], options["attention_mask"], strict=True)
+    new = expected.sequences[:, case.width :].tolist()
+    answers = [
+        [*ids[mask.bool()].tolist(), *rest] for (ids, mask), rest in zip(prompts, new, strict=True)
+    ]
+    options["drafter"] = AnswerDrafter(answers, seed)
+    options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS)
+    try:
+        output = _decode(generate, model, options, seed)
+    except Exception as error:
+        row.failures[case.name] = _told(error)
+        return
+    row.compared.append(case.name)
+    row.plain_failures.pop(case.name, None)
+    if model.dtype == torch.float32:
+        row.in_float32.append(case.name)
+    if output.stats.num_draft_tokens:
+        row.speculated.append(case.name)
+    stats.add(output.stats)
+    place = _first_difference(expected.sequences, output.sequences)
+    if place is not None:
+        which, token = place[0], place[1] - case.width
+        gap = None if case.is_sampled else _gap(expected.logits, which, token)
+        row.differences.append(Difference(case.name, which, token, gap))
+
+
+def _inputs(case: Case, seed: int) -> dict[str, Any]:
+    """Return prompts and options for `generate`."""
+    rng = np.random.default_rng([seed, *case.lengths])
+    input_ids = torch.full((len(case.lengths), case.width), PAD_TOKEN_ID)
+    mask = torch.zeros_like(input_ids)
+    for which, length in enumerate(case.lengths):
+        prompt = rng.integers(2, EOS_TOKEN_ID - 1, length)
+        input_ids[which, case.width - length :] = torch.from_numpy(prompt)
+        mask[which, case.width - length :] = 1
+    return {
+        "input_ids": input_ids,
+        "attention_mask": mask,
+        "max_new_tokens": case.num_new,
+        "do_sample": case.is_sampled,
+        "return_dict_in_generate": True,
+    }
+
+
+def _decode(decode: Callable[..., Any], model: Model, options: Mapping[str, Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    return decode(model, **options)
+
+
+def _first_difference(expected: Tensor, found: Tensor) -> tuple[int, int] | None:
+    """Return row and column of the first token that differs, the earliest of all rows."""
+    length = min(expected.shape[1], found.shape[1])
+    differs = (expected[:, :length] != found[:, :length]).nonzero()
+    if len(differs):
+        which, column = min(differs.tolist(), key=lambda place: (place[1], place[0]))
+        return which, column
+    return None if expected.shape == found.shape else (0, length)
+
+
+def _gap(logits: Sequence[Tensor], which: int, token: int) -> float | None:
+    """Return how far apart the best two logits are, over the best; None behind the end."""
+    if token >= len(logits):
+        return None
+    first, second = logits[token][which].double().topk(2).values.tolist()
+    return float((first - second) / max(abs(first), abs(second)))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what models and transformers print and warn of to themselves."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
