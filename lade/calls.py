@@ -3,6 +3,7 @@
 Next file: `hf.py`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,8 +13,8 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from lade.cache import kind_of
 from lade.config import WAYS, Way
 from lade.internals import Model
-from lade.probing import WITHOUT_CACHE, CacheKind
-from lade.rollback import find_cache, why_not_croppable, why_not_savable
+from lade.probing import WITHOUT_CACHE, CacheKind, has_usual_outputs
+from lade.rollback import find_cache, length_of, why_not_croppable, why_not_savable
 from lade.rules import Lengths, rope_of, why_no_tree, why_not_speculate
 
 # What all ways continue behind the prompt.
@@ -57,15 +58,12 @@ def examine(
     exclude(why_not_speculate(model, lengths), *speculating)
     exclude(_needs_more(model, input_ids, model_kwargs), *speculating)
     exclude(why_no_tree(model, lengths), "tree")
-    rope = rope_of(model.config.get_text_config(decoder=True))
+    text_config = model.config.get_text_config(decoder=True)
+    rope = rope_of(text_config)
     if rope is not None and lengths.first_position + lengths.num_new > rope[1]:
         # What is run again would be more than one token.
         exclude(f"its rotary embedding is {rope[0]}", "snapshot")
     _, cache = find_cache(model_kwargs) or ("", None)
-    if model_kwargs.get("output_attentions"):
-        exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
-        if isinstance(cache, Cache) and any(cache.is_sliding):
-            exclude("attentions were asked for, of layers with a window", *speculating)
     kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
     if cache is None and not model_kwargs.get("use_cache", True):
         kind = "none"
@@ -84,7 +82,36 @@ def examine(
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
         exclude("a static cache has room for the rows of the batch alone", "rows")
+        if "local" in (getattr(text_config, "attention_layers", None) or ()):
+            exclude("its local layers mask by the size of a static cache", *speculating)
+    if cache is not None and not model_kwargs.get("use_cache", True):
+        exclude("a cache was passed, and use_cache=False", *speculating)
+    _exclude_by_outputs(model, cache, kind, model_kwargs, exclude)
     return Call(excluded, kind, lengths.is_padded or lengths.num_rows > 1)
+
+
+def _exclude_by_outputs(
+    model: Model,
+    cache: Any,
+    kind: CacheKind,
+    model_kwargs: dict[str, Any],
+    exclude: Callable[..., None],
+) -> None:
+    """Exclude ways whose forwards have another inside than those of plain decoding."""
+    names = ("hidden_states", "attentions")
+    wanted = [name for name in names if model_kwargs.get(f"output_{name}")]
+    if not wanted:
+        return
+    what = " and ".join(wanted).replace("_", " ")
+    if kind == "none":
+        exclude(f"{what} of whole texts were asked for", *WAYS[:-1])
+    elif not has_usual_outputs(model, wanted):
+        exclude(f"{what} were asked for, of which it has others", *WAYS[:-1])
+    if "attentions" in wanted:
+        exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
+        is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
+        if is_windowed or kind == "static":
+            exclude("attentions were asked for, of layers with fixed numbers of keys", *WAYS[:-1])
 
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
@@ -96,6 +123,12 @@ def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
     num_new = config.max_length - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())
+    if positions is not None and not is_padded:  # positions that are not slots are as if padded
+        _, cache = find_cache(model_kwargs) or ("", None)
+        num_cached = (0 if cache is None else length_of(cache)) or 0
+        lasts = {num_slots, num_cached + positions.shape[-1]}  # whole texts, or what is new in them
+        in_order = bool((positions.diff(dim=-1) == 1).all())
+        is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
     return Lengths(input_ids.shape[0], first, num_slots, num_new, is_padded)
 
 

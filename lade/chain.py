@@ -14,7 +14,16 @@ from transformers import GenerationConfig
 from lade.errors import UnsupportedModelError
 from lade.inputs import extended, widened
 from lade.internals import Model, prefill
-from lade.rollback import crop, expand, find_cache, pick, record_past, saved, why_not_croppable
+from lade.rollback import (
+    crop,
+    expand,
+    find_cache,
+    length_of,
+    pick,
+    record_past,
+    saved,
+    why_not_croppable,
+)
 from lade.target import Forward
 from lade.tree import ROOT, Tree
 
@@ -213,12 +222,9 @@ class ChainTarget:
 
     def _count_slots(self) -> int:
         """Return how many keys the prompt has left, where there are keys at all."""
-        if self._cache is not None:
-            try:
-                length: int = self._cache[1].get_seq_length()
-                return length
-            except (AttributeError, ValueError):  # a state without keys has no length
-                pass
+        length = None if self._cache is None else length_of(self._cache[1])
+        if length is not None:
+            return length
         embeds = self._model_kwargs.get("inputs_embeds")
         return self._num_prompt if embeds is None else embeds.shape[1]
 

@@ -39,6 +39,15 @@ def find_cache(holder: Any) -> tuple[str, Any] | None:
     return None
 
 
+def length_of(cache: Any) -> int | None:
+    """Return how many tokens a cache holds; None where its past is a state without a length."""
+    try:
+        length: int = cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return None
+    return length
+
+
 # --- dropping the newest tokens -------------------------------------------------------------
 
 

@@ -173,8 +173,8 @@ class TreeTarget:
             last = torch.full((rows,), num_cached - 1, device=self.device)
         else:  # some vision-language models count positions along several axes: [axes, rows, …]
             last = positions[..., -1].to(self.device).expand(*positions.shape[:-2], rows)
-        # Position minus cache slot; some models move what they are given.
-        self._position_offsets = last - (num_cached - 1) + self._own_offset(last)
+        self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._learn_habits(last)
         self._rows = torch.arange(rows, device=self.device)  # those there are now
         self._place_rows()
         if self._attention is not None:
@@ -230,18 +230,20 @@ class TreeTarget:
             self._model.set_attn_implementation(self._own_attentions)
             self._own_attentions = None
 
-    def _own_offset(self, last: Tensor) -> Tensor | int:
-        """Return what the model itself adds to the positions of tokens behind the prompt."""
-        if self._model_kwargs.get("position_ids") is None:
-            return 0
+    def _learn_habits(self, last: Tensor) -> None:
+        """Learn what the model itself makes of the inputs of tokens behind the prompt."""
         ids = self._input_ids
         later = self._model.prepare_inputs_for_generation(
             torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1),
             next_sequence_length=1,
             **extended(self._model_kwargs, 1),
         )
-        positions: Tensor | None = later.get("position_ids")
-        return 0 if positions is None else positions[..., -1].to(self.device) - (last + 1)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if later.get(name) is None:  # of the prompt alone
+                self._model_kwargs.pop(name, None)
+        positions = later.get("position_ids")
+        if self._model_kwargs.get("position_ids") is not None and positions is not None:
+            self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
 
     def _place_rows(self) -> None:
         self._num_cached = torch.tensor(self.num_cached, device=self.device)

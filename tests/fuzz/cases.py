@@ -4,14 +4,16 @@ A case holds Python expressions over the names of `parts.py`; each run evaluates
 no processor, streamer or cache serves twice. Case i of a seed depends on these two numbers alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from transformers import GenerationMixin
 
-from tests.fuzz.parts import FAMILIES
+from lade.config import WAYS
+from lade.support.tiny import VOCAB_SIZE
+from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -19,18 +21,20 @@ Rows = tuple[tuple[int, ...], ...]
 _CHUNKS_AFTER_A_CACHE = "prefill_ids" in GenerationMixin._prefill.__code__.co_varnames
 
 NUM_MODELS = 3  # of each family and attention; each has its own sizes
+SHARE_OF_FAMILIES = 0.35  # of all cases; the others are of any architecture
 
 
 @dataclass(frozen=True)
 class Case:
     """One call of `generate`, as data that can be run, printed and made smaller."""
 
-    model: dict[str, Any]  # arguments of parts.fuzz_model
+    model: dict[str, Any]  # what parts.model_of takes
     seed: int  # of torch's random state before each call
     rows: Rows  # the prompt, padding included
     form: str = "place"  # place, input_ids, inputs, embeds, both, none: how the prompt is given
     mask: Rows | None = None
     positions: Rows | None = None
+    token_types: Rows | None = None
     earlier: Rows | None = None  # the prompt of an earlier turn, whose cache is handed over
     whole: bool = True  # with an earlier turn: is the prompt the whole text or the new part
     negative: tuple[int, ...] | None = None  # negative prompt of row 0; row i has each token + i
@@ -49,12 +53,36 @@ class Case:
         names = [*self.options, *self.config, *self.model_config]
         names += [f"lade {name}" for name in self.lade]
         names += [f"prompt as {self.form}", f"door {self.door}", f"batch {len(self.rows)}"]
-        names += [name for name in ("mask", "positions", "earlier", "negative") if self._has(name)]
+        parts = ("mask", "positions", "token_types", "earlier", "negative")
+        names += [name for name in parts if self._has(name)]
         names += [f"place {name}" for name in ("config", "model_config") if getattr(self, name)]
-        names += [f"family {self.model['family']}", f"attention {self.model['attention']}"]
+        names += ["any architecture"] if self.architecture else [f"family {self.model['family']}"]
+        names += [f"attention {self.model['attention'] or 'of the class'}"]
         names += [f"dtype {self.model.get('dtype', 'float64')}"]
         names += [f"follow-up by {self.follow_up}"] if self.follow_up else []
+        names += [f"target {way}" for way in WAYS if f"target={way!r}" in self.lade["config"]]
         return names
+
+    @property
+    def architecture(self) -> str:
+        """Return the name of the architecture; an empty one for the families of `parts.py`."""
+        name: str = self.model.get("architecture", "")
+        return name
+
+    @property
+    def vocab_size(self) -> int:
+        """Return how many tokens the model has."""
+        size: int = self.model.get("vocab_size", VOCAB_SIZE)
+        return size
+
+    def model_call(self) -> str:
+        """Return the expression for the model."""
+        if not self.architecture:
+            return f"fuzz_model({', '.join(f'{name}={v!r}' for name, v in self.model.items())})"
+        given = [repr(self.architecture), f"seed={self.model['seed']}"]
+        if self.model["attention"] is not None:
+            given.append(f"attention={self.model['attention']!r}")
+        return f"tiny_model({', '.join(given)}, dtype=torch.{self.model['dtype']})"
 
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
@@ -71,7 +99,7 @@ class Case:
         if self.form in ("embeds", "both"):
             given["inputs_embeds"] = f"model.get_input_embeddings()({ids}) * 0.9"
         if self.earlier is not None:
-            given["past_key_values"] = "deepcopy(earlier.past_key_values)"
+            given[cache_name(self.model)] = "deepcopy(earlier.past_key_values)"
         if self.mask is not None:
             mask = f"torch.tensor({_lists(self.mask)})"
             if self.earlier is not None:
@@ -81,11 +109,13 @@ class Case:
             given["attention_mask"] = mask
         if self.positions is not None:
             given["position_ids"] = f"torch.tensor({_lists(self.positions)})"
+        if self.token_types is not None:
+            given["token_type_ids"] = f"torch.tensor({_lists(self.token_types)})"
         if self.negative is not None:
             num_rows = len(self.rows) * int(self.setting("num_return_sequences") or 1)
-            vocab_size = self.model["vocab_size"]
             rows = tuple(
-                tuple((token + i) % vocab_size for token in self.negative) for i in range(num_rows)
+                tuple((token + i) % self.vocab_size for token in self.negative)
+                for i in range(num_rows)
             )
             given["negative_prompt_ids"] = f"torch.tensor({_lists(rows)})"
             if self.negative_mask:
@@ -112,6 +142,14 @@ class Case:
             if name in place:
                 return place[name]
         return None
+
+
+def cache_name(model: dict[str, Any]) -> str:
+    """Return under which name a model takes a cache."""
+    if "architecture" not in model:
+        return "past_key_values"
+    names = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+    return next((name for name in names if name in inputs_of(model["architecture"])), names[0])
 
 
 def _lists(rows: Rows) -> str:
@@ -143,7 +181,7 @@ class _Hand:
         return [self.token() for _ in range(self.rng.randint(least, most))]
 
     def some_tokens(self, most: int) -> list[int]:
-        return sorted(set(self.tokens(most)))
+        return sorted(set(self.tokens(most * max(1, self.vocab_size // 24))))
 
 
 def _sequence_bias(hand: _Hand) -> Any:
@@ -242,7 +280,8 @@ _CONFIG_OPTIONS: dict[str, tuple[float, Callable[[_Hand], Any]]] = {
     "output_logits": (0.12, lambda hand: True),
     "output_hidden_states": (0.08, lambda hand: True),
     "output_attentions": (0.08, lambda hand: True),
-    "use_cache": (0.005, lambda hand: False),
+    "use_cache": (0.04, lambda hand: False),
+    "cache_implementation": (0.05, lambda hand: hand.rng.choice(["static", "static", "dynamic"])),
     "num_beams": (0.005, lambda hand: 2),
 }
 # Those that only the call can have; all are expressions.
@@ -255,16 +294,23 @@ _CALL_OPTIONS: dict[str, tuple[float, Callable[[_Hand], str]]] = {
 }
 
 
-def draw_case(seed: int, index: int) -> Case:
-    """Draw case `index` of `seed`."""
+def draw_case(seed: int, index: int, architectures: Sequence[str] | None = None) -> Case:
+    """Draw case `index` of `seed`.
+
+    Args:
+        seed: of a run.
+        index: of the case.
+        architectures: draw the model from these alone; if none are in it, from the families.
+    """
     rng = Random(f"{seed}/{index}")
-    model = _draw_model(rng)
-    length = rng.choice([1, 2, 3, *range(2, 13)])
+    model = _draw_model(rng, architectures)
+    long = [16, 20, 24, 30] if "architecture" in model else []  # windows are of 8 tokens there
+    length = rng.choice([1, 2, 3, *range(2, 13), *long])
     num_new = rng.choice([1, 2, *range(3, 25)])
-    hand = _Hand(rng, model["vocab_size"], length, num_new)
+    hand = _Hand(rng, model.get("vocab_size", VOCAB_SIZE), length, num_new)
     case = Case(model=model, seed=rng.randrange(10**6), rows=())
     case = _draw_prompt(case, hand)
-    if model["attention"] == "eager" and any(not row[0] for row in case.mask or case.rows):
+    if _is_eager(model) and any(not row[0] for row in case.mask or case.rows):
         # In float64, plain eager attention turns a query that sees nothing into NaN.
         case = replace(case, model={**model, "dtype": "float32"})
     settings, options = _draw_options(case, hand)
@@ -274,7 +320,20 @@ def draw_case(seed: int, index: int) -> Case:
     return _draw_lade(case, hand, earlier_answer=case.earlier is not None)
 
 
-def _draw_model(rng: Random) -> dict[str, Any]:
+def _is_eager(model: dict[str, Any]) -> bool:
+    if model["attention"] is not None or "architecture" not in model:
+        return bool(model["attention"] == "eager")
+    return not class_of(model["architecture"])._supports_sdpa
+
+
+def _draw_model(rng: Random, architectures: Sequence[str] | None) -> dict[str, Any]:
+    if architectures is None and rng.random() >= SHARE_OF_FAMILIES:
+        architectures = ARCHITECTURES
+    if architectures:
+        name = rng.choice(architectures)
+        attention = rng.choice([None, None, None, "eager"])
+        dtype = "float32" if name in FLOAT32_ONLY else "float64"
+        return {"architecture": name, "seed": 0, "attention": attention, "dtype": dtype}
     number = rng.randrange(NUM_MODELS)
     return {
         "family": rng.choice(FAMILIES),
@@ -309,16 +368,25 @@ def _draw_prompt(case: Case, hand: _Hand) -> Case:
     if rng.random() < 0.1:
         offset = rng.randint(0, 5)
         positions = tuple(tuple(range(offset, offset + hand.length)) for _ in rows)
+    takes = inputs_of(case.architecture) if case.architecture else frozenset({"position_ids"})
+    if "position_ids" not in takes:
+        positions = None
+    token_types = None
+    is_plain = form in ("place", "input_ids", "inputs")
     if form == "none":
         rows, mask, positions = rows[:1], None, None
-    elif form in ("place", "input_ids", "inputs") and positions is None and rng.random() < 0.08:
+    elif is_plain and "token_type_ids" in takes and rng.random() < 0.3:
+        token_types = tuple(tuple(hand.whole(0, 1) for _ in row) for row in rows)
+    elif is_plain and positions is None and rng.random() < 0.08:
         earlier_length = rng.randint(1, 6)
         case = replace(
             case,
             earlier=tuple(_repetitive(hand, earlier_length) for _ in rows),
             whole=mask is None or rng.random() < 0.6,
         )
-    return replace(case, rows=rows, form=form, mask=mask, positions=positions)
+    return replace(
+        case, rows=rows, form=form, mask=mask, positions=positions, token_types=token_types
+    )
 
 
 def _repetitive(hand: _Hand, length: int) -> tuple[int, ...]:
@@ -387,12 +455,14 @@ def _mend(case: Case, settings: dict[str, str], options: dict[str, str], rng: Ra
         settings.pop("prefill_chunk_size", None)
     if case.earlier is not None:
         settings.pop("num_return_sequences", None)  # `generate` does not repeat a cache
+        settings.pop("cache_implementation", None)
         if not _CHUNKS_AFTER_A_CACHE:
             settings.pop("prefill_chunk_size", None)
     if "num_beams" in settings:
         options.pop("streamer", None)
     if "use_cache" in settings:
         settings.pop("prefill_chunk_size", None)
+        settings.pop("cache_implementation", None)
     if settings.get("no_repeat_ngram_size") == "1":
         settings["no_repeat_ngram_size"] = "2"
 
@@ -424,7 +494,9 @@ def _draw_lade(case: Case, hand: _Hand, earlier_answer: bool) -> Case:
     door = rng.choices(["generate", "wrap", "custom_generate"], [60, 20, 20])[0]
     if door == "custom_generate" and {"streamer", "tokenizer"} & case.options.keys():
         door = "generate"  # transformers drops these two on the way to a custom function
-    sizes = {"max_draft_tokens": rng.choice([0, 1, 2, 4, 8, 8, 16, 25])}
+    sizes: dict[str, Any] = {"max_draft_tokens": rng.choice([0, 1, 2, 4, 8, 8, 16, 25])}
+    if rng.random() < (0.25 if case.architecture else 0.12):
+        sizes["target"] = rng.choice(WAYS)
     given = {}
     pools = {
         "answer": "pool_of(answer)",
@@ -447,7 +519,7 @@ def _draw_lade(case: Case, hand: _Hand, earlier_answer: bool) -> Case:
             given["pool"] = pools[kind]
         elif rng.random() < 0.3:
             sizes["max_ngram_size"] = rng.randint(1, 7)
-    values = ", ".join(f"{name}={value}" for name, value in sizes.items())
+    values = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     given["config"] = f"lade.Config({values})"
     again = "pool" in given and rng.random() < 0.1
     returned = case.setting("return_dict_in_generate") == "True"

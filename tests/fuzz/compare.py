@@ -1,14 +1,16 @@
 """Run a case plain and through lade, and say in what the two differ."""
 
+import inspect
 import random
 import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
+from io import StringIO
 from types import CodeType
 from typing import Any, Literal
 from unittest.mock import patch
@@ -16,8 +18,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 
 import lade
+from lade.probing import choose_way
+from lade.support.tiny import CannotBuild
 from tests.fuzz import parts
 from tests.fuzz.cases import Case
 
@@ -28,11 +33,14 @@ ABSOLUTE_TOLERANCE = 1e-4
 # multiply probabilities by 1 minus nearly 1 keep no digit of a float32. How far below is not
 # compared, but where a score is infinite is.
 NEGLIGIBLE = 20.0
-# Relative distance of the two best tokens below which another choice is no mistake.
-TIE = {"float64": 1e-6, "float32": 1e-5}
+# Relative distance of the two best tokens below which another choice is no mistake. Norms, routers
+# and softmax of many architectures compute in float32 whatever the dtype.
+TIE = {"float64": 1e-6, "float32": 1e-5, "any architecture": 1e-5}
+# Under which names caches are passed.
+CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
 Door = Callable[..., Any]  # (model, door, call arguments, lade's arguments) -> output
-Kind = Literal["same", "tie", "refused", "mismatch"]
+Kind = Literal["same", "tie", "refused", "unsteady", "not built", "mismatch"]
 
 
 @dataclass
@@ -63,6 +71,7 @@ class Verdict:
     reason: str = ""  # of a refusal
     error: str = ""  # what both raised, if they did
     stats: Any = None  # lade's DecodeStats, where they were returned
+    way: str = ""  # of verifying, as lade chose it
 
 
 # --- running --------------------------------------------------------------------------------
@@ -91,10 +100,21 @@ def _by_place(arguments: dict[str, Any]) -> list[Any]:
     return [arguments.pop("place")] if "place" in arguments else []
 
 
-def compare(case: Case, ours: Door = call_lade) -> Verdict:
-    """Run a case both ways."""
+def compare(case: Case, ours: Door = call_lade, *, anew: bool = False) -> Verdict:
+    """Run a case both ways.
+
+    Args:
+        case: to run.
+        ours: what is compared with plain `generate`.
+        anew: let lade forget what it knows of the model, as in a process of its own.
+    """
     with quiet():
-        model = parts.fuzz_model(**case.model)
+        try:
+            model = parts.model_of(case.model)
+        except CannotBuild as error:
+            return Verdict("not built", reason=str(error))
+        if anew:
+            vars(model).pop("_lade_profile", None)
         own_config = model.generation_config
         model.generation_config = deepcopy(own_config)
         try:
@@ -105,10 +125,7 @@ def compare(case: Case, ours: Door = call_lade) -> Verdict:
 
 def _compare(case: Case, model: Any, ours: Door) -> Verdict:
     names = {**vars(parts), "model": model}
-    if (turn := case.earlier_turn()) is not None:
-        names["earlier"] = _evaluate(turn, names)
-    for name, value in case.model_config.items():
-        setattr(model.generation_config, name, _evaluate(value, names))
+    _prepare(case, names)
     plain = _run(case, names, call_plain, {})
     answer = plain.sequences
     names["answer"] = answer.tolist() if answer is not None else [list(row) for row in case.rows]
@@ -118,9 +135,10 @@ def _compare(case: Case, model: Any, ours: Door) -> Verdict:
         return Verdict("mismatch", [f"making {case.lade} raised {_told(error)}"])
     verdict = Verdict("same", error=type(plain.error).__name__ if plain.error else "")
     for call in range(case.num_calls):
-        mine = _run(case, names, ours, given)
-        if isinstance(mine.error, (lade.UnsupportedOptionError, lade.UnsupportedModelError)):
-            return Verdict("refused", reason=re.sub(r"\d+", "N", str(mine.error)))
+        with _noting_way(verdict):
+            mine = _run(case, names, ours, given)
+        if _is_refusal(case, mine.error):
+            return Verdict("refused", reason=_refused(mine.error))
         verdict.stats = getattr(mine.output, "stats", None)
         verdict.differences = differences(plain, mine)
         drafter = given.get("drafter")
@@ -131,9 +149,47 @@ def _compare(case: Case, model: Any, ours: Door) -> Verdict:
             door = ours if case.follow_up == "lade" else call_plain
             verdict.differences = follow_up(model, plain, mine, door)
         if verdict.differences:
-            verdict.kind = "tie" if _is_tie(case, names, plain, mine) else "mismatch"
+            if _is_tie(case, names, plain, mine):
+                verdict.kind = "tie"
+            else:
+                verdict.kind = "unsteady" if _is_unsteady(case, plain) else "mismatch"
             return verdict
     return verdict
+
+
+def _prepare(case: Case, names: dict[str, Any]) -> None:
+    """Run the earlier turn, and set the model's own options."""
+    if (turn := case.earlier_turn()) is not None:
+        names["earlier"] = _evaluate(turn, names)
+    for name, value in case.model_config.items():
+        setattr(names["model"].generation_config, name, _evaluate(value, names))
+
+
+def _is_refusal(case: Case, error: Exception | None) -> bool:
+    """Tell whether lade refused by name: an option, or the only way that it was allowed."""
+    if isinstance(error, lade.UnsupportedModelError):
+        return "target=" in case.lade.get("config", "") and "cannot verify drafts by" in str(error)
+    return isinstance(error, lade.UnsupportedOptionError)
+
+
+def _refused(error: Exception | None) -> str:
+    """Return a refusal without what is particular to the case."""
+    reason = re.sub(r"^\w+ (cannot)", r"… \1", str(error))
+    return re.sub(r"\d[\d.e-]*", "N", reason)
+
+
+@contextmanager
+def _noting_way(verdict: Verdict) -> Iterator[None]:
+    """Write down in which way lade verifies."""
+
+    def noting(*args: Any, **options: Any) -> Any:
+        chosen = choose_way(*args, **options)
+        asked = options.get("asked") is not None
+        verdict.way = f"{chosen.way}, as asked" if asked else chosen.way
+        return chosen
+
+    with patch("lade.hf.choose_way", noting):
+        yield
 
 
 def _run(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> Run:
@@ -162,7 +218,7 @@ def record(
     except Exception as error:  # transformers refuses some options when a config is made
         run.error = error
         return run
-    run.cache = arguments.get("past_key_values")
+    run.cache = next((arguments[name] for name in CACHES if name in arguments), None)
     before = _frozen(model, arguments)
     torch.manual_seed(seed)
     random.seed(1)
@@ -191,6 +247,7 @@ def _foreign_state() -> tuple[Any, ...]:
 def _frozen(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of what no call may change."""
     kept = {name: value.tolist() for name, value in arguments.items() if torch.is_tensor(value)}
+    kept["the model's attention"] = model.config.get_text_config(decoder=True)._attn_implementation
     kept["model.generation_config"] = model.generation_config.to_dict()
     if "generation_config" in arguments:
         kept["generation_config"] = arguments["generation_config"].to_dict()
@@ -208,9 +265,13 @@ def _compiled(expression: str) -> CodeType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what transformers says of odd options: how often is not part of the comparison."""
-    with warnings.catch_warnings():
+    """Silence what transformers says of odd options: how often is not part of the comparison.
+
+    Nor is what lade says of plain decoding; how often it does is counted. One model prints.
+    """
+    with warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.filterwarnings("ignore", category=UserWarning, module=r"transformers\.")
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         yield
 
 
@@ -281,10 +342,12 @@ def _output_differences(plain: Any, mine: Any) -> list[str]:
 
 
 def _value_differences(name: str, plain: Any, mine: Any) -> list[str]:
-    """Compare tensors, in tuples of any depth: integers exactly, others closely."""
+    """Compare tensors, in containers of any depth: integers exactly, others closely."""
     if type(plain) is not type(mine):
         return [f"{name}: {type(plain).__name__} in plain, {type(mine).__name__} in lade"]
-    if isinstance(plain, tuple):
+    if isinstance(plain, dict):
+        return _mapping_differences(name, plain, mine)
+    if isinstance(plain, (tuple, list)):
         if len(plain) != len(mine):
             return [f"{name}: {len(plain)} parts in plain, {len(mine)} in lade"]
         for number, (a, b) in enumerate(zip(plain, mine, strict=True)):
@@ -323,20 +386,61 @@ def _with_floor(scores: Tensor) -> Tensor:
     return torch.where(scores.isfinite() & (scores < floor), floor, scores)
 
 
+def _mapping_differences(name: str, plain: Any, mine: Any) -> list[str]:
+    if plain.keys() != mine.keys():
+        return [f"{name}: {[*plain]} in plain, {[*mine]} in lade"]
+    for key in plain:
+        if found := _value_differences(f"{name}[{key}]", plain[key], mine[key]):
+            return found
+    return []
+
+
 def _cache_differences(name: str, plain: Any, mine: Any) -> list[str]:
-    if plain is None or mine is None:
-        return [] if plain is mine else [f"{name}: {type(plain)} in plain, {type(mine)} in lade"]
-    lengths = plain.get_seq_length(), mine.get_seq_length()
+    """Say in what two caches differ: objects with tensors, in layers or not."""
+    if type(plain) is not type(mine):
+        return [f"{name}: {type(plain)} in plain, {type(mine)} in lade"]
+    lengths = _length(plain), _length(mine)
     if lengths[0] != lengths[1]:
         return [f"{name}: {lengths[0]} tokens in plain, {lengths[1]} in lade"]
-    if len(plain.layers) != len(mine.layers):
-        return [f"{name}: {len(plain.layers)} layers in plain, {len(mine.layers)} in lade"]
-    for number, (a, b) in enumerate(zip(plain.layers, mine.layers, strict=True)):
-        for part in ("keys", "values"):
-            label = f"{name}.layers[{number}].{part}"
-            if found := _value_differences(label, getattr(a, part), getattr(b, part)):
-                return found
-    return []
+    if not hasattr(plain, "__dict__") or isinstance(plain, Tensor):
+        return _value_differences(name, plain, mine)
+    if isinstance(plain, EncoderDecoderCache):
+        plain, mine = plain.self_attention_cache, mine.self_attention_cache
+    parts = _contents(plain), _contents(mine)
+    layers = [part.pop("layers", []) for part in parts]
+    if len(layers[0]) != len(layers[1]):
+        return [f"{name}: {len(layers[0])} layers in plain, {len(layers[1])} in lade"]
+    for number, (a, b) in enumerate(zip(*layers, strict=True)):
+        label = f"{name}.layers[{number}]"
+        if type(a) is not type(b):
+            return [f"{label}: {type(a)} in plain, {type(b)} in lade"]
+        if found := _mapping_differences(label, _contents(a), _contents(b)):
+            return found
+    return _mapping_differences(name, *parts)
+
+
+def _length(cache: Any) -> int | None:
+    """Return how many tokens a cache holds, where it counts them."""
+    try:
+        return int(cache.get_seq_length())
+    except Exception:  # of a class that does not, or of one without any layer that does
+        return None
+
+
+def _contents(holder: Any) -> dict[str, Any]:
+    """Return what a cache or one of its layers holds, as far as it will be read."""
+    kinds = (Tensor, bool, int, tuple, list, dict, type(None))
+    held: dict[str, Any] = {
+        name: value
+        for name, value in vars(holder).items()
+        if isinstance(value, kinds) and not name.startswith("_")
+    }
+    if "cumulative_length_int" in held:
+        del held["cumulative_length"]  # a tensor that is not kept up to date once a window is full
+    if type(holder) is StaticLayer and holder.is_initialized:
+        num_tokens = int(holder.cumulative_length)
+        held |= {name: held[name][:, :, :num_tokens] for name in ("keys", "values")}
+    return held
 
 
 def follow_up(model: Any, plain: Run, mine: Run, ours: Door) -> list[str]:
@@ -361,12 +465,17 @@ def _continued(model: Any, run: Run, door: Door) -> Run | None:
     if cache is None or run.sequences is None:
         return None
     last = run.sequences[:, -1:]
+    length = _length(cache)
+    if length is None:
+        length = run.sequences.shape[1] - 1
+    takes = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHES if name in takes), CACHES[0])
 
     def arguments(log: parts.Log) -> dict[str, Any]:
         return {
             "input_ids": last,
-            "attention_mask": torch.ones(len(last), cache.get_seq_length() + 1, dtype=torch.long),
-            "past_key_values": cache,
+            "attention_mask": torch.ones(len(last), length + 1, dtype=torch.long),
+            name: cache,
             "max_new_tokens": 4,
             "do_sample": False,
             "num_return_sequences": 1,
@@ -375,7 +484,24 @@ def _continued(model: Any, run: Run, door: Door) -> Run | None:
     return record(model, 0, arguments, lambda given: door(model, "generate", given, {}))
 
 
-# --- ties -----------------------------------------------------------------------------------
+# --- what is no mistake of lade -----------------------------------------------------------------
+
+
+def _is_unsteady(case: Case, plain: Run) -> bool:
+    """Tell whether plain alone, in a model of its own, does something else after another call.
+
+    A model may keep its state in its modules, and not start anew with every prompt.
+    """
+    if not case.architecture:
+        return False
+    names = {**vars(parts), "model": parts.architecture.__wrapped__(**case.model)}
+    _prepare(case, names)
+    num_rows = len(case.rows) * int(case.setting("num_return_sequences") or 1)
+    for before in ([5, 6, 7], [60, 50, 40, 30]):
+        names["model"].generate(torch.tensor([before] * num_rows), max_new_tokens=4)
+        if differences(plain, _run(case, names, call_plain, {})):
+            return True
+    return False
 
 
 def _is_tie(case: Case, names: dict[str, Any], plain: Run, mine: Run) -> bool:
@@ -393,7 +519,7 @@ def _is_tie(case: Case, names: dict[str, Any], plain: Run, mine: Run) -> bool:
     step = position - (plain.sequences.shape[1] - len(margins))
     if not 0 <= step < len(margins):
         return False
-    limit = TIE[case.model.get("dtype", "float64")]
+    limit = TIE["any architecture" if case.architecture else case.model.get("dtype", "float64")]
     return bool((margins[step][differ[:, position]] < limit).all())
 
 
@@ -413,7 +539,7 @@ def _margins(case: Case, names: dict[str, Any]) -> list[Tensor]:
         return multinomial(probs, num_samples)
 
     def recording_argmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if scores.dtype == torch.float32 and scores.shape[-1] == case.model["vocab_size"]:
+        if scores.dtype == torch.float32 and scores.shape[-1] == case.vocab_size:
             margins.append(ahead(scores))
         return argmax(scores, *args, **kwargs)
 

@@ -4,9 +4,10 @@ A case is source code over the names of this file, so that what is printed is wh
 is called by `generate` writes to a `log`, a dict of lists, and the logs of both runs are compared.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,8 +25,10 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import lade
+from lade.support import tiny
 from ngram_pool import Draft
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -60,6 +64,38 @@ Log = dict[str, list[Any]]
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi3", "olmo2", "deepseek_v3"),
 )
+# Every other causal LM, each of one size: with windows, chunks, ALiBi, states, without a cache.
+ARCHITECTURES = (*tiny.causal_lm_types(), *tiny.VARIANTS)
+
+# Their code cannot run in float64.
+FLOAT32_ONLY = ("xglm", "xlnet")
+
+
+def model_of(spec: Mapping[str, Any]) -> Any:
+    """Return the model of a case: `spec` has the arguments of one of the two functions below."""
+    return architecture(**spec) if "architecture" in spec else fuzz_model(**spec)
+
+
+@lru_cache(maxsize=2000)
+def architecture(architecture: str, seed: int, attention: str | None, dtype: str) -> Any:
+    """Return the tiny model of an architecture, made once a process."""
+    return tiny.tiny_model(
+        architecture, seed=seed, attention=attention, dtype=getattr(torch, dtype)
+    )
+
+
+@cache
+def class_of(architecture: str) -> Any:
+    """Return the model class of an architecture, without building a model."""
+    model_type = tiny.VARIANTS.get(architecture, (architecture,))[0]
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+@cache
+def inputs_of(architecture: str) -> frozenset[str]:
+    """Return what the forward of an architecture takes."""
+    return frozenset(inspect.signature(class_of(architecture).forward).parameters)
 
 
 @lru_cache(maxsize=200)
@@ -265,9 +301,15 @@ def used_pool(model: Any, prompts: Sequence[Sequence[int]]) -> lade.NGramPool:
         with torch.random.fork_rng():
             for prompt in prompts:
                 ids = torch.tensor([prompt])
-                lade.generate(
-                    model, ids, attention_mask=torch.ones_like(ids), pool=pool, max_new_tokens=12
-                )
+                options: dict[str, Any] = {
+                    "attention_mask": torch.ones_like(ids),
+                    "max_new_tokens": 12,
+                }
+                try:
+                    model.generate(ids, **options)
+                except Exception:  # transformers' own
+                    continue
+                lade.generate(model, ids, pool=pool, **options)
     finally:
         model.generation_config = own_config
     return pool

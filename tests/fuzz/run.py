@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import lade
-from tests.fuzz.cases import draw_case
+from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, Kind, call_lade, call_plain, compare
 from tests.fuzz.shrink import program, shrink
 
@@ -39,6 +39,8 @@ class Outcome:
     index: int
     kind: Kind
     drawn: list[str]
+    architecture: str = ""
+    way: str = ""
     reason: str = ""
     error: str = ""
     # Of lade's statistics: steps, draft tokens, accepted, committed; None where none were returned.
@@ -67,6 +69,9 @@ class Summary:
     refusals: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     drawn: Counter[str] = field(default_factory=Counter)
+    ways: Counter[str] = field(default_factory=Counter)
+    not_built: dict[str, str] = field(default_factory=dict)  # architecture -> why
+    architectures: dict[str, Counter[str]] = field(default_factory=dict)
     with_stats: int = 0
     with_accepted: int = 0
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
@@ -78,7 +83,17 @@ class Summary:
         """Count one case."""
         self.num_cases += 1
         self.kinds[outcome.kind] += 1
+        if outcome.kind == "not built":
+            self.not_built[outcome.architecture] = outcome.reason
+            return
         self.drawn.update(outcome.drawn)
+        way = outcome.way or "none: refused or raised"
+        self.ways[way] += 1
+        if outcome.architecture:
+            counts = self.architectures.setdefault(outcome.architecture, Counter())
+            counts.update(["cases", way])
+            counts[outcome.kind] += outcome.kind != "same"
+            counts["raised by both"] += outcome.error != ""
         if outcome.reason:
             self.refusals[outcome.reason] += 1
         if outcome.error:
@@ -102,6 +117,10 @@ class Summary:
             "num_mismatches": self.kinds["mismatch"],
             "num_ties": self.kinds["tie"],
             "num_refused": self.kinds["refused"],
+            "num_unsteady": self.kinds["unsteady"],
+            "num_not_built": self.kinds["not built"],
+            "num_architectures": len(self.architectures),
+            "ways_of_verifying": dict(self.ways.most_common()),
             "mismatches_alike": dict(self.groups.most_common()),
             "refusals": dict(self.refusals.most_common()),
             "raised_by_both": dict(self.errors.most_common()),
@@ -112,6 +131,11 @@ class Summary:
             "num_draft_tokens": num_draft,
             "num_accepted_tokens": num_accepted,
             "drawn": dict(sorted(self.drawn.items())),
+            "not_built": dict(sorted(self.not_built.items())),
+            "architectures": {
+                name: {what: count for what, count in counts.most_common() if count}
+                for name, counts in sorted(self.architectures.items())
+            },
             "ties": sorted(self.ties),
             "mismatches": [
                 {"index": f.index, "differences": f.differences, "program": f.program}
@@ -127,9 +151,8 @@ def _ratio(part: float, whole: float) -> float:
 # --- one case -------------------------------------------------------------------------------
 
 
-def judge(seed: int, index: int, ours: Door) -> Outcome:
-    """Draw one case and compare it."""
-    case = draw_case(seed, index)
+def judge(index: int, case: Case, ours: Door) -> Outcome:
+    """Compare one case."""
     verdict = compare(case, ours)
     stats = verdict.stats
     counts = None
@@ -144,6 +167,8 @@ def judge(seed: int, index: int, ours: Door) -> Outcome:
         index=index,
         kind=verdict.kind,
         drawn=case.drawn,
+        architecture=case.architecture,
+        way=verdict.way,
         reason=verdict.reason,
         error=verdict.error,
         counts=counts,
@@ -151,24 +176,28 @@ def judge(seed: int, index: int, ours: Door) -> Outcome:
     )
 
 
-def explain(seed: int, index: int, ours: Door, shrinking: bool = True) -> str:
+def explain(title: str, case: Case, ours: Door, shrinking: bool = True) -> str:
     """Return a failing case as a program, made small, headed by what differs."""
-    case = draw_case(seed, index)
     if shrinking:
-        case = shrink(case, lambda smaller: compare(smaller, ours).kind == "mismatch")
-    verdict = compare(case, ours)
+        case = shrink(case, lambda smaller: compare(smaller, ours, anew=True).kind == "mismatch")
+    verdict = compare(case, ours, anew=True)
     told = "\n".join(f"# {line}"[:300] for line in verdict.differences)
-    return f"{told}\n{program(case, f'Case {index} of seed {seed}')}"
+    return f"{told}\n{program(case, title)}"
 
 
 # --- many cases -----------------------------------------------------------------------------
 
 
-def run_cases(seed: int, indices: Iterable[int], ours: Door = call_lade) -> Iterator[Outcome]:
+def run_cases(
+    seed: int,
+    indices: Iterable[int],
+    ours: Door = call_lade,
+    architectures: Sequence[str] | None = None,
+) -> Iterator[Outcome]:
     """Judge cases one after another in this process."""
     with deterministic():
         for index in indices:
-            yield judge(seed, index, ours)
+            yield judge(index, draw_case(seed, index, architectures), ours)
 
 
 @contextmanager
@@ -188,8 +217,10 @@ def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
 
 
-def _run_task(seed: int, against: str, indices: Sequence[int]) -> list[Outcome]:
-    return list(run_cases(seed, indices, DOORS[against]))
+def _run_task(
+    seed: int, against: str, architectures: Sequence[str] | None, indices: Sequence[int]
+) -> list[Outcome]:
+    return list(run_cases(seed, indices, DOORS[against], architectures))
 
 
 def _run_all(arguments: argparse.Namespace) -> Iterator[Outcome]:
@@ -199,9 +230,10 @@ def _run_all(arguments: argparse.Namespace) -> Iterator[Outcome]:
         for start in range(arguments.first, stop, CASES_PER_TASK)
     ]
     if arguments.processes == 0:
-        yield from run_cases(arguments.seed, range(arguments.first, stop), DOORS[arguments.against])
+        indices, ours = range(arguments.first, stop), DOORS[arguments.against]
+        yield from run_cases(arguments.seed, indices, ours, arguments.architectures)
         return
-    task = partial(_run_task, arguments.seed, arguments.against)
+    task = partial(_run_task, arguments.seed, arguments.against, arguments.architectures)
     context = multiprocessing.get_context("spawn")
     with context.Pool(arguments.processes, _start_worker) as pool:
         for outcomes in pool.imap_unordered(task, tasks):
@@ -235,17 +267,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    hidden = ("drawn", "mismatches", "ties")
+    hidden = ("drawn", "mismatches", "ties", "architectures")
     shown = {name: value for name, value in result.items() if name not in hidden}
     print(json.dumps(shown, indent=1))
     return int(bool(summary.failures))
 
 
 def _run_one(arguments: argparse.Namespace, ours: Door) -> int:
-    (outcome,) = run_cases(arguments.seed, [arguments.only], ours)
-    with deterministic():
-        shrinking = outcome.kind == "mismatch" and not arguments.no_shrink
-        print(explain(arguments.seed, arguments.only, ours, shrinking))
+    (outcome,) = run_cases(arguments.seed, [arguments.only], ours, arguments.architectures)
+    shrinking = outcome.kind == "mismatch" and not arguments.no_shrink
+    print(_explained(arguments, arguments.only, ours, shrinking))
     print(f"# {outcome.kind}", *outcome.differences, outcome.reason, sep="\n# ")
     return int(outcome.kind == "mismatch")
 
@@ -254,9 +285,17 @@ def _tell(arguments: argparse.Namespace, summary: Summary, outcome: Outcome, our
     """Print a failing case, unless enough alike were printed."""
     if summary.groups[outcome.group] > PRINTED_PER_GROUP:
         return
-    with deterministic():
-        outcome.program = explain(arguments.seed, outcome.index, ours, not arguments.no_shrink)
+    outcome.program = _explained(arguments, outcome.index, ours, not arguments.no_shrink)
     print(outcome.program, flush=True)
+
+
+def _explained(arguments: argparse.Namespace, index: int, ours: Door, shrinking: bool) -> str:
+    case = draw_case(arguments.seed, index, arguments.architectures)
+    title = f"Case {index} of seed {arguments.seed}"
+    if arguments.architectures is not None:
+        title += f", architectures {','.join(arguments.architectures) or 'none'}"
+    with deterministic():
+        return explain(title, case, ours, shrinking)
 
 
 def _about(arguments: argparse.Namespace, is_whole: bool, seconds: float) -> dict[str, Any]:
@@ -265,6 +304,7 @@ def _about(arguments: argparse.Namespace, is_whole: bool, seconds: float) -> dic
         "first_case": arguments.first,
         "complete": is_whole,
         "against": arguments.against,
+        "only_architectures": arguments.architectures,
         "num_processes": arguments.processes,
         "seconds": round(seconds, 1),
         "date": datetime.now(UTC).date().isoformat(),
@@ -285,6 +325,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="0: in this process")
     parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
     parser.add_argument("--only", type=int, help="run and print this case alone")
+    parser.add_argument(
+        "--architectures",
+        type=lambda names: [name for name in names.split(",") if name],
+        help="draw the model from these names alone, comma between; '' for the small families",
+    )
     parser.add_argument(
         "--stop-after", type=int, default=0, help="stop after so many mismatches; 0: never"
     )

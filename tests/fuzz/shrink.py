@@ -38,6 +38,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         {"negative": None, "negative_mask": False},
         {"mask": None},
         {"positions": None},
+        {"token_types": None},
         {"form": "place"},
         {"door": "generate"},
     ):
@@ -55,13 +56,17 @@ def _smaller(case: Case) -> Iterator[Case]:
             if place != "options":
                 yield replace(less, options={name: named[name], **case.options})
     for name in case.lade:
+        others = {key: value for key, value in case.lade.items() if key != name}
+        if name != "config":
+            yield replace(case, lade=others)
+            continue
         # Without a fixed number of draft tokens, time decides, and no run is like another.
-        if name == "config":
-            simple = {**case.lade, name: "lade.Config(max_draft_tokens=4)"}
-        else:
-            simple = {key: value for key, value in case.lade.items() if key != name}
-        if simple != case.lade:
-            yield replace(case, lade=simple)
+        target = re.findall(r"target='\w+'", case.lade[name])
+        for values in (["max_draft_tokens=4"], ["max_draft_tokens=4", *target]):
+            simple = f"lade.Config({', '.join(values)})"
+            if case.lade[name] == simple:
+                break
+            yield replace(case, lade={**others, name: simple})
     if len(case.rows) > 1:
         for row in range(len(case.rows)):
             yield _without_row(case, row)
@@ -75,8 +80,13 @@ def _smaller(case: Case) -> Iterator[Case]:
                 yield replace(case, options={**case.options, name: repr(number)})
     for name, value in case.options.items():
         yield from _with_fewer_items(case, name, value)
-    if case.model["family"] != "llama":
-        yield replace(case, model={**case.model, "family": "llama"})
+    if not case.architecture:
+        if case.model["family"] != "llama":
+            yield replace(case, model={**case.model, "family": "llama"})
+        return
+    for name, usual in (("architecture", "llama"), ("attention", None)):
+        if case.model[name] != usual:
+            yield replace(case, model={**case.model, name: usual})
 
 
 def _replaced(case: Case, change: dict[str, Any]) -> Case:
@@ -98,7 +108,7 @@ def _with_fewer_items(case: Case, name: str, value: str) -> Iterator[Case]:
 
 def _without_row(case: Case, row: int) -> Case:
     cut: dict[str, Any] = {}
-    for name in ("rows", "mask", "positions", "earlier"):
+    for name in ("rows", "mask", "positions", "token_types", "earlier"):
         rows = getattr(case, name)
         cut[name] = rows if rows is None else rows[:row] + rows[row + 1 :]
     return _replaced(case, cut)
@@ -106,7 +116,7 @@ def _without_row(case: Case, row: int) -> Case:
 
 def _without_column(case: Case, column: int) -> Case:
     cut: dict[str, Any] = {}
-    for name in ("rows", "mask", "positions"):
+    for name in ("rows", "mask", "positions", "token_types"):
         rows = getattr(case, name)
         part = slice(1, None) if column == 0 else slice(None, -1)
         cut[name] = rows if rows is None else tuple(row[part] for row in rows)
@@ -115,8 +125,7 @@ def _without_column(case: Case, column: int) -> Case:
 
 def program(case: Case, title: str) -> str:
     """Return a program that runs a case both ways, to be started in the root of the repository."""
-    model = ", ".join(f"{name}={value!r}" for name, value in case.model.items())
-    lines = [f"model = fuzz_model({model})"]
+    lines = [f"model = {case.model_call()}"]
     if (turn := case.earlier_turn()) is not None:
         lines.append(f"earlier = {turn}")
     lines += [f"model.generation_config.{name} = {v}" for name, v in case.model_config.items()]
@@ -150,13 +159,15 @@ def program(case: Case, title: str) -> str:
     lines.append("    assert not found, found")
     words = set(re.findall(r"\w+", "\n".join(lines)))
     own = {"record", "differences", "follow_up", "call_plain", "call_lade"} & words
+    made = sorted(words & set(parts.__all__) - {"torch"})
     head = [
         f"# {title}",
         "import torch",
         "",
         "import lade",
+        *(["from lade.support.tiny import tiny_model"] if case.architecture else []),
         f"from tests.fuzz.compare import {', '.join(sorted(own))}",
-        f"from tests.fuzz.parts import {', '.join(sorted(words & set(parts.__all__) - {'torch'}))}",
+        *([f"from tests.fuzz.parts import {', '.join(made)}"] if made else []),
         "",
     ]
     return "\n".join([*head, *lines]) + "\n"

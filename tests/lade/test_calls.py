@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import lade
+from lade.support.tiny import tiny_model as architecture
 from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
 
 MAMBA2: dict[str, Any] = {
@@ -268,6 +269,69 @@ def test_plain_decoding_streams_and_counts_like_the_others() -> None:
     assert output.stats.num_steps == output.stats.num_row_steps == 8
     assert output.stats.forward_sec > 0
     assert isinstance(output, lade.GenerateOutput)
+
+
+# --- found by the fuzzer --------------------------------------------------------------------
+
+
+def test_token_types_that_a_model_drops_are_dropped() -> None:
+    model = architecture("ctrl")
+    both(model, torch.tensor([[87]]), token_type_ids=torch.tensor([[1]]), max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "options"),
+    [
+        ("git", [17, 86, 84, 7, 17, 86, 84], {"attention_mask": [1, 1, 1, 1, 1, 0, 1]}),
+        ("deepseek_v4", [21] * 6, {"position_ids": [1, 2, 3, 4, 5, 6]}),
+        ("minimax_m3_vl_text-sparse", [0] * 5 + [9, 4, 9], {"attention_mask": [0] * 5 + [1] * 3}),
+        ("gpt_neo", [0] * 9 + [*range(5, 18)], {"cache_implementation": "static"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
+def test_masks_and_positions_of_single_rows_are_exact(
+    name: str, prompt: list[int], options: dict[str, Any]
+) -> None:
+    model = architecture(name, dtype=torch.float32)
+    made: dict[str, Any] = {"do_sample": False, "max_new_tokens": 10}
+    for key, value in options.items():
+        made[key] = torch.tensor([value]) if isinstance(value, list) else value
+    if name == "gpt_neo":
+        made["attention_mask"] = (torch.tensor([prompt]) != 0).long()
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, **made)
+    pool = lade.NGramPool()
+    pool.observe(expected[0].tolist())  # what it drafts is right
+    for config in (None, lade.Config(max_draft_tokens=6)):
+        got = lade.generate(model, ids, pool=pool, config=config, **made)
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "openai-gpt", "llama without a cache"])
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
+def test_hidden_states_have_the_shape_that_plain_decoding_gives_them(name: str) -> None:
+    model = architecture(name.split()[0])
+    options: dict[str, Any] = {"use_cache": False} if "without" in name else {}
+    expected, got = both(model, PROMPTS[0], output_hidden_states=True, max_new_tokens=4, **options)
+    shapes = [[tuple(layer.shape) for layer in step] for step in expected.hidden_states]
+    assert [[tuple(layer.shape) for layer in step] for step in got.hidden_states] == shapes
+
+
+def test_a_cache_beside_use_cache_false_is_filled_as_plain_decoding_fills_it() -> None:
+    model = tiny_model("llama", seed=1)
+    with pytest.warns(lade.PlainDecodingWarning, match="use_cache=False"):
+        expected, got = both(model, PROMPTS[0], use_cache=False, past_key_values=DynamicCache)
+    lengths = [out.past_key_values.get_seq_length() for out in (expected, got)]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_check_that_draws_random_numbers_leaves_no_trace() -> None:
+    model = architecture("reformer")
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    lade.probe(model)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- lengths that a short check cannot see --------------------------------------------------
