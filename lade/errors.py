@@ -18,7 +18,7 @@ class PlainDecodingWarning(UserWarning):
 
 
 class ModelFetchError(LadeError):
-    """The embedded default model could not be fetched, checked, converted or stored."""
+    """An embedded model could not be fetched, checked, converted or stored."""
 
 
 class MissingExtraError(LadeError, ImportError):

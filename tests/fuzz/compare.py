@@ -29,6 +29,10 @@ from tests.fuzz.cases import Case
 # Scores are float32, and a tree sums in another order than a single token does.
 RELATIVE_TOLERANCE = 1e-4
 ABSOLUTE_TOLERANCE = 1e-4
+# Cached keys and values lie behind recurrences and routers that many architectures compute in
+# float32, in another order for several tokens than for one: up to 1.5e-4 was seen beside equal
+# tokens and scores. A wrong one is off by tenths.
+CACHE_TOLERANCE = 1e-3
 # A token so many nats below the likeliest is drawn once in 10^9 times; below that, watermarks that
 # multiply probabilities by 1 minus nearly 1 keep no digit of a float32. How far below is not
 # compared, but where a score is infinite is.
@@ -368,9 +372,8 @@ def _value_differences(name: str, plain: Any, mine: Any) -> list[str]:
         return [f"{name}: {plain.tolist()} in plain, {mine.tolist()} in lade"]
     if name.startswith("scores"):
         plain, mine = (_with_floor(scores) for scores in (plain, mine))
-    close = torch.isclose(
-        plain, mine, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True
-    )
+    absolute = CACHE_TOLERANCE if ".layers[" in name else ABSOLUTE_TOLERANCE
+    close = torch.isclose(plain, mine, rtol=RELATIVE_TOLERANCE, atol=absolute, equal_nan=True)
     if close.all():
         return []
     place = tuple((~close).nonzero()[0].tolist())

@@ -288,7 +288,7 @@ def pool_of(texts: Sequence[Sequence[int]], **sizes: int) -> lade.NGramPool:
     pool = lade.NGramPool(**sizes)
     for text in texts:
         sequence = pool.open_sequence()
-        pool.observe(text, sequence)
+        pool.observe([token_id for token_id in text if token_id >= 0], sequence)  # beams pad by -1
         pool.close_sequence(sequence)
     return pool
 
