@@ -310,10 +310,12 @@ def draw_case(seed: int, index: int, architectures: Sequence[str] | None = None)
     hand = _Hand(rng, model.get("vocab_size", VOCAB_SIZE), length, num_new)
     case = Case(model=model, seed=rng.randrange(10**6), rows=())
     case = _draw_prompt(case, hand)
-    if _is_eager(model) and any(not row[0] for row in case.mask or case.rows):
+    settings, options = _draw_options(case, hand)
+    # Without a mask, `generate` takes padding for masked.
+    padding = {"0", *([] if case.mask else [settings.get("pad_token_id", "0")])}
+    if _is_eager(model) and any(str(row[0]) in padding for row in case.mask or case.rows):
         # In float64, plain eager attention turns a query that sees nothing into NaN.
         case = replace(case, model={**model, "dtype": "float32"})
-    settings, options = _draw_options(case, hand)
     case = _draw_places(case, rng, settings, options)
     if "guidance_scale" in settings and rng.random() < 0.6:
         case = replace(case, negative=tuple(hand.tokens(5)), negative_mask=rng.random() < 0.3)
