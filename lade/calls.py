@@ -15,7 +15,7 @@ from lade.config import WAYS, Way
 from lade.internals import Model
 from lade.probing import WITHOUT_CACHE, CacheKind, has_usual_outputs
 from lade.rollback import find_cache, length_of, why_not_croppable, why_not_savable
-from lade.rules import Lengths, rope_of, why_no_tree, why_not_speculate
+from lade.rules import Lengths, longest_draft, rope_of, why_no_tree, why_not_speculate
 
 # What all ways continue behind the prompt.
 _CONTINUED = {
@@ -41,6 +41,7 @@ class Call(NamedTuple):
     excluded: dict[Way, str]  # ways it cannot take, and why
     cache: CacheKind
     is_padded: bool  # whether rows have padding, or may come to be of different lengths
+    max_length: int  # how long the text may get with a draft
 
 
 def examine(
@@ -87,7 +88,12 @@ def examine(
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *speculating)
     _exclude_by_outputs(model, cache, kind, model_kwargs, exclude)
-    return Call(excluded, kind, lengths.is_padded or lengths.num_rows > 1)
+    limits = [longest_draft(model, config.max_length, input_ids.shape[1], lengths.first_position)]
+    if isinstance(cache, StaticCache):
+        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
+        limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
+    return Call(excluded, kind, lengths.is_padded or lengths.num_rows > 1, min(limits))
 
 
 def _exclude_by_outputs(
@@ -116,7 +122,9 @@ def _exclude_by_outputs(
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    num_slots = input_ids.shape[1] if mask is None else mask.shape[1]
+    # `generate` drops a mask of ones, and keeps its length.
+    whole = getattr(config, "_mask_length", None) or input_ids.shape[1]
+    num_slots = max(whole, input_ids.shape[1]) if mask is None else mask.shape[1]
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is not None:
         num_slots = max(num_slots, embeds.shape[1])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 
 from lade.errors import UnsupportedModelError
 from lade.inputs import extended, widened
@@ -149,7 +150,12 @@ class ChainTarget:
                 self._saved = saved(self._cache[1])
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
-        output = self._model(**inputs, return_dict=True)
+        try:
+            output = self._model(**inputs, return_dict=True)
+        except BaseException:
+            if self._cache is not None and layout.rows is not None:
+                pick(self._cache[1], 0, self.device)  # it may be the caller's
+            raise
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
         assert output.logits.shape[1] >= layout.width
@@ -190,7 +196,10 @@ class ChainTarget:
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
         else:
-            self._cache = name, self._saved
+            if isinstance(cache, Cache):  # in place: it may be the caller's
+                vars(cache).update(vars(self._saved))
+            else:
+                self._cache = name, self._saved
             self.num_pending += num_kept
         self._saved = None
 

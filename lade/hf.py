@@ -37,7 +37,7 @@ from lade.choose import (
 from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
 from lade.drafting import Drafter, PoolDrafter, Proposer, SamplingDrafter
-from lade.errors import PlainDecodingWarning, UnsupportedModelError, UnsupportedOptionError
+from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
 from lade.internals import Model, decode_plainly
 from lade.options import (
@@ -50,7 +50,7 @@ from lade.probing import ChosenWay, Profile, choose_way, make_target, profile_of
 from lade.processors import Processors
 from lade.ranks import Ranks
 from lade.rollback import find_cache
-from lade.rules import longest_draft
+from lade.rules import refuse_encoder_decoder
 from lade.stats import DecodeStats, Step
 from lade.stopping import ColumnStream, PlainStream, StopRule
 from lade.target import Target
@@ -194,10 +194,7 @@ def decode(
     `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
     calls any custom function. `lade.generate` and `lade.wrap` mend that.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder; lade decodes causal LMs"
-        )
+    refuse_encoder_decoder(model)
     refuse_unsupported_options(model, generation_config)
     _check_drafter(pool, drafter, config)
     call = examine(model, input_ids, generation_config, model_kwargs)
@@ -217,7 +214,7 @@ def decode(
             logits_processor,
             stopping_criteria,
             generation_config,
-            PlainStream(token_streamer, on_step, stopping_criteria, num_rows),
+            PlainStream(token_streamer, on_step, num_rows),
             model_kwargs,
         )
     max_length = generation_config.max_length
@@ -254,9 +251,7 @@ def decode(
             outputs.on_choice,
         )
     rules = Rules(
-        max_length=longest_draft(
-            model, max_length, input_ids.shape[1], _first_position(input_ids, model_kwargs)
-        ),
+        max_length=call.max_length,
         stop=stop,
         is_joint=is_joint,
         keeps_finished=is_joint or text.pad_token_id is None or len(outputs) > 0,
@@ -307,7 +302,8 @@ def _decode_plainly(
     model_kwargs: dict[str, Any],
 ) -> Any:
     """Decode as `generate` itself does, for a model or a call that leaves no way to speculate."""
-    output = decode_plainly(model, input_ids, processors, criteria, config, stream, model_kwargs)
+    watched = stream.watch(criteria)
+    output = decode_plainly(model, input_ids, processors, watched, config, stream, model_kwargs)
     if not config.return_dict_in_generate:
         return output
     return GenerateOutput(**output, stats=stream.stats)
@@ -334,12 +330,6 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     return [
         ids[mask].tolist() for ids, mask in zip(input_ids, masks.to(input_ids.device), strict=True)
     ]
-
-
-def _first_position(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
-    """Return the position of the first token behind the longest prompt."""
-    positions = model_kwargs.get("position_ids")
-    return input_ids.shape[1] if positions is None else int(positions[..., -1].max()) + 1
 
 
 def _wanted_outputs(config: GenerationConfig) -> list[str]:

@@ -20,7 +20,7 @@ from lade.config import WAYS, Way
 from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError
 from lade.internals import Model, attention_of, device_of_inputs
-from lade.rules import tree_layout
+from lade.rules import refuse_encoder_decoder, tree_layout
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
@@ -86,8 +86,12 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
         model: a transformers causal LM.
         num_rows: of the batch to decode. More than one are taken to have padding and different
             lengths, and one with padding is taken for more than one.
+
+    Raises:
+        UnsupportedModelError: it is an encoder-decoder.
     """
     model = getattr(model, "_orig_mod", model)
+    refuse_encoder_decoder(model)
     config = model.generation_config
     cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
     excluded: dict[Way, str] = {}
@@ -135,10 +139,10 @@ def choose_way(
     for way in WAYS[:-1] if asked is None else (asked,):
         reason = (excluded or {}).get(way)
         if reason is None:
-            key = (way, cache, is_padded)
-            finding = profile.findings.get(key) or _check(model, *key)
-            if finding.is_lasting:
-                profile.findings[key] = finding
+            finding = _finding(model, profile, way, cache, is_padded)
+            if way == "rows" and is_padded and finding.reason is None:
+                # A batch has one path a row; a single row with padding has several.
+                finding = _finding(model, profile, way, cache, False)
             if finding.reason is None:
                 return ChosenWay(way, finding.attention, reasons)
             reason = finding.reason
@@ -148,6 +152,17 @@ def choose_way(
             f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
         )
     return ChosenWay("plain", None, reasons)
+
+
+def _finding(
+    model: Model, profile: Profile, way: Way, cache: CacheKind, is_padded: bool
+) -> Finding:
+    """Return what the check of a way finds, or has found."""
+    key = (way, cache, is_padded)
+    finding = profile.findings.get(key) or _check(model, *key)
+    if finding.is_lasting:
+        profile.findings[key] = finding
+    return finding
 
 
 def make_target(
@@ -191,8 +206,8 @@ def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding
                 error = _error_of(model, ChosenWay(way, attention, {}), cache, is_padded)
         except UnsupportedModelError as failure:
             return Finding(str(failure))  # a rule, whatever the attention
-        except torch.OutOfMemoryError as failure:
-            return Finding(f"no memory was left to check it ({failure})", is_lasting=False)
+        except torch.OutOfMemoryError:
+            return Finding("no memory was left to check it", is_lasting=False)
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
             found = f"its forward fails ({type(failure).__name__}: {what})"

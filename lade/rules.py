@@ -23,6 +23,18 @@ _REACHES = {
 }
 
 
+def refuse_encoder_decoder(model: Model) -> None:
+    """Raise for a model that is no causal LM.
+
+    Raises:
+        UnsupportedModelError: it is an encoder-decoder.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; lade decodes causal LMs"
+        )
+
+
 class TreeLayout(NamedTuple):
     """What the attention layers of a model keep, and how far they reach."""
 

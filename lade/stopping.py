@@ -5,6 +5,7 @@ Next file: `hf.py`.
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +98,20 @@ class ColumnStream:
             self._streamer.end()
 
 
+class _Watched(StoppingCriteriaList):  # type: ignore[misc]
+    """Stop criteria that remember which rows were finished after each token."""
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self.is_finished: list[list[bool]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done: Tensor = super().__call__(input_ids, scores, **kwargs)
+        before = self.is_finished[-1] if self.is_finished else [False] * len(done)
+        self.is_finished.append([a or b for a, b in zip(before, done.tolist(), strict=True)])
+        return done
+
+
 class PlainStream(BaseStreamer):  # type: ignore[misc]
     """Listens to plain decoding, and tells streamer, `on_step` and statistics what lade would."""
 
@@ -104,19 +119,19 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         self,
         streamer: BaseStreamer | None,
         on_step: Callable[[Step], None] | None,
-        criteria: StoppingCriteriaList,
         num_rows: int,
     ) -> None:
         self.stats = DecodeStats(num_prefills=num_rows)
         self._streamer = streamer
         self._on_step = on_step
-        self._eos_token_ids: set[int] = set()
-        for criterion in criteria:
-            if isinstance(criterion, EosTokenCriteria):
-                self._eos_token_ids.update(criterion.eos_token_id.tolist())
-        self._is_finished = [False] * num_rows
+        self._watched = _Watched(StoppingCriteriaList())
         self._num_columns = 0
         self._since = perf_counter()
+
+    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """Return the same criteria, watched: what a finished row goes on with is not told."""
+        self._watched = _Watched(criteria)
+        return self._watched
 
     def put(self, value: Tensor) -> None:
         """Take the next token of every row, int64 [rows]."""
@@ -126,10 +141,12 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         if self._streamer is not None:
             self._streamer.put(value)
         self.stats.num_steps += self._num_columns > 0
+        # Newer versions of transformers ask the criteria before they put a token, older ones after.
+        done = self._watched.is_finished
+        before = done[self._num_columns - 1] if self._num_columns else [False] * len(value)
         for row, token_id in enumerate(value.tolist()):
-            if self._is_finished[row]:
+            if before[row]:
                 continue
-            self._is_finished[row] = token_id in self._eos_token_ids
             step = Step([token_id], 0, 0, row)
             if self._num_columns:
                 self.stats.count_row_step(step)

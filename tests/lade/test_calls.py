@@ -1,14 +1,24 @@
 """Caches, inputs and lengths of one call leave some ways of verifying open, and not others."""
 
+import functools
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import (
+    DynamicCache,
+    QuantizedCache,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import lade
+from lade.drafting import chain
 from lade.support.tiny import tiny_model as architecture
 from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
 
@@ -324,6 +334,115 @@ def test_a_cache_beside_use_cache_false_is_filled_as_plain_decoding_fills_it() -
         expected, got = both(model, PROMPTS[0], use_cache=False, past_key_values=DynamicCache)
     lengths = [out.past_key_values.get_seq_length() for out in (expected, got)]
     assert lengths[0] == lengths[1]
+
+
+class Blind(ScriptedDrafter):
+    """Drafts sixteen nodes whatever comes, as far as it is let."""
+
+    def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+        return chain([5] * min(16, max_nodes))
+
+    def observe(self, sequence: int, token_ids: Any) -> None:
+        pass
+
+
+class EndsAt(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("given", ["cache", "embeddings", "static cache"])
+def test_drafts_end_where_learned_positions_or_a_static_cache_do(given: str) -> None:
+    """Plain decoding stops in time; a draft must not reach for what is behind the end."""
+    static = given == "static cache"
+    model = tiny_model("llama", seed=1) if static else architecture("bart")
+    text = torch.randint(2, 90, (1, 20 if static else 496), generator=torch.Generator())
+    made: list[Any] = []
+    for decode in (model.generate, functools.partial(lade.generate, model)):
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60}
+        ids = text
+        if static:
+            options["past_key_values"] = StaticCache(config=model.config, max_cache_len=40)
+        elif given == "embeddings":
+            options["inputs_embeds"] = model.get_input_embeddings()(text)
+        else:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(text[:, :-4], past_key_values=cache)
+            options["past_key_values"], ids = cache, text[:, -4:]
+            options["attention_mask"] = torch.ones_like(text)
+        if given != "embeddings":
+            options["input_ids"] = ids
+        start = 0 if given == "embeddings" else ids.shape[1]
+        options["stopping_criteria"] = StoppingCriteriaList([EndsAt(start + 15)])
+        if made:
+            options["drafter"] = Blind([], np.random.default_rng(0), 0.0)
+            options["config"] = lade.Config(max_draft_tokens=16)
+        made.append(decode(**options))
+    assert made[0].tolist() == made[1].tolist()
+
+
+def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
+    model = tiny_model("llama", seed=3)
+
+    class FirstEnds(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 8, False])
+
+    counts = []
+    for way in ("tree", "plain"):
+        steps: list[Any] = []
+        output = lade.generate(
+            model,
+            torch.tensor([[5, 6, 7, 5, 6], [4, 9, 9, 4, 9]]),
+            do_sample=False,
+            max_new_tokens=9,
+            eos_token_id=96,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([FirstEnds()]),
+            on_step=steps.append,
+            config=lade.Config(target=way),
+            return_dict_in_generate=True,
+        )
+        of_first = [token for step in steps if step.row == 0 for token in step.token_ids]
+        counts.append((of_first, output.stats.num_tokens))
+    assert counts[0] == counts[1]
+    assert len(counts[1][0]) == 3
+
+
+def test_a_snapshot_leaves_a_callers_cache_without_rejected_tokens() -> None:
+    model = tiny_model("llama", seed=3)
+    cache = DynamicCache(config=model.config)
+    seen: list[Any] = []
+
+    def interrupts(step: Any) -> None:
+        seen.extend(step.token_ids)
+        if len(seen) >= 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lade.generate(
+            model,
+            PROMPTS[0],
+            past_key_values=cache,
+            do_sample=False,
+            max_new_tokens=20,
+            drafter=Blind([], np.random.default_rng(0), 0.0),
+            config=lade.Config(target="snapshot", max_draft_tokens=4),
+            on_step=interrupts,
+        )
+    assert cache.get_seq_length() <= PROMPTS[0].shape[1] + len(seen)
+
+
+def test_encoder_decoders_are_refused_by_the_probe_too() -> None:
+    small = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=97, decoder_start_token_id=0, **small))
+    for call in (lade.probe, lambda model: lade.generate(model, PROMPTS[0], max_new_tokens=2)):
+        with pytest.raises(lade.UnsupportedModelError, match="is an encoder-decoder"):
+            call(t5)
 
 
 def test_a_check_that_draws_random_numbers_leaves_no_trace() -> None:
