@@ -145,7 +145,7 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
     unknown = {
         name: value
         for name, value in model_kwargs.items()
-        if name not in _CONTINUED | _OF_PROMPT and value is not None
+        if name not in _CONTINUED | _OF_PROMPT and not _is_nothing(value)
     }
     if not unknown or input_ids.shape[1] == 0:
         return f"the model input {next(iter(unknown))}" if unknown else None
@@ -158,9 +158,15 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
     except Exception as failure:
         return f"its inputs cannot be told apart ({type(failure).__name__}: {failure})"
     for name in unknown:
-        if later.get(name) is not None:
+        if not _is_nothing(later.get(name)):
             return f"every forward takes the model input {name}"
     return None
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict) and not value
+    )  # what images are encoded to where there are none
 
 
 def _is_default(model: Model, cache: Any) -> bool:
