@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.cache import kind_of
-from lade.config import WAYS, Way
+from lade.config import SPECULATING, Way
 from lade.internals import Model
 from lade.probing import WITHOUT_CACHE, CacheKind, has_usual_outputs
-from lade.rollback import find_cache, length_of, why_not_croppable, why_not_savable
-from lade.rules import Lengths, longest_draft, rope_of, why_no_tree, why_not_speculate
+from lade.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+from lade.rules import Lengths, longest_draft, why_no_snapshot, why_no_tree, why_not_speculate
 
 # What all ways continue behind the prompt.
 _CONTINUED = {
@@ -54,39 +54,35 @@ def examine(
         for way in ways if reason is not None else ():
             excluded.setdefault(way, str(reason))
 
-    speculating = WAYS[:-1]
     lengths = _lengths(input_ids, config, model_kwargs)
-    exclude(why_not_speculate(model, lengths), *speculating)
-    exclude(_needs_more(model, input_ids, model_kwargs), *speculating)
+    exclude(why_not_speculate(model, lengths), *SPECULATING)
+    exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")
+    exclude(why_no_snapshot(model, lengths), "snapshot")
     text_config = model.config.get_text_config(decoder=True)
-    rope = rope_of(text_config)
-    if rope is not None and lengths.first_position + lengths.num_new > rope[1]:
-        # What is run again would be more than one token.
-        exclude(f"its rotary embedding is {rope[0]}", "snapshot")
-    _, cache = find_cache(model_kwargs) or ("", None)
+    cache = cache_in(model_kwargs)
     kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
     if cache is None and not model_kwargs.get("use_cache", True):
         kind = "none"
         for way, reason in WITHOUT_CACHE.items():
             exclude(reason, way)
-    elif not isinstance(cache, DynamicCache) or type(cache) is not DynamicCache:
+    elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(kind_of(layer) is None for layer in cache.layers):
         exclude("its cache has layers that a tree cannot be kept in", "tree")
     elif cache.offloading:
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
-        exclude(f"past_key_values is a {type(cache).__name__}", *speculating)
+        exclude(f"past_key_values is a {type(cache).__name__}", *SPECULATING)
     elif cache is not None and not _is_default(model, cache):
         exclude(why_not_croppable(cache), "rows", "chain")
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
         exclude("a static cache has room for the rows of the batch alone", "rows")
         if "local" in (getattr(text_config, "attention_layers", None) or ()):
-            exclude("its local layers mask by the size of a static cache", *speculating)
+            exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):
-        exclude("a cache was passed, and use_cache=False", *speculating)
+        exclude("a cache was passed, and use_cache=False", *SPECULATING)
     _exclude_by_outputs(model, cache, kind, model_kwargs, exclude)
     limits = [longest_draft(model, config.max_length, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
@@ -110,14 +106,14 @@ def _exclude_by_outputs(
         return
     what = " and ".join(wanted).replace("_", " ")
     if kind == "none":
-        exclude(f"{what} of whole texts were asked for", *WAYS[:-1])
+        exclude(f"{what} of whole texts were asked for", *SPECULATING)
     elif not has_usual_outputs(model, wanted):
-        exclude(f"{what} were asked for, of which it has others", *WAYS[:-1])
+        exclude(f"{what} were asked for, of which it has others", *SPECULATING)
     if "attentions" in wanted:
         exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
         is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
         if is_windowed or kind == "static":
-            exclude("attentions were asked for, of layers with fixed numbers of keys", *WAYS[:-1])
+            exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)
 
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
@@ -132,7 +128,7 @@ def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
     num_new = config.max_length - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())
     if positions is not None and not is_padded:  # positions that are not slots are as if padded
-        _, cache = find_cache(model_kwargs) or ("", None)
+        cache = cache_in(model_kwargs)
         num_cached = (0 if cache is None else length_of(cache)) or 0
         lasts = {num_slots, num_cached + positions.shape[-1]}  # whole texts, or what is new in them
         in_order = bool((positions.diff(dim=-1) == 1).all())
@@ -164,9 +160,8 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
 
 
 def _is_nothing(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict) and not value
-    )  # what images are encoded to where there are none
+    """Tell whether there is no input, or no image in what images were encoded to."""
+    return value is None or (isinstance(value, dict) and not value)
 
 
 def _is_default(model: Model, cache: Any) -> bool:

@@ -36,7 +36,6 @@ class _Layout(NamedTuple):
     """Where the nodes of one step's trees are run."""
 
     width: int  # tokens of a row, those run again not counted
-    num_pending: int
     rows: list[int] | None  # of each node, where one tree takes several rows
     columns: list[int]  # of each node
     is_whole: bool  # whether no row is padded
@@ -127,7 +126,6 @@ class ChainTarget:
         width = max(map(len, paths))
         self._layout = _Layout(
             width,
-            self.num_pending,
             rows if len(paths) > 1 else None,
             max((tree.depths for tree in trees), key=len),
             all(len(path) == width for path in paths),
@@ -168,7 +166,7 @@ class ChainTarget:
             return states[rows, states.shape[1] - layout.width + columns][None]
 
         def of_queries(weights: Tensor | None) -> Tensor | None:
-            return None if weights is None else weights[:, :, layout.num_pending :]
+            return None if weights is None else weights[:, :, self.num_pending :]
 
         hidden_states, attentions = output.get("hidden_states"), output.get("attentions")
         return _Outputs(

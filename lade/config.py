@@ -7,6 +7,7 @@ Verifier = Literal["exact", "rejection"]
 Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
 
 WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
+SPECULATING = WAYS[:-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from lade.decoding import Decoder, Rules
 from lade.drafting import Drafter, PoolDrafter, Proposer, SamplingDrafter
 from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
-from lade.internals import Model, decode_plainly
+from lade.internals import Model, decode_plainly, without_compiler
 from lade.options import (
     refuse_unsupported_arguments,
     refuse_unsupported_options,
@@ -49,7 +49,7 @@ from lade.outputs import Outputs
 from lade.probing import ChosenWay, Profile, choose_way, make_target, profile_of
 from lade.processors import Processors
 from lade.ranks import Ranks
-from lade.rollback import find_cache
+from lade.rollback import cache_in
 from lade.rules import refuse_encoder_decoder
 from lade.stats import DecodeStats, Step
 from lade.stopping import ColumnStream, PlainStream, StopRule
@@ -99,7 +99,7 @@ def generate(
         UnsupportedModelError: the model cannot verify drafts in the way that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
-    model = _without_compiler(model)
+    model = without_compiler(model)
     refuse_unsupported_arguments(model, generate_kwargs)
     prepared = take_stop_strings(model, generate_kwargs)
     streamer = generate_kwargs.get("streamer")
@@ -129,7 +129,7 @@ def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None =
     Wrapping again replaces pool and config. The class is not touched; `unwrap` undoes it.
     """
     _check_pool(pool, config)
-    inner = _without_compiler(model)
+    inner = without_compiler(model)
     inner._lade_wrapping = (pool if pool is not None else _new_pool(config), config)
     inner.generate = _WrappedGenerate(inner)
     return model
@@ -141,18 +141,13 @@ def unwrap(model: Model) -> Model:
     Raises:
         ValueError: the model is not wrapped.
     """
-    inner = _without_compiler(model)
+    inner = without_compiler(model)
     if "_lade_wrapping" not in vars(inner):
         raise ValueError(
             f"expected a model that lade.wrap was called on, got {type(inner).__name__}"
         )
     del inner.generate, inner._lade_wrapping
     return model
-
-
-def _without_compiler(model: Model) -> Model:
-    """Return the model inside of what `torch.compile` returned; `generate` runs that one too."""
-    return getattr(model, "_orig_mod", model)
 
 
 class _WrappedGenerate:
@@ -229,7 +224,7 @@ def decode(
     stop.watch(text, outputs)
     processors = Processors(logits_processor, num_rows)
     is_joint = stop.is_joint or processors.is_joint or target.is_joint
-    _, cache = find_cache(model_kwargs) or ("", None)
+    cache = cache_in(model_kwargs)
     stream = ColumnStream(token_streamer, text)
 
     def emit(steps: Sequence[Step]) -> None:

@@ -62,6 +62,11 @@ def attentions_of(model: Model) -> dict[str, str | None]:
     return names
 
 
+def without_compiler(model: Model) -> Model:
+    """Return the model inside of what `torch.compile` returned; `generate` runs that one too."""
+    return getattr(model, "_orig_mod", model)
+
+
 def device_of_inputs(model: Model) -> torch.device:
     """Return where token ids go; what accelerate has put elsewhere is brought in by its hooks."""
     if model.device.type != "meta":

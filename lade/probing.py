@@ -4,7 +4,7 @@ Next file: `rules.py`.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -16,10 +16,10 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from lade.budget import Budget, MeasuredBudget
 from lade.chain import MAX_ROWS, ChainTarget
-from lade.config import WAYS, Way
+from lade.config import SPECULATING, Way
 from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError
-from lade.internals import Model, attention_of, device_of_inputs
+from lade.internals import Model, attention_of, device_of_inputs, without_compiler
 from lade.rules import refuse_encoder_decoder, tree_layout
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
@@ -90,7 +90,7 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     Raises:
         UnsupportedModelError: it is an encoder-decoder.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = without_compiler(model)
     refuse_encoder_decoder(model)
     config = model.generation_config
     cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
@@ -136,7 +136,7 @@ def choose_way(
     if asked == "plain":
         return ChosenWay("plain", None, reasons)
     profile = profile_of(model)
-    for way in WAYS[:-1] if asked is None else (asked,):
+    for way in SPECULATING if asked is None else (asked,):
         reason = (excluded or {}).get(way)
         if reason is None:
             finding = _finding(model, profile, way, cache, is_padded)
@@ -393,7 +393,7 @@ class _Plain:
         ]
         most = max(map(len, ends))
         places = [
-            (row, [*of_row, *of_row][i]) for i in range(most) for row, of_row in enumerate(ends)
+            (row, of_row[i % len(of_row)]) for i in range(most) for row, of_row in enumerate(ends)
         ]
         size = len(places) if together else len(paths)
         found = {}
@@ -465,5 +465,5 @@ def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:
 
 
 def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:
-    as_ids: Callable[[Sequence[int]], Any] = lambda ids: np.array(ids, np.int32)  # noqa: E731
-    return Draft(as_ids(token_ids), as_ids(parents), as_ids(depths), np.ones(len(token_ids)))
+    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
+    return Draft(ids, over, down, np.ones(len(token_ids)))

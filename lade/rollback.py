@@ -48,6 +48,12 @@ def length_of(cache: Any) -> int | None:
     return length
 
 
+def cache_in(holder: Any) -> Any:
+    """Return the cache in model arguments or in an output, under whatever name; or None."""
+    found = find_cache(holder)
+    return None if found is None else found[1]
+
+
 # --- dropping the newest tokens -------------------------------------------------------------
 
 

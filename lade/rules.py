@@ -129,9 +129,8 @@ class Lengths(NamedTuple):
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     """Return why a call of such lengths has to be decoded plainly, or None."""
     config = model.config.get_text_config(decoder=True)
-    last = lengths.first_position + lengths.num_new
-    rope = rope_of(config)
-    if rope is not None and last > rope[1]:
+    rope = _rope_passed(config, lengths)
+    if rope is not None:
         kind, limit = rope
         # Past the limit a forward over one token is plain decoding, so a row alone may go on.
         is_past = lengths.first_position > limit if kind == "longrope" else lengths.num_rows == 1
@@ -147,6 +146,22 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     if kept is not None and lengths.num_slots + lengths.num_new > kept:
         return f"its dynamic mask changes at {kept} tokens, which this call may cross"
     return None
+
+
+def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
+    """Return why a call of such lengths cannot go back to copies of a state, or None."""
+    rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
+    if rope is None:
+        return None
+    # What is run again would be more than one token.
+    return f"its rotary embedding is {rope[0]}"
+
+
+def _rope_passed(config: Any, lengths: Lengths) -> tuple[str, int] | None:
+    """Return what `rope_of` does where a call may go beyond the limit, or begins there."""
+    rope = rope_of(config)
+    last = lengths.first_position + lengths.num_new
+    return rope if rope is not None and last > rope[1] else None
 
 
 def why_no_tree(model: Model, lengths: Lengths) -> str | None:

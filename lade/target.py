@@ -14,7 +14,7 @@ from lade.cache import Kind, LayerKind, TreeCache, kind_of
 from lade.inputs import extended
 from lade.internals import Model, attention_of, attentions_of, prefill
 from lade.masks import TreeSlots
-from lade.rollback import find_cache
+from lade.rollback import cache_in
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.tree import Tree, TreeBatch
 
@@ -145,6 +145,10 @@ class TreeTarget:
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
         mask = model_kwargs.get("attention_mask")
         self._padding = None if mask is None else mask.bool().to(self.device)
+        # In front of each row, where chunks begin behind it.
+        self._num_padding = (
+            None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
+        )
         self._outputs = {
             name: model_kwargs[name]
             for name in ("output_attentions", "output_hidden_states")
@@ -163,8 +167,9 @@ class TreeTarget:
     def prefill(self) -> Forward:
         """Run the prompts exactly as `generate` does."""
         output = prefill(self._model, self._input_ids, self._generation_config, self._model_kwargs)
-        _, cache = find_cache(output) or ("", self.cache)
-        if cache is not self.cache:  # phi3 begins with one of its own where the prompt is long
+        cache = cache_in(output)
+        # phi3 begins with one of its own where the prompt is long.
+        if cache is not None and cache is not self.cache:
             self.cache.take_over(cache)
         self.cache.keep_all()
         rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
@@ -269,12 +274,11 @@ class TreeTarget:
                 return None  # as `generate` itself does for one token
         slots = torch.arange(max(cached), device=self.device)
         visible = slots < self._num_cached[:, None]
-        num_padding = None
+        num_padding = None if self._num_padding is None else self._num_padding[self._rows]
         if self._padding is not None:
             padding = self._padding[self._rows]
             shared = min(visible.shape[1], padding.shape[1])
             visible[:, :shared] &= padding[:, :shared]
-            num_padding = (padding.cumsum(dim=-1) == 0).sum(dim=-1)
         seen = TreeSlots(visible, self._num_cached, trees.ancestors, trees.depths, num_padding)
         masks = {
             reach: seen.mask(reach, self._first_slot(reach.num_slots), self._additive_dtype)

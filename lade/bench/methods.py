@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
-from lade.config import WAYS, Config, Way
+from lade.config import SPECULATING, Config, Way
 from lade.hf import generate
 from lade.stats import Step
 from ngram_pool import NGramPool
@@ -70,5 +70,5 @@ METHODS: dict[str, MethodInfo] = {
     "lade_fresh": MethodInfo(
         lambda config: Lade(config), "lade, a new and empty pool for each prompt or batch"
     ),
-    **{f"lade_{way}": _verifying_by(way) for way in WAYS if way != "plain"},
+    **{f"lade_{way}": _verifying_by(way) for way in SPECULATING},
 }

@@ -15,26 +15,13 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import lade
 from tests.lade.both import both
-from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, BatchDrafter
+from tests.lade.tiny import COMMON, BatchDrafter
 
 IMAGE_TOKEN_ID = 90
 _BEGIN, _END = 91, 92  # of an image
 _TOKENS_PER_IMAGE = 4  # 8 x 8 pixels in patches of 4 x 4; of Qwen 16 x 16, merged by fours
 
-_TEXT = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": EOS_TOKEN_ID,
-    "tie_word_embeddings": False,
-}
+_TEXT: dict[str, Any] = {**COMMON, "head_dim": 8, "tie_word_embeddings": False}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,

@@ -13,7 +13,7 @@ from ngram_pool import Draft
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -74,7 +74,7 @@ def tiny_model(
     **options: Any,
 ) -> Any:
     """Return a model whose logits vary: every matrix keeps the size of what passes through it."""
-    config = CONFIG_MAPPING[family](**{**_COMMON, **FAMILIES.get(family, {}), **options})
+    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, {}), **options})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
