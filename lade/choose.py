@@ -59,9 +59,10 @@ class GreedyChoice:
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Find the likeliest tokens of all nodes at once."""
-        if logits.dtype == torch.float64:  # `generate` decides in float32, also between ties there
-            logits = logits.float()
-        self._token_ids = dict(zip(trees, logits.argmax(dim=-1).tolist(), strict=True))
+        # `generate` decides in float32, also between ties there; and `argmax` of bfloat16 takes
+        # four times as long on a CPU (9 rows of 49 152: 0.85 ms, not 0.23).
+        token_ids = logits.float().argmax(dim=-1).tolist()
+        self._token_ids = dict(zip(trees, token_ids, strict=True))
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest tokens."""

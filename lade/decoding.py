@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lade.budget import Budget
 from lade.choose import Choice
 from lade.drafting import Proposer, chain
+from lade.harvest import top_successors
 from lade.outputs import Outputs
 from lade.ranks import Ranks
 from lade.stats import DecodeStats, Step
@@ -113,12 +116,14 @@ class Decoder:
 
     def _prefill(self) -> None:
         """Run the prompts: a first step without a draft, whose roots are cached already."""
-        # The tokens of these roots are never looked at.
-        trees = {row: Tree.build(0, Draft.empty()) for row in self._rows}
+        # Only a drafter looks at these roots. A prompt of embeddings has none.
+        roots = {row: [0, *self._contexts[row]][-1] for row in self._rows}
+        trees = {row: Tree.build(roots[row], Draft.empty()) for row in self._rows}
         with self.stats.timed("prefill"):
             output = self._target.prefill()
             self._choice.look_at(output.logits[:, -1:], trees)
             self._outputs.add_prefill(output)
+        self._harvest(output.logits[:, -1:], trees)
         steps, _ = self._verify(trees)
         with self.stats.timed("commit"):
             self._leave()
@@ -141,6 +146,7 @@ class Decoder:
             output = self._target.forward(inputs)
             if not self._is_filling:  # padding needs no choice
                 self._choice.look_at(output.logits, trees)
+        self._harvest(output.logits, trees)
         steps, paths = self._verify(trees)
         with self.stats.timed("commit"):
             self._commit(output, paths)
@@ -248,6 +254,19 @@ class Decoder:
                 if emitted and row in working:
                     steps.append(_step_of(row, trees[row], paths[row], emitted))
         return steps, paths
+
+    def _harvest(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Tell the drafter what the target finds likely behind every node of rows that go on."""
+        num_successors = self._proposer.num_successors
+        if num_successors == 0 or self._is_filling:
+            return
+        with self.stats.timed("commit"):
+            of_rows = top_successors(logits, num_successors)
+            for index, (row, tree) in enumerate(trees.items()):
+                if self._contexts[row] and not self._text.is_finished[row]:
+                    self._proposer.harvest(
+                        row, self._contexts[row], tree, of_rows.of_row(index, len(tree))
+                    )
 
     def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
         """Keep the accepted paths, in the cache and in what the caller gets."""

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from lade.grammar import Foresight
+from lade.harvest import Successors
+from lade.tree import Tree
 from ngram_pool import Draft, NGramPool, SampledDraft
 
 
@@ -43,6 +45,34 @@ class SamplingDrafter(Drafter, Protocol):
         self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
     ) -> SampledDraft:
         """Draw at most `max_nodes` nodes after `committed`, in an order that keeps `first` fair."""
+
+
+@runtime_checkable
+class HarvestingDrafter(Drafter, Protocol):
+    """Also learns what the target found likely behind every node it ran, accepted or not."""
+
+    @property
+    def num_successors(self) -> int:
+        """How many of the target's likeliest tokens to be told of at each node; 0 for none."""
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        """Learn of nodes that were run; called before what they led to is observed.
+
+        Args:
+            sequence: whose.
+            committed: the text up to and including the first node; not to be kept.
+            token_ids: of the nodes [num_nodes], the first of which is committed: the root of a
+                tree, or the first of several successive tokens of a prompt.
+            parents: of the nodes [num_nodes], -1 for the first; parents[i] < i.
+            successors: [num_nodes, num_successors].
+        """
 
 
 class PoolDrafter:
@@ -194,6 +224,17 @@ class Proposer:
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
         """Let the drafter learn what was emitted."""
         self._drafter.observe(self._sequences[row], token_ids)
+
+    @property
+    def num_successors(self) -> int:
+        """How many of the target's likeliest tokens the drafter wants to be told of."""
+        return self._drafter.num_successors if isinstance(self._drafter, HarvestingDrafter) else 0
+
+    def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
+        """Let the drafter learn what the target found likely behind the nodes of a row's tree."""
+        assert isinstance(self._drafter, HarvestingDrafter)
+        parents = [-1, *(tree.draft.parents + 1).tolist()]
+        self._drafter.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
 
     def close(self, row: int) -> None:
         """End a row."""

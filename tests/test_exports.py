@@ -19,8 +19,19 @@ ROOT = Path(__file__).parents[1]
 
 # Each module of the core may import those to its left, and none to its right.
 ORDER = [
-    *("_version", "errors", "config", "grammar", "drafting", "tree", "masks", "internals"),
-    *("inputs", "cache", "rollback", "rules", "budget", "target", "chain", "ranks", "probing"),
+    *("_version", "errors", "config", "grammar", "harvest", "tree", "drafting", "masks"),
+    *(
+        "internals",
+        "inputs",
+        "cache",
+        "rollback",
+        "rules",
+        "budget",
+        "target",
+        "chain",
+        "ranks",
+        "probing",
+    ),
     *("text", "processors", "rejection", "choose", "verify", "stats", "outputs", "decoding"),
     *("options", "stopping", "calls", "hf", "models"),
 ]
