@@ -1,10 +1,12 @@
 """An online n-gram pool: learns token sequences as they are written, drafts how they go on.
 
 It needs numpy and numba, never torch, and is usable alone: an engine's draft proposer needs no more
-than `NGramPool.observe` and `NGramPool.draft`. Reading order: `draft.py`, `pool.py`, `_kernels.py`.
+than `NGramPool.observe` and `NGramPool.draft`. Reading order: `draft.py`, `pool.py`,
+`table.py`, `_kernels.py`.
 """
 
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.pool import NGramPool
+from ngram_pool.table import SuccessorTable
 
-__all__ = ["Draft", "NGramPool", "SampledDraft"]
+__all__ = ["Draft", "NGramPool", "SampledDraft", "SuccessorTable"]

@@ -589,3 +589,162 @@ def sample_tree(
         num_slots += pushed
         queue_length += pushed
         max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
+
+
+# Contexts of a `SuccessorTable` that share a bucket; of more, the one not put for longest goes.
+WAYS = 8
+# Log-probabilities are held as -ln(prob) in steps of 1/4096, two bytes each: from 1 down to 1e-7.
+COST_STEPS = 4096.0
+MAX_COST = 65535
+# A context put again moves its successors by at least this share, so that what the target thinks
+# now outweighs what it thought long ago.
+MIN_SHARE = 0.1
+MAX_COUNT = 10
+
+
+@kernel
+def bucket_of(keys: Int64Array, previous: int, last: int) -> int:
+    """Return the first row of a context's bucket."""
+    state = hash_step(hash_step(0, last), previous + 1)
+    return int(state & (keys.shape[0] // WAYS - 1)) * WAYS
+
+
+@kernel
+def find_context(keys: Int64Array, previous: int, last: int) -> int:
+    """Return the row of a context in a table of successors, or NONE.
+
+    Args:
+        keys: int64 [num_rows]; rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b.
+        previous: the token before the last one, NONE for the context of the last one alone.
+        last: the last token.
+    """
+    key = (previous + 1) * (_HASH_MASK + 1) + last  # exact: ids have 31 bits
+    begin = bucket_of(keys, previous, last)
+    for row in range(begin, begin + WAYS):
+        if keys[row] == key:
+            return row
+    return NONE
+
+
+@kernel
+def open_front(
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    begin: int,
+    row: int,
+) -> None:
+    """Move the rows of a bucket before `row` back by one, over it; the first is free then."""
+    for other in range(row, begin, -1):
+        keys[other] = keys[other - 1]
+        counts[other] = counts[other - 1]
+        for j in range(successor_ids.shape[1]):
+            successor_ids[other, j] = successor_ids[other - 1, j]
+            costs[other, j] = costs[other - 1, j]
+
+
+@kernel
+def rehash(
+    old_keys: Int64Array,
+    old_counts: Int32Array,
+    old_ids: Int32Array,
+    old_costs: NDArray[np.uint16],
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+) -> int:
+    """Copy the rows of a table to an empty one of another size; return how many it holds."""
+    num_held = 0
+    for old in range(old_keys.shape[0] - 1, -1, -1):  # what was put last stands first again
+        if old_keys[old] == NONE:
+            continue
+        previous = old_keys[old] // (_HASH_MASK + 1) - 1
+        begin = bucket_of(keys, previous, old_keys[old] % (_HASH_MASK + 1))
+        num_held += keys[begin + WAYS - 1] == NONE
+        open_front(keys, counts, successor_ids, costs, begin, begin + WAYS - 1)
+        keys[begin] = old_keys[old]
+        counts[begin] = old_counts[old]
+        for j in range(successor_ids.shape[1]):
+            successor_ids[begin, j] = old_ids[old, j]
+            costs[begin, j] = old_costs[old, j]
+    return num_held
+
+
+@kernel
+def put_successors(
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    contexts: Int64Array,
+    new_ids: Int32Array,
+    new_probs: NDArray[np.float32],
+    merged_ids: Int32Array,
+    merged_probs: Float64Array,
+) -> int:
+    """Put what a target found likely behind contexts into a table; return how many are new in it.
+
+    What is known of a context is averaged with what comes: equally at first, later by `MIN_SHARE`.
+    The context put last stands first in its bucket.
+
+    Args:
+        keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
+            `successor_ids`, `costs`: [num_rows, num_successors], the likeliest first, NONE where
+            fewer are known.
+        contexts: int64 [n, 2], previous token or NONE, and last token.
+        new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
+        merged_ids, merged_probs: [k + num_successors], scratch.
+    """
+    num_held, k = successor_ids.shape[1], new_ids.shape[1]
+    num_added = 0
+    for i in range(contexts.shape[0]):
+        previous, last = int(contexts[i, 0]), int(contexts[i, 1])
+        row = find_context(keys, previous, last)
+        begin = bucket_of(keys, previous, last)
+        num_merged = 0
+        share = 1.0
+        count = 1
+        if row == NONE:
+            row = begin + WAYS - 1
+            num_added += keys[row] == NONE
+        else:
+            count = min(int(counts[row]) + 1, MAX_COUNT)
+            share = max(1.0 / count, MIN_SHARE)
+            for j in range(num_held):
+                if successor_ids[row, j] == NONE:
+                    break
+                merged_ids[num_merged] = successor_ids[row, j]
+                merged_probs[num_merged] = (1.0 - share) * math.exp(-costs[row, j] / COST_STEPS)
+                num_merged += 1
+        num_known = num_merged
+        for j in range(k):
+            if new_ids[i, j] == NONE:
+                break
+            place = 0
+            while place < num_known and merged_ids[place] != new_ids[i, j]:
+                place += 1
+            if place == num_known:
+                place = num_merged
+                merged_ids[place] = new_ids[i, j]
+                merged_probs[place] = 0.0
+                num_merged += 1
+            merged_probs[place] += share * new_probs[i, j]
+        open_front(keys, counts, successor_ids, costs, begin, row)
+        keys[begin] = (previous + 1) * (_HASH_MASK + 1) + last
+        counts[begin] = count
+        for j in range(num_held):
+            best = NONE
+            for m in range(num_merged):
+                if merged_ids[m] != NONE and (best == NONE or merged_probs[m] > merged_probs[best]):
+                    best = m
+            if best == NONE:
+                successor_ids[begin, j] = NONE
+                costs[begin, j] = MAX_COST
+                continue
+            successor_ids[begin, j] = merged_ids[best]
+            cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
+            costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
+            merged_ids[best] = NONE
+    return num_added

@@ -4,10 +4,9 @@ This file checks arguments, owns the arrays and calls one kernel per operation; 
 to read, explains how the arrays are laid out. Nothing here knows of models or of torch.
 """
 
-import operator
 import threading
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,12 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
+from ngram_pool.checks import MAX_TOKEN_ID, positive, token_ids_of
 from ngram_pool.draft import Draft, SampledDraft
 
 DEFAULT_CAPACITY_TOKENS = 2**20
 # 6 accepted no more tokens than 5 on the answers described in ARCHITECTURE.md, 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
-MAX_TOKEN_ID = 2**31 - 1
 MAX_CAPACITY_TOKENS = 2**29  # so that three times as many positions can be counted
 _FIRST_NUM_ROWS = 2**12  # allocated at once; doubled when full, up to the capacity
 _POSITION_LIMIT = 2**31 - 1  # positions are int32; before they overflow they are lowered
@@ -61,8 +60,8 @@ class NGramPool:
         capacity_tokens: int = DEFAULT_CAPACITY_TOKENS,
         max_ngram_size: int = DEFAULT_MAX_NGRAM_SIZE,
     ) -> None:
-        self._capacity = _positive("capacity_tokens", capacity_tokens)
-        self._max_ngram_size = _positive("max_ngram_size", max_ngram_size)
+        self._capacity = positive("capacity_tokens", capacity_tokens)
+        self._max_ngram_size = positive("max_ngram_size", max_ngram_size)
         if self._capacity > MAX_CAPACITY_TOKENS:
             raise ValueError(
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {self._capacity}"
@@ -160,7 +159,7 @@ class NGramPool:
             ValueError: an id is negative or too large, the shape is not one-dimensional, or the
                 sequence is not open. The pool is unchanged after an error.
         """
-        ids = _token_ids("token_ids", token_ids)
+        ids = token_ids_of("token_ids", token_ids)
         with self._lock:
             self._tail(sequence)
             # Longer input than is held is dropped at once, in steps that positions can count.
@@ -324,11 +323,11 @@ class NGramPool:
         max_candidates: int | None,
     ) -> tuple[Int64Array, int, int]:
         """Return the part of the context that matters and both sizes, or raise."""
-        ids = _token_ids("context", context)[-self.max_match :]
-        max_nodes = _positive("max_nodes", max_nodes)
+        ids = token_ids_of("context", context)[-self.max_match :]
+        max_nodes = positive("max_nodes", max_nodes)
         if max_candidates is None:
             return ids, max_nodes, max_nodes
-        return ids, max_nodes, _positive("max_candidates", max_candidates)
+        return ids, max_nodes, positive("max_candidates", max_candidates)
 
     # --- inside, under the lock -------------------------------------------------------------
 
@@ -452,37 +451,3 @@ class NGramPool:
         _kernels.rebase(self._text, self._links, self._heads, 0, 0)
         self._grow_tree(np.zeros(1, np.int64), 1, 1)
         self._sample_tree(np.zeros(1, np.int64), 1, 1, np.zeros(1, np.float64))
-
-
-def _positive(name: str, value: SupportsIndex) -> int:
-    if isinstance(value, bool | np.bool_):
-        raise TypeError(f"expected {name} to be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"expected {name} to be an integer, got {value!r}") from None
-    if number < 1:
-        raise ValueError(f"expected {name} to be positive, got {number}")
-    return number
-
-
-def _token_ids(name: str, values: Sequence[int] | NDArray[np.integer[Any]]) -> Int64Array:
-    """Return `values` as a contiguous int64 array, or raise."""
-    try:
-        ids = np.asarray(values)
-    except (ValueError, OverflowError) as error:  # ragged lists, for one
-        raise ValueError(f"expected {name} to be one-dimensional integers: {error}") from None
-    if ids.ndim != 1:
-        raise ValueError(f"expected {name} of shape [num_tokens], got shape {list(ids.shape)}")
-    if not len(ids):
-        return np.empty(0, np.int64)
-    if ids.dtype == object and all(isinstance(value, int) for value in ids):
-        raise ValueError(f"expected {name} from 0 to {MAX_TOKEN_ID}, got {max(ids, key=abs)}")
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise TypeError(f"expected {name} to be integers, got dtype {ids.dtype}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > MAX_TOKEN_ID:
-        raise ValueError(
-            f"expected {name} from 0 to {MAX_TOKEN_ID}, got {low if low < 0 else high}"
-        )
-    return np.ascontiguousarray(ids, np.int64)
