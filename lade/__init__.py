@@ -17,6 +17,7 @@ from lade._version import __version__
 
 if TYPE_CHECKING:
     from lade.config import Config as Config
+    from lade.config import Lookahead as Lookahead
     from lade.drafting import Drafter as Drafter
     from lade.errors import LadeError as LadeError
     from lade.errors import PlainDecodingWarning as PlainDecodingWarning
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from lade.hf import generate as generate
     from lade.hf import unwrap as unwrap
     from lade.hf import wrap as wrap
+    from lade.prewarming import Prewarmed as Prewarmed
+    from lade.prewarming import prewarm as prewarm
     from lade.probing import Probe as Probe
     from lade.probing import probe as probe
     from lade.stats import DecodeStats as DecodeStats
@@ -40,14 +43,17 @@ _HOMES = {
     "Drafter": "lade.drafting",
     "GenerateOutput": "lade.hf",
     "LadeError": "lade.errors",
+    "Lookahead": "lade.config",
     "NGramPool": "ngram_pool",
     "PlainDecodingWarning": "lade.errors",
+    "Prewarmed": "lade.prewarming",
     "Probe": "lade.probing",
     "Step": "lade.stats",
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
     "decode": "lade.hf",
     "generate": "lade.hf",
+    "prewarm": "lade.prewarming",
     "probe": "lade.probing",
     "unwrap": "lade.hf",
     "wrap": "lade.hf",
@@ -59,8 +65,10 @@ __all__ = [
     "Drafter",
     "GenerateOutput",
     "LadeError",
+    "Lookahead",
     "NGramPool",
     "PlainDecodingWarning",
+    "Prewarmed",
     "Probe",
     "Step",
     "UnsupportedModelError",
@@ -68,6 +76,7 @@ __all__ = [
     "__version__",
     "decode",
     "generate",
+    "prewarm",
     "probe",
     "unwrap",
     "wrap",

@@ -1,6 +1,8 @@
 """`Config`: what a user may fix by hand. Every default is automatic, none needs to be touched."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Verifier = Literal["exact", "rejection"]
@@ -8,6 +10,36 @@ Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
 
 WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
 SPECULATING = WAYS[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookahead:
+    """Size of the Jacobi window of lookahead decoding (`lade.lookahead`).
+
+    A step runs (N-1)·W - 1 tokens more. The defaults are those that the paper's authors name for
+    models of 7B parameters.
+
+    Raises:
+        TypeError: a field is not an integer.
+        ValueError: a field is out of its range.
+
+    Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding",
+    ICML 2024, section 3 (arXiv 2402.02057).
+    """
+
+    #: W, the number of columns: n-grams that a step gives, at successive places.
+    window_size: int = 7
+    #: N, the number of tokens of each n-gram; each takes N-1 steps to come about.
+    ngram_size: int = 5
+
+    def __post_init__(self) -> None:
+        for name, least in (("window_size", 1), ("ngram_size", 3)):
+            _check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens that a step runs besides root and draft."""
+        return (self.ngram_size - 1) * self.window_size - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +70,67 @@ class Config:
     #: "snapshot": the same, by a copy of the state from before the draft; "plain": not at all. None
     #: takes the best that a check of the model finds exact (`lade.probe`).
     target: Way | None = None
+    #: The window of lookahead decoding, run in every forward beside the draft: the pool learns
+    #: n-grams from it that no text has had yet. Only for models that verify whole trees. None runs
+    #: none.
+    lookahead: Lookahead | None = None
+    #: What a step costs, in any unit, by the number of tokens in its forward, all rows together:
+    #: at least two sizes, 1 among them, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes between are
+    #: interpolated. How much of a draft is verified then depends on the drafter's probabilities
+    #: alone, and runs repeat exactly. Kept as a copy in order of size, which no hash counts; not to
+    #: be changed. None measures costs as decoding goes.
+    step_costs: Mapping[int, float] | None = field(default=None, hash=False)
+    #: Whether the table that `lade.prewarm` made for the model is used, where there is one.
+    uses_table: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"expected Config({name}=…) to be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"expected Config({name}=…) of at least {least}, got {value}")
+            if getattr(self, name) is not None:
+                _check_integer(f"Config({name}=…)", getattr(self, name), least)
+        if not isinstance(self.lookahead, Lookahead | None):
+            raise TypeError(
+                f"expected Config(lookahead=…) to be a Lookahead, got {self.lookahead!r}"
+            )
+        if self.step_costs is not None:
+            object.__setattr__(self, "step_costs", _checked_costs(self.step_costs))
+            if self.max_draft_tokens is not None:
+                raise ValueError(
+                    "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
+                )
+        if not isinstance(self.uses_table, bool):
+            raise TypeError(f"expected Config(uses_table=…) to be a bool, got {self.uses_table!r}")
         for name, known in (("verifier", get_args(Verifier)), ("target", (*WAYS, None))):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"expected Config({name}=…) of {', '.join(map(repr, known))}, "
                     f"got {getattr(self, name)!r}"
                 )
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected {name} to be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"expected {name} of at least {least}, got {value}")
+
+
+def _checked_costs(step_costs: object) -> dict[int, float]:
+    """Return the costs of steps in order of size."""
+    if not isinstance(step_costs, Mapping):
+        raise TypeError(
+            f"expected Config(step_costs=…) to be a mapping of tokens to costs, got {step_costs!r}"
+        )
+    for size, cost in step_costs.items():
+        _check_integer("each size in Config(step_costs=…)", size, 1)
+        if not isinstance(cost, int | float) or isinstance(cost, bool):
+            raise TypeError(f"expected Config(step_costs=…) to have numbers as costs, got {cost!r}")
+        if not (math.isfinite(cost) and cost > 0):
+            raise ValueError(
+                f"expected Config(step_costs=…) to have positive, finite costs, got {cost}"
+            )
+    if 1 not in step_costs or len(step_costs) < 2:
+        raise ValueError(
+            "expected Config(step_costs=…) of at least two sizes, 1 among them, got "
+            f"{sorted(step_costs)}"
+        )
+    return {size: float(step_costs[size]) for size in sorted(step_costs)}

@@ -8,19 +8,22 @@ Nothing here knows of generation options; `hf.py` translates those. Next file: `
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
-from lade.budget import Budget
+from lade.budget import Budget, Outcome
 from lade.choose import Choice
+from lade.config import Lookahead
 from lade.drafting import Proposer, chain
 from lade.harvest import top_successors
+from lade.lookahead import Window, likeliest_tokens
 from lade.outputs import Outputs
 from lade.ranks import Ranks
 from lade.stats import DecodeStats, Step
 from lade.target import Forward, Target
 from lade.text import Text
-from lade.tree import Tree
+from lade.tree import ROOT, Tree
 from lade.verify import accepted_paths
 from ngram_pool import Draft
 
@@ -60,6 +63,7 @@ class Decoder:
         on_step: told of every step after its commit, the prefill included, row by row.
         outputs: gathers what the caller wants besides the text.
         ranks: the processes that run the target together, if there are several.
+        lookahead: of the windows to run beside the drafts; the target must verify trees.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Decoder:
         on_step: Callable[[Sequence[Step]], None],
         outputs: Outputs,
         ranks: Ranks | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.stats = DecodeStats(num_prefills=text.num_rows)
         self._text = text
@@ -88,6 +93,12 @@ class Decoder:
         self._ranks = ranks
         self._rows = list(range(text.num_rows))  # those in the target's batch
         self._is_filling = False  # all is said, and the cache is filled up
+        # Rows begin with tokens of their own: samples of one prompt would see the same otherwise.
+        self._windows = {
+            row: Window(lookahead, contexts[row], target.vocab_size, seed=row)
+            for row in self._rows
+            if lookahead is not None
+        }
 
     def run(self) -> DecodeStats:
         """Decode to the end and return the counts and times; the text is in `text`."""
@@ -132,7 +143,8 @@ class Decoder:
     def _step(self, emitting: Sequence[int]) -> None:
         with self.stats.timed("draft"):
             proposed = self._proposals(emitting)
-            num_nodes = self._num_nodes(proposed)
+            windows = self._open_windows(emitting)
+            num_nodes = self._num_nodes(proposed, windows)
             drafts = {row: self._draw(row, draft, num_nodes) for row, draft in proposed.items()}
             if self._ranks is not None:
                 drafts = self._ranks.agree(drafts)
@@ -140,21 +152,29 @@ class Decoder:
                 row: Tree.build(self._text.token_ids[row][-1], drafts.get(row, Draft.empty()))
                 for row in self._rows
             }
-            inputs = self._target.inputs([*trees.values()])
+            # With the windows' cells behind the drafts, where only the target sees them.
+            whole = [
+                tree.beside(windows[row].cells()) if row in windows else tree
+                for row, tree in trees.items()
+            ]
+            inputs = self._target.inputs(whole)
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
             output = self._target.forward(inputs)
+            logits = output.logits[:, : max(map(len, trees.values()))]
             if not self._is_filling:  # padding needs no choice
-                self._choice.look_at(output.logits, trees)
-        self._harvest(output.logits, trees)
+                self._choice.look_at(logits, trees)
+        self._look_ahead(output.logits, trees, windows)
+        self._harvest(logits, trees)
         steps, paths = self._verify(trees)
         with self.stats.timed("commit"):
             self._commit(output, paths)
             self.stats.num_steps += 1
             for step in steps:
                 self.stats.count_row_step(step)
-            width = max(map(len, trees.values()))
-            self._learn_costs(steps, proposed, width - 1 + num_pending, forward.sec)
+            width = max(map(len, whole))
+            num_rows = len(trees)  # more than are left now, where one has finished
+            self._learn_costs(steps, proposed, num_rows, width - 1 + num_pending, forward.sec)
         self._on_step(steps)
 
     # --- draft ------------------------------------------------------------------------------
@@ -198,7 +218,7 @@ class Decoder:
                 proposed[row] = chain([padding] * length)
         return proposed
 
-    def _num_nodes(self, proposed: Mapping[int, Draft]) -> int:
+    def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:
         """Ask the budget how many nodes of each row to verify; padding has no say."""
         if self._target.must_catch_up:
             return 0
@@ -209,18 +229,36 @@ class Decoder:
         ]
         if not probs:
             return self._budget.max_nodes
-        return self._budget.num_nodes(probs, self._target.num_pending)
+        num_cells = max((window.num_cells for window in windows.values()), default=0)
+        return self._budget.num_nodes(probs, self._target.num_pending + num_cells)
+
+    def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
+        """Return the lookahead windows to run: those that end no later than the text may.
+
+        Where a window would have to be cut, what it found could hardly be used any more.
+        """
+        return {
+            row: self._windows[row]
+            for row in emitting
+            if row in self._windows
+            and not self._text.is_finished[row]
+            and self._windows[row].depth <= self._places(row)
+        }
 
     def _room(self, row: int) -> int:
-        """Return how deep a row's draft may be; the bonus token needs one place more."""
+        """Return how deep a row's draft may be."""
+        room = self._places(row)
+        if self._choice.max_lead is not None:
+            room = min(room, self._choice.max_lead - self._lead(row) - 1)
+        return room
+
+    def _places(self, row: int) -> int:
+        """Return how many places the text has behind a row; the bonus token needs one more."""
         text = self._text
         limit = self._rules.max_length
         if text.is_finished[row] and not self._rules.is_joint:
             limit = min(limit, text.longest)
-        room = limit - len(text.token_ids[row]) - 1
-        if self._choice.max_lead is not None:
-            room = min(room, self._choice.max_lead - self._lead(row) - 1)
-        return room
+        return limit - len(text.token_ids[row]) - 1
 
     def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
         if self._text.padding_of(row) is not None:
@@ -268,6 +306,28 @@ class Decoder:
                         row, self._contexts[row], tree, of_rows.of_row(index, len(tree))
                     )
 
+    def _look_ahead(
+        self, logits: Tensor, trees: Mapping[int, Tree], windows: Mapping[int, Window]
+    ) -> None:
+        """Move the windows on, and tell the drafter what n-grams they came to."""
+        if not windows:
+            return
+        with self.stats.timed("commit"):
+            places = [
+                (index, len(tree) + cell)
+                for index, (row, tree) in enumerate(trees.items())
+                if row in windows
+                for cell in windows[row].newest
+            ]
+            found = iter(likeliest_tokens(logits, places, self._target.vocab_size))
+            for row in trees:
+                if row in windows:
+                    window = windows[row]
+                    self.stats.num_lookahead_tokens += window.num_cells
+                    newest = [*islice(found, len(window.newest))]
+                    ngrams = window.advance(trees[row].token_ids[ROOT], newest)
+                    self._proposer.observe_ngrams(row, ngrams)
+
     def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
         """Keep the accepted paths, in the cache and in what the caller gets."""
         of_rows = [paths[row] for row in self._rows]
@@ -291,22 +351,22 @@ class Decoder:
         self,
         steps: Sequence[Step],
         proposed: Mapping[int, Draft],
+        num_rows: int,
         num_nodes: int,
         forward_sec: float,
     ) -> None:
-        """Tell the budget what the step cost, and whether guesses came true."""
-        expected = came = 0.0
-        for step in steps:
-            guesses = proposed[step.row].depths == 1
-            expected += float(proposed[step.row].probs[guesses].sum())
-            came += bool((proposed[step.row].token_ids[guesses] == step.token_ids[0]).any())
-        share = 1 / max(1, len(steps))
+        """Tell the budget what the step cost, and what became of all that was proposed."""
+        text = self._text
         self._budget.record(
-            num_rows=len(self._rows),
+            num_rows=num_rows,
             num_nodes=num_nodes,
             forward_sec=forward_sec,
-            expected=expected * share,
-            came=came * share,
+            outcomes=[Outcome(step.row, proposed[step.row], step.token_ids) for step in steps],
+            num_emitted={
+                row: text.num_emitted(row)
+                for row in self._rows
+                if self._may_emit(row) and text.padding_of(row) is None
+            },
         )
 
 
@@ -314,4 +374,5 @@ def _step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> S
     # A row that was stopped may end on a draft token; otherwise its last one is the bonus token.
     last = len(emitted) - 1
     ends_on_draft = (path[last], emitted[last]) in tree.children
-    return Step(emitted, len(tree) - 1, last + ends_on_draft, row)
+    is_corrected = not ends_on_draft and path[last] - 1 in tree.draft.parents
+    return Step(emitted, len(tree) - 1, last + ends_on_draft, row, is_corrected)

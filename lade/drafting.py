@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lade.grammar import Foresight
 from lade.harvest import Successors
 from lade.tree import Tree
-from ngram_pool import Draft, NGramPool, SampledDraft
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
 
 
 class Drafter(Protocol):
@@ -75,13 +76,48 @@ class HarvestingDrafter(Drafter, Protocol):
         """
 
 
-class PoolDrafter:
-    """Drafts from an `NGramPool`, which is fed the prompt first and every committed token after."""
+@runtime_checkable
+class NgramDrafter(Drafter, Protocol):
+    """Also learns n-grams that are no text: what the target would write behind such tokens."""
 
-    def __init__(self, pool: NGramPool, max_candidates: int | None = None) -> None:
+    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
+        """Learn n-grams [num_ngrams, ngram_size] that a lookahead window has come to.
+
+        The first token of each is what was assumed there; the others are the target's likeliest,
+        each from one step later than the one before it.
+        """
+
+
+class _Harvest(NamedTuple):
+    """What `NGramPool.harvest` takes."""
+
+    contexts: NDArray[np.int64]  # [n, 2]
+    token_ids: NDArray[np.int32]  # [n, num_successors]
+    probs: NDArray[np.float32]
+
+
+class PoolDrafter:
+    """Drafts from an `NGramPool`, which is fed the prompt first and every committed token after.
+
+    Args:
+        pool: learns from all sequences.
+        max_candidates: G, the greatest number of paths of a draft; None for no limit.
+        prior: what the target finds likely behind single tokens and pairs, as `lade.prewarm` found.
+    """
+
+    num_successors = DEFAULT_NUM_SUCCESSORS
+
+    def __init__(
+        self,
+        pool: NGramPool,
+        max_candidates: int | None = None,
+        prior: SuccessorTable | None = None,
+    ) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
+        self._prior = prior
         self._open_prompts: dict[int, tuple[int, ...]] = {}
+        self._harvests: dict[int, list[_Harvest]] = {}  # by sequence, those not in the pool yet
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Feed the prompt as a sequence of its own.
@@ -91,34 +127,71 @@ class PoolDrafter:
         """
         prompt = tuple(prompt_ids)
         new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
-        sequence = self.pool.open_sequence()
+        sequence = self.pool.open_sequence(self._prior)
         try:
             self.pool.observe(new, sequence)
         except BaseException:
             self.pool.close_sequence(sequence)
             raise
         self._open_prompts[sequence] = prompt
+        self._harvests[sequence] = []
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
-        """Look the last tokens up in all text the pool holds."""
+        """Look the last tokens up in all that the pool holds."""
         context = committed[-self.pool.max_match :]
-        return self.pool.draft(context, max_nodes, self._max_candidates)
+        return self.pool.draft(context, max_nodes, self._max_candidates, sequence)
 
     def sample(
         self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
     ) -> SampledDraft:
-        """Draw from what followed the last tokens in the text the pool holds."""
+        """Draw from what may follow the last tokens by all that the pool holds."""
         context = committed[-self.pool.max_match :]
-        return self.pool.sample(context, max_nodes, rng, self._max_candidates)
+        return self.pool.sample(context, max_nodes, rng, self._max_candidates, sequence)
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        """Keep what the target found likely behind the nodes, until the step is observed.
+
+        Before, the pool would learn to trust a table that knows the very answer.
+        """
+        last = np.array(token_ids)
+        previous = last[parents]
+        previous[0] = committed[-2] if len(committed) > 1 else -1
+        pairs = np.stack([previous, last], axis=1)
+        singles = pairs.copy()
+        singles[:, 0] = -1
+        # The likeliest nodes stand first in a tree; of equal contexts the one put last stays.
+        contexts = np.concatenate([pairs, singles])[::-1]
+        ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
+        self._harvests[sequence].append(_Harvest(contexts, ids, probs))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Feed committed tokens."""
-        self.pool.observe(token_ids, sequence)
+        """Feed committed tokens, and what was harvested where they were chosen."""
+        self.pool.observe(token_ids, sequence, is_answer=True)
+        for harvest in self._harvests[sequence]:
+            self.pool.harvest(*harvest)
+        self._harvests[sequence].clear()
+
+    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
+        """Feed each n-gram as a sequence of its own: none is part of a text."""
+        for ngram in ngrams:
+            own = self.pool.open_sequence()
+            try:
+                self.pool.observe(ngram, own)
+            finally:
+                self.pool.close_sequence(own)
 
     def close(self, sequence: int) -> None:
         """Let the sequence's handle go; its text stays."""
         self._open_prompts.pop(sequence, None)
+        self._harvests.pop(sequence, None)
         self.pool.close_sequence(sequence)
 
     def _is_open(self, prompt: tuple[int, ...]) -> bool:
@@ -235,6 +308,11 @@ class Proposer:
         assert isinstance(self._drafter, HarvestingDrafter)
         parents = [-1, *(tree.draft.parents + 1).tolist()]
         self._drafter.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
+
+    def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
+        """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
+        assert isinstance(self._drafter, NgramDrafter)
+        self._drafter.observe_ngrams(self._sequences[row], ngrams)
 
     def close(self, row: int) -> None:
         """End a row."""

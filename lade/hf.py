@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from lade.budget import Budget, FixedBudget
+from lade.budget import Budget, FixedBudget, PricedBudget
 from lade.calls import examine
 from lade.choose import (
     Choice,
@@ -36,7 +36,7 @@ from lade.choose import (
 )
 from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
-from lade.drafting import Drafter, PoolDrafter, Proposer, SamplingDrafter
+from lade.drafting import Drafter, NgramDrafter, PoolDrafter, Proposer, SamplingDrafter
 from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
 from lade.internals import Model, decode_plainly, without_compiler
@@ -46,7 +46,7 @@ from lade.options import (
     take_stop_strings,
 )
 from lade.outputs import Outputs
-from lade.probing import ChosenWay, Profile, choose_way, make_target, profile_of
+from lade.probing import ChosenWay, Profile, choose_way, make_target, prior_of, profile_of
 from lade.processors import Processors
 from lade.ranks import Ranks
 from lade.rollback import cache_in
@@ -201,6 +201,9 @@ def decode(
         asked=config.target if config is not None else None,
         excluded=call.excluded,
     )
+    lookahead = config.lookahead if config is not None else None
+    if lookahead is not None:
+        _refuse_lookahead(model, way)
     if way.way == "plain":
         _warn_once(model, way)
         return _decode_plainly(
@@ -212,11 +215,11 @@ def decode(
             PlainStream(token_streamer, on_step, num_rows),
             model_kwargs,
         )
-    max_length = generation_config.max_length
-    target = make_target(
-        model, input_ids, model_kwargs, way, max_length - input_ids.shape[1], generation_config
-    )
-    drafter = _choose_drafter(pool, drafter, config, target)
+    num_new = generation_config.max_length - input_ids.shape[1]
+    if lookahead is not None:
+        num_new += lookahead.num_cells
+    target = make_target(model, input_ids, model_kwargs, way, num_new, generation_config)
+    drafter = _choose_drafter(model, pool, drafter, config, target)
     stop = StopRule(stopping_criteria, num_rows)
     pad_token = generation_config._pad_token_tensor if stop.has_eos else None
     text = Text(input_ids, None if pad_token is None else int(pad_token))
@@ -269,6 +272,7 @@ def decode(
         emit,
         outputs,
         Ranks.of(model),
+        lookahead,
     )
     stats = decoder.run()
     stream.end()
@@ -356,15 +360,26 @@ def _check_drafter(pool: NGramPool | None, drafter: Drafter | None, config: Conf
             "expected no Config(max_candidates=…) or Config(max_ngram_size=…) beside a drafter: "
             "they are settings of the pool"
         )
+    wants_window = config is not None and config.lookahead is not None
+    if wants_window and not isinstance(drafter, NgramDrafter):
+        raise UnsupportedOptionError(
+            "lade does not support Config(lookahead=…) beside a drafter that learns no n-grams: "
+            f"{type(drafter).__name__} has no method observe_ngrams"
+        )
 
 
 def _choose_drafter(
-    pool: NGramPool | None, drafter: Drafter | None, config: Config | None, target: Target
+    model: Model,
+    pool: NGramPool | None,
+    drafter: Drafter | None,
+    config: Config | None,
+    target: Target,
 ) -> Drafter:
     if drafter is None:
+        prior = prior_of(model) if config is None or config.uses_table else None
         limits = [target.max_candidates, config.max_candidates if config is not None else None]
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
-        return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates)
+        return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates, prior)
     rejects = config is not None and config.verifier == "rejection"
     if rejects and target.max_candidates is not None and isinstance(drafter, SamplingDrafter):
         # Which of the drawn paths to leave out is the drafter's to say.
@@ -373,6 +388,17 @@ def _choose_drafter(
             f"{target.max_candidates} of their paths can be verified"
         )
     return drafter
+
+
+def _refuse_lookahead(model: Model, way: ChosenWay) -> None:
+    """Raise where a lookahead window was asked for and whole trees cannot be verified."""
+    if way.way == "tree":
+        return
+    why = way.reasons.get("tree", f"Config(target={way.way!r}) asks for it")
+    raise UnsupportedOptionError(
+        f"lade does not support Config(lookahead=…) where drafts are not verified by 'tree'; "
+        f"{type(model).__name__} verifies them by {way.way!r} here: {why}"
+    )
 
 
 def _new_pool(config: Config | None) -> NGramPool:
@@ -392,9 +418,11 @@ def _check_pool(pool: NGramPool | None, config: Config | None) -> None:
 
 
 def _choose_budget(config: Config | None, profile: Profile, way: Way) -> Budget:
-    if config is None or config.max_draft_tokens is None:
-        return profile.budget(way)
-    return FixedBudget(config.max_draft_tokens)
+    if config is not None and config.max_draft_tokens is not None:
+        return FixedBudget(config.max_draft_tokens)
+    if config is not None and config.step_costs is not None:
+        return PricedBudget(config.step_costs)
+    return profile.budget(way)
 
 
 def _exact(

@@ -21,9 +21,10 @@ from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError
 from lade.internals import Model, attention_of, device_of_inputs, without_compiler
 from lade.rules import refuse_encoder_decoder, tree_layout
+from lade.tables import table_for
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
-from ngram_pool import Draft
+from ngram_pool import Draft, SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
 
@@ -49,6 +50,8 @@ class Profile:
     budgets: dict[Way, Budget] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
+    #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
+    prior: list[SuccessorTable | None] = field(default_factory=list)
 
     def budget(self, way: Way) -> Budget:
         """Return what has been learned of the costs of steps."""
@@ -110,6 +113,14 @@ def profile_of(model: Model) -> Profile:
     if known is None or known.setting != setting:
         known = model._lade_profile = Profile(setting)
     return known
+
+
+def prior_of(model: Model) -> SuccessorTable | None:
+    """Return the table that `lade.prewarm` made for a model; looked for once."""
+    prior = profile_of(model).prior
+    if not prior:
+        prior.append(table_for(model))
+    return prior[0]
 
 
 def choose_way(

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
+_DERIVED = (
+    *("num_tokens", "mean_accepted_tokens", "acceptance_rate", "correction_rate"),
+    *("nodes_per_step", "draft_sec_per_step", "overhead"),
+)
+
 
 class Step(NamedTuple):
     """What one step committed to one row; the first step of a row is its prefill."""
@@ -14,6 +19,9 @@ class Step(NamedTuple):
     num_draft_tokens: int
     num_accepted: int  # how many of `token_ids`, from the front, were drafted
     row: int = 0  # of the batch
+    #: Whether the last token is a bonus token in the place of rejected ones: the accepted path
+    #: ended at a node under which tokens were drafted, all of them others.
+    is_corrected: bool = False
 
 
 @dataclass(slots=True)
@@ -34,9 +42,12 @@ class DecodeStats:
     num_steps: int = 0
     num_row_steps: int = 0  # of rows that were not finished
     num_draft_tokens: int = 0  # verified
+    num_lookahead_tokens: int = 0  # of windows beside the drafts (`lade.lookahead`)
     num_accepted_tokens: int = 0  # of those, accepted and emitted
     num_committed_tokens: int = 0  # by steps: accepted and bonus tokens
     num_prefills: int = 0  # prompts run; each commits one token more
+    num_drafted_row_steps: int = 0  # row steps that verified a draft token or more
+    num_corrected_row_steps: int = 0  # of those, the ones that ended on a rejection; see `Step`
     #: Accepted draft tokens by their depth in the tree, from depth 1.
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_sec: float = 0.0
@@ -61,9 +72,22 @@ class DecodeStats:
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
+    def correction_rate(self) -> float:
+        """Share of the row steps with a draft whose bonus token took the place of rejected ones.
+
+        The rest were accepted to the end of a path of the tree, or stopped within it.
+        """
+        return _ratio(self.num_corrected_row_steps, self.num_drafted_row_steps)
+
+    @property
     def nodes_per_step(self) -> float:
         """Draft tokens verified per row and step, the root not included."""
         return _ratio(self.num_draft_tokens, self.num_row_steps)
+
+    @property
+    def draft_sec_per_step(self) -> float:
+        """Time per step to draft, for all rows of the batch."""
+        return _ratio(self.draft_sec, self.num_steps)
 
     @property
     def overhead(self) -> float:
@@ -87,6 +111,8 @@ class DecodeStats:
         self.num_draft_tokens += step.num_draft_tokens
         self.num_accepted_tokens += step.num_accepted
         self.num_committed_tokens += len(step.token_ids)
+        self.num_drafted_row_steps += step.num_draft_tokens > 0
+        self.num_corrected_row_steps += step.is_corrected
         missing = step.num_accepted - len(self.accepted_by_depth)
         self.accepted_by_depth += [0] * missing
         for depth in range(step.num_accepted):
@@ -103,9 +129,8 @@ class DecodeStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts, times and ratios, ready for JSON."""
-        names = ("num_tokens", "mean_accepted_tokens", "acceptance_rate", "nodes_per_step")
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return values | {name: getattr(self, name) for name in (*names, "overhead")}
+        return values | {name: getattr(self, name) for name in _DERIVED}
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -17,6 +17,16 @@ from ngram_pool import Draft
 ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
 
+class Cells(NamedTuple):
+    """Nodes that lie beside a draft: they see the root and each other, and nothing sees them."""
+
+    token_ids: list[int]
+    depths: list[int]  # the root is at 0
+    ancestors: NDArray[
+        np.bool_
+    ]  # [num_cells, num_cells]: cell (row) sees cell (column), itself too
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The last committed token of one row and the draft under it."""
@@ -48,6 +58,17 @@ class Tree:
             depths.append(depths[parent] + 1)
             children[parent, token_id] = node
         return cls([root_token_id, *token_ids], depths, ancestors, children, draft)
+
+    def beside(self, cells: Cells) -> "Tree":
+        """Return the tree with cells behind its nodes; no walk down the tree comes to them."""
+        size = len(self)
+        ancestors = np.zeros((size + len(cells.token_ids),) * 2, np.bool_)
+        ancestors[:size, :size] = self.ancestors
+        ancestors[size:, ROOT] = True
+        ancestors[size:, size:] = cells.ancestors
+        token_ids = [*self.token_ids, *cells.token_ids]
+        depths = [*self.depths, *cells.depths]
+        return Tree(token_ids, depths, ancestors, self.children, self.draft)
 
 
 class TreeBatch(NamedTuple):

@@ -7,6 +7,12 @@ than `NGramPool.observe` and `NGramPool.draft`. Reading order: `draft.py`, `pool
 
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.pool import NGramPool
-from ngram_pool.table import SuccessorTable
+from ngram_pool.table import DEFAULT_NUM_SUCCESSORS, SuccessorTable
 
-__all__ = ["Draft", "NGramPool", "SampledDraft", "SuccessorTable"]
+__all__ = [
+    "DEFAULT_NUM_SUCCESSORS",
+    "Draft",
+    "NGramPool",
+    "SampledDraft",
+    "SuccessorTable",
+]

@@ -33,6 +33,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
+# Keys, successors and costs of a `SuccessorTable`.
+TableArrays = tuple[Int64Array, Int32Array, NDArray[np.uint16]]
 
 
 def kernel(function: _F) -> _F:
@@ -82,7 +84,36 @@ MAX_MATCH = 32
 MAX_CHAIN = 4096
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text it follows; no machine verifies other nodes for so little.
-MIN_PROB = 4e-3
+MIN_PROB = 1e-3
+
+# --- how sources are blended; see `estimate` ---
+#
+# Sources of successors: the text itself; the target's own successors of the last two tokens and of
+# the last one, those harvested as it went and those known before; and the text with the last token
+# exchanged for another. Of each candidate token a source says its log-probability, counted from
+# LEAST_LOG_PROB, or nothing (0); the last one says the logarithm of its match's length.
+TEXT, OWN_PAIR, OWN_SINGLE, PRIOR_PAIR, PRIOR_SINGLE, SKIP = range(6)
+NUM_TABLE_SOURCES = 5  # those whose silence counts too, all but SKIP
+# Of a candidate that the text proposes: logarithms of the length of its longest match and of its
+# occurrences, whether the newest of them is its, and whether one is in the answer or the prompt.
+LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
+NUM_FEATURES = 11
+SILENCE = NUM_FEATURES  # the first of the weights of sources that say nothing
+BIAS = SILENCE + NUM_TABLE_SOURCES
+NUM_WEIGHTS = BIAS + 1
+# Rows of weights. The weights of a context are the sum of three rows: by the match of the text, and
+# whether the last token was known before; by where that match is; by which tables know the pair.
+MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29
+EARLIER, PROMPT, ANSWER = range(3)  # where text is; PROMPT and ANSWER of the sequence itself
+LEAST_LOG_PROB = math.log(1e-4)
+FAINT = 0.01  # what a source says at least of a token it knows
+# Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
+_OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
+# Occurrences of a context before an exchanged token that are taken, and read.
+MAX_SKIPS = 3
+MAX_SKIPS_READ = 16
+# Room for candidates: text, exchanged token, four tables of 8 and a little.
+MAX_FOUND = 48
 
 
 @kernel
@@ -122,11 +153,44 @@ def append(
     num_observed: int,
     tail: int,
     token_ids: Int64Array,
+    learning_rate: float,
+    starts: Int64Array,
+    own: TableArrays,
+    prior: TableArrays,
+    weights: Float64Array,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
 ) -> int:
-    """Append `token_ids` to the sequence that ends at position `tail`; return its new end."""
+    """Append `token_ids` to the sequence that ends at position `tail`; return its new end.
+
+    With a rate above 0 the weights learn from each token before it is appended; the other
+    arguments are those of `learn`.
+    """
     num_rows = text.shape[0]
     for i in range(token_ids.shape[0]):
         position = num_observed + i
+        if learning_rate > 0.0:
+            learn(
+                text,
+                links,
+                heads,
+                max(0, position - num_rows),
+                starts,
+                own,
+                prior,
+                weights,
+                learning_rate,
+                tail,
+                int(token_ids[i]),
+                context,
+                found,
+                features,
+                summed,
+                found_probs,
+            )
         first = max(0, position - num_rows + 1)  # as seen once this token has its row
         if tail < first:
             tail = NONE
@@ -190,14 +254,26 @@ def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float
 
 
 @kernel
-def add_successor(token_id: int, found_ids: Int64Array, counts: Int64Array, num_found: int) -> int:
+def origin_of(position: int, starts: Int64Array) -> int:
+    """Tell whether a position is in the sequence's own answer, its prompt, or earlier text."""
+    return ANSWER if position >= starts[1] else PROMPT if position >= starts[0] else EARLIER
+
+
+@kernel
+def add_successor(
+    token_id: int, length: int, origin: int, found: Int64Array, num_found: int
+) -> int:
     """Count one more occurrence of a successor; return how many distinct ones there are."""
+    found_ids, counts, lengths, origins = found[1], found[2], found[6], found[7]
     for i in range(num_found):
         if found_ids[i] == token_id:
             counts[i] += 1
+            origins[i] = max(origins[i], origin)
             return num_found
     found_ids[num_found] = token_id
     counts[num_found] = 1
+    lengths[num_found] = length
+    origins[num_found] = origin
     return num_found + 1
 
 
@@ -207,13 +283,14 @@ def successors(
     links: Int32Array,
     heads: Int32Array,
     first: int,
+    starts: Int64Array,
     context: Int64Array,
     max_order: int,
     path_prob: float,
     found: Int64Array,
     found_probs: Float64Array,
 ) -> tuple[int, int]:
-    """Estimate what follows a context, as prediction by partial matching does.
+    """Estimate from the text what follows a context, as prediction by partial matching does.
 
     The longest context that occurs decides: its successors share, by their counts, what
     `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
@@ -224,16 +301,18 @@ def successors(
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
+        starts: int64 [2], the positions from which on text is the sequence's prompt and answer.
         context: int64 [length], newest token first. `max_order`: the longest order to look for.
         path_prob: probability of the node whose context this is.
-        found: int64 [6, at least MAX_OCCURRENCES and N + 1]; row 1 is filled with token ids, the
-            others are scratch.
-        found_probs: float64 [MAX_OCCURRENCES], filled with their probabilities.
+        found: int64 [8, at least MAX_FOUND and N + 1]; filled by row: 0 positions of occurrences, 1
+            token ids, 2 their counts, 6 the length of their longest match, 7 the nearest origin;
+            the others are scratch.
+        found_probs: float64 [MAX_FOUND], filled with their probabilities.
 
     Returns:
         The number of successors found, and the length of the longest match (0 for none).
     """
-    occurrences, found_ids, counts, newest = found[0], found[1], found[2], found[3]
+    occurrences, counts, newest = found[0], found[2], found[3]
     lengths, next_ids = found[4], found[5]
     num_rows = text.shape[0]
     limit = MAX_OCCURRENCES
@@ -274,7 +353,8 @@ def successors(
             num_known = num_found
             for i in range(begin, num_occurrences):
                 if lengths[i] == length:
-                    num_found = add_successor(next_ids[i], found_ids, counts, num_found)
+                    origin = origin_of(occurrences[i], starts)
+                    num_found = add_successor(next_ids[i], length, origin, found, num_found)
                     lengths[i] = 0
                     num_counted += 1
             if longest == 0:
@@ -290,6 +370,256 @@ def successors(
         if longest > 0 and (num_occurrences == limit or mass_left * path_prob < READ_ON):
             break
     return num_found, longest
+
+
+@kernel
+def add_candidate(
+    token_id: int, source: int, says: float, found: Int64Array, features: Float64Array, num: int
+) -> int:
+    """Note what a source says of a token, the most it says of it; return how many there are."""
+    found_ids = found[1]
+    for i in range(num):
+        if found_ids[i] == token_id:
+            features[i, source] = max(features[i, source], says)
+            return num
+    if num == MAX_FOUND:
+        return num
+    found_ids[num] = token_id
+    features[num, :] = 0.0
+    features[num, source] = says
+    return num + 1
+
+
+@kernel
+def add_known(
+    table: TableArrays,
+    previous: int,
+    last: int,
+    source: int,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> int:
+    """Add what a table knows of a context as candidates; return how many there are then."""
+    keys, successor_ids, costs = table
+    row = find_context(keys, previous, last)
+    if row == NONE:
+        return num
+    for j in range(successor_ids.shape[1]):
+        token_id = int(successor_ids[row, j])
+        if token_id == NONE:
+            break
+        says = max(costs[row, j] / -COST_STEPS - LEAST_LOG_PROB, FAINT)
+        num = add_candidate(token_id, source, says, found, features, num)
+    return num
+
+
+@kernel
+def add_skips(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> int:
+    """Add what follows where the text once had another last token; return how many there are.
+
+    After a copy that exchanges a word, the original goes on behind the one it had.
+    """
+    newest = found[3]
+    num_rows = text.shape[0]
+    before = context[1:]
+    state = 0
+    longest = min(heads.shape[0], before.shape[0])
+    for order in range(1, longest + 1):
+        state = hash_step(state, int(before[order - 1]))
+        newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
+    num_taken = 0
+    for order in range(longest, 1, -1):
+        position = newest[order]
+        num_read = 0
+        while position >= first and num_read < MAX_SKIPS_READ and num_taken < MAX_SKIPS:
+            row = position % num_rows
+            exchanged = int(text[row, NEXT])
+            if exchanged != NONE and text[exchanged % num_rows, TOKEN] != context[0]:
+                after = int(text[exchanged % num_rows, NEXT])
+                length = match_length(text, position, first, before) if after != NONE else 0
+                if length >= order:
+                    token_id = int(text[after % num_rows, TOKEN])
+                    says = math.log(length) + 0.1
+                    num = add_candidate(token_id, SKIP, says, found, features, num)
+                    num_taken += 1
+            position = int(links[row, order - 1])
+            num_read += 1
+        if num_taken > 0:
+            break
+    return num
+
+
+@kernel
+def match_row(length: int, num_successors: int) -> int:
+    """Return the row of weights for a match of the text."""
+    if length == 0:
+        return 0
+    row = length if length <= 2 else 3 if length <= 4 else 4 if length <= 8 else 5
+    return row if num_successors == 1 else row + 5
+
+
+@kernel
+def estimate(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    starts: Int64Array,
+    own: TableArrays,
+    prior: TableArrays,
+    weights: Float64Array,
+    context: Int64Array,
+    max_order: int,
+    path_prob: float,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+) -> tuple[int, int]:
+    """Estimate what follows a context, from all sources; return how many successors, and the match.
+
+    A candidate's score is a weighted sum of what the sources say of it; its probability is the
+    softmax over the candidates and over "none of them", whose score is 0. This is a product of
+    experts: sources that agree on a token raise it above what each of them says.
+
+    Source: log-linear interpolation of language models, Klakow (ICSLP 1998); weights that are
+    learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
+
+    Args:
+        own, prior: tables of the target's own successors (`SuccessorTable.rows`).
+        weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
+        context: as for `successors`, and so `starts`, `max_order`, `path_prob` and `found`, whose
+            row 1 is filled with token ids; 4 and the first of 5 with the rows of weights used.
+        features: float64 [MAX_FOUND, NUM_FEATURES]; `summed`: float64 [NUM_WEIGHTS]; filled.
+        found_probs: float64 [MAX_FOUND], filled with probabilities.
+
+    Returns:
+        The number of successors found, and the length of the longest match (0 for none).
+    """
+    num_found, longest = successors(
+        text, links, heads, first, starts, context, max_order, path_prob, found, found_probs
+    )
+    num_in_text = num_found
+    for i in range(num_in_text):
+        features[i, :] = 0.0
+        features[i, TEXT] = math.log(found_probs[i]) - LEAST_LOG_PROB
+        features[i, LENGTH] = math.log(found[6, i]) + 0.5
+        features[i, COUNT] = math.log(found[2, i])
+        features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
+        features[i, IN_ANSWER] = 1.0 if found[7, i] == ANSWER else 0.0
+        features[i, IN_PROMPT] = 1.0 if found[7, i] == PROMPT else 0.0
+    origin = origin_of(found[0, 0], starts) if num_in_text > 0 else EARLIER
+    last = int(context[0])
+    known = 0
+    row = match_row(longest, num_in_text)
+    if context.shape[0] > 1:
+        previous = int(context[1])
+        if find_context(own[0], previous, last) != NONE:
+            known += 1
+            num_found = add_known(own, previous, last, OWN_PAIR, found, features, num_found)
+        if find_context(prior[0], previous, last) != NONE:
+            known += 2
+            num_found = add_known(prior, previous, last, PRIOR_PAIR, found, features, num_found)
+    num_found = add_known(own, NONE, last, OWN_SINGLE, found, features, num_found)
+    if find_context(prior[0], NONE, last) != NONE:
+        row += MATCH_ROWS // 2
+        num_found = add_known(prior, NONE, last, PRIOR_SINGLE, found, features, num_found)
+    if context.shape[0] > 3:
+        num_found = add_skips(text, links, heads, first, context, found, features, num_found)
+    found[4, 0] = row
+    found[4, 1] = ORIGIN_ROW + origin
+    found[4, 2] = KNOWN_ROW + known
+    for j in range(NUM_WEIGHTS):
+        summed[j] = 0.0
+        for i in range(3):
+            summed[j] += weights[found[4, i], j]
+    highest = 0.0
+    for i in range(num_found):
+        score = summed[BIAS]
+        for j in range(NUM_FEATURES):
+            score += summed[j] * features[i, j]
+        for j in range(NUM_TABLE_SOURCES):
+            if features[i, j] == 0.0:
+                score += summed[SILENCE + j]
+        found_probs[i] = score
+        highest = max(highest, score)
+    total = math.exp(-highest)
+    for i in range(num_found):
+        found_probs[i] = math.exp(found_probs[i] - highest)
+        total += found_probs[i]
+    for i in range(num_found):
+        found_probs[i] /= total
+    return num_found, longest
+
+
+@kernel
+def learn(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    first: int,
+    starts: Int64Array,
+    own: TableArrays,
+    prior: TableArrays,
+    weights: Float64Array,
+    learning_rate: float,
+    tail: int,
+    token_id: int,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+) -> None:
+    """Move the weights towards what would have foretold the token that follows position `tail`."""
+    length = 0
+    position = tail
+    while position >= first and length < context.shape[0]:
+        context[length] = text[position % text.shape[0], TOKEN]
+        position = int(text[position % text.shape[0], PREVIOUS])
+        length += 1
+    if length == 0:
+        return
+    num_found, _ = estimate(
+        text,
+        links,
+        heads,
+        first,
+        starts,
+        own,
+        prior,
+        weights,
+        context[:length],
+        min(length, heads.shape[0]),
+        1.0,
+        found,
+        features,
+        summed,
+        found_probs,
+    )
+    for i in range(num_found):
+        came = 1.0 if found[1, i] == token_id else 0.0
+        error = learning_rate * (came - found_probs[i])
+        for k in range(3):
+            row = found[4, k]
+            weights[row, BIAS] += error
+            for j in range(NUM_TABLE_SOURCES):
+                if features[i, j] == 0.0:
+                    weights[row, SILENCE + j] += error
+                else:
+                    weights[row, j] += _OF_LOG_PROBS * error * features[i, j]
+            for j in range(NUM_TABLE_SOURCES, NUM_FEATURES):
+                weights[row, j] += _OF_DETAILS * error * features[i, j]
 
 
 @kernel
@@ -357,11 +687,17 @@ def grow_tree(
     links: Int32Array,
     heads: Int32Array,
     first: int,
+    starts: Int64Array,
+    own: TableArrays,
+    prior: TableArrays,
+    weights: Float64Array,
     root_context: Int64Array,
     max_nodes: int,
     max_candidates: int,
     context: Int64Array,
     found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
     found_probs: Float64Array,
     candidates: Int64Array,
     candidate_probs: Float64Array,
@@ -375,12 +711,13 @@ def grow_tree(
     would open a leaf more than `max_candidates`.
 
     Args:
+        starts, own, prior, weights: as for `estimate`.
         root_context: int64 [up to MAX_MATCH], the tokens up to the root, newest first.
         max_nodes: at least 1.
         max_candidates: at least 1.
-        context: int64 [MAX_MATCH]; `found`, `found_probs`: as for `successors`; `candidates`: int64
-            [3, max_nodes * MAX_OCCURRENCES] (token, parent, heap); `candidate_probs`: float64 of
-            that length. All scratch.
+        context: int64 [MAX_MATCH]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
+            `candidates`: int64 [3, max_nodes * MAX_FOUND] (token, parent, heap); `candidate_probs`:
+            float64 of that length. All scratch.
         nodes: int64 [5, max_nodes]; filled with token, parent, depth, number of children and the
             length of the longest match.
         node_probs: float64 [max_nodes]; filled with path probabilities, greatest first.
@@ -391,15 +728,21 @@ def grow_tree(
     max_order = heads.shape[0]
     while True:
         length = read_context(nodes, node, root_context, context)
-        num_found, longest = successors(
+        num_found, longest = estimate(
             text,
             links,
             heads,
             first,
+            starts,
+            own,
+            prior,
+            weights,
             context[:length],
             min(length, max_order),
             path_prob,
             found,
+            features,
+            summed,
             found_probs,
         )
         if node == NONE:
@@ -495,12 +838,18 @@ def sample_tree(
     links: Int32Array,
     heads: Int32Array,
     first: int,
+    starts: Int64Array,
+    own: TableArrays,
+    prior: TableArrays,
+    weights: Float64Array,
     root_context: Int64Array,
     max_nodes: int,
     max_candidates: int,
     uniforms: Float64Array,
     context: Int64Array,
     found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
     found_probs: Float64Array,
     slots: Int64Array,
     slot_probs: Float64Array,
@@ -524,13 +873,13 @@ def sample_tree(
     Args:
         uniforms: float64 [max_nodes] in [0, 1); slot i is drawn with uniforms[i].
         slots: int64 [3, 2 * max_nodes + 1] (unused, parent, heap), `slot_probs`: float64 of that
-            length; `left_probs`: float64 [max_nodes + 1, MAX_OCCURRENCES], the path probabilities
+            length; `left_probs`: float64 [max_nodes + 1, MAX_FOUND], the path probabilities
             of a node's successors, 0 where drawn already, the root's first. All scratch.
-        left_ids: int64 [max_nodes + 1, MAX_OCCURRENCES]; filled with the successors of each node,
+        left_ids: int64 [max_nodes + 1, MAX_FOUND]; filled with the successors of each node,
             the root's first.
         nodes: as for `grow_tree`.
         node_probs: float64 [max_nodes]; filled with the expectations of the slots.
-        support_probs: float64 [max_nodes, MAX_OCCURRENCES]; row i is filled with the probabilities
+        support_probs: float64 [max_nodes, MAX_FOUND]; row i is filled with the probabilities
             that node i was drawn with, of the tokens in its parent's row of `left_ids`.
 
     The other arguments are those of `grow_tree`.
@@ -540,15 +889,21 @@ def sample_tree(
     max_order = heads.shape[0]
     while True:
         length = read_context(nodes, node, root_context, context)
-        num_found, longest = successors(
+        num_found, longest = estimate(
             text,
             links,
             heads,
             first,
+            starts,
+            own,
+            prior,
+            weights,
             context[:length],
             min(length, max_order),
             path_prob,
             found,
+            features,
+            summed,
             found_probs,
         )
         if node == NONE:
@@ -596,9 +951,7 @@ WAYS = 8
 # Log-probabilities are held as -ln(prob) in steps of 1/4096, two bytes each: from 1 down to 1e-7.
 COST_STEPS = 4096.0
 MAX_COST = 65535
-# A context put again moves its successors by at least this share, so that what the target thinks
-# now outweighs what it thought long ago.
-MIN_SHARE = 0.1
+# A table that averages forgets what was put longer ago than this many times.
 MAX_COUNT = 10
 
 
@@ -681,12 +1034,12 @@ def put_successors(
     contexts: Int64Array,
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
+    averages: bool,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> int:
     """Put what a target found likely behind contexts into a table; return how many are new in it.
 
-    What is known of a context is averaged with what comes: equally at first, later by `MIN_SHARE`.
     The context put last stands first in its bucket.
 
     Args:
@@ -695,6 +1048,7 @@ def put_successors(
             fewer are known.
         contexts: int64 [n, 2], previous token or NONE, and last token.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
+        averages: whether what is known of a context is averaged with what comes, or replaced by it.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     num_held, k = successor_ids.shape[1], new_ids.shape[1]
@@ -709,14 +1063,14 @@ def put_successors(
         if row == NONE:
             row = begin + WAYS - 1
             num_added += keys[row] == NONE
-        else:
+        elif averages:
             count = min(int(counts[row]) + 1, MAX_COUNT)
-            share = max(1.0 / count, MIN_SHARE)
+            share = 1.0 / count
             for j in range(num_held):
                 if successor_ids[row, j] == NONE:
                     break
                 merged_ids[num_merged] = successor_ids[row, j]
-                merged_probs[num_merged] = (1.0 - share) * math.exp(-costs[row, j] / COST_STEPS)
+                merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
                 num_merged += 1
         num_known = num_merged
         for j in range(k):

@@ -29,6 +29,8 @@ class SuccessorTable:
         capacity: how many contexts have room; rounded up to a power of two, at least 64. Buckets
             are of eight, so a few contexts are lost before all room is taken.
         num_successors: how many are held of each context.
+        averages: whether a context put again is averaged over the last ten times or so; else it is
+            replaced.
 
     Raises:
         TypeError: a size is no integer.
@@ -41,9 +43,15 @@ class SuccessorTable:
     ([8, 9], [0.75, 0.125])
     """
 
-    def __init__(self, capacity: int, num_successors: int = DEFAULT_NUM_SUCCESSORS) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        num_successors: int = DEFAULT_NUM_SUCCESSORS,
+        averages: bool = True,
+    ) -> None:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
+        self._averages = averages
         self._num_contexts = 0
         self._allocate(_LEAST_ROWS)
 
@@ -75,7 +83,7 @@ class SuccessorTable:
         return self._keys, self._successor_ids, self._costs
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
-        """Learn what follows contexts; what is known of one is averaged with what comes.
+        """Learn what follows contexts.
 
         Args:
             contexts: integers [n, 2]: the token before the last one, or -1, and the last one.
@@ -173,7 +181,15 @@ class SuccessorTable:
         scratch: tuple[Int32Array, Float64Array],
     ) -> None:
         self._num_contexts += _kernels.put_successors(
-            self._keys, self._counts, self._successor_ids, self._costs, pairs, ids, probs, *scratch
+            self._keys,
+            self._counts,
+            self._successor_ids,
+            self._costs,
+            pairs,
+            ids,
+            probs,
+            self._averages,
+            *scratch,
         )
 
     def _grow(self) -> None:

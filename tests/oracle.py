@@ -1,72 +1,133 @@
-"""The pool and rejection sampling again: slow, plain Python, obvious. Shares only constants."""
+"""The pool and rejection sampling again: slow, plain Python, obvious.
+
+Shares with the package its constants, the first weights, and the hash (so as to know which n-grams
+share a bucket: skips read so many entries of one, whatever they are). Sums go in the same order, so
+that probabilities can be compared exactly.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import ngram_pool.pool
 from ngram_pool import Draft, _kernels
+from ngram_pool.weights import first_weights
+from tests.ngram_pool.table_oracle import OracleTable
+
+
+class Spot(NamedTuple):
+    """A held token."""
+
+    arrival: int
+    before: list[int]  # what is held of its sequence up to it
+    after: list[int]  # and behind it
+    indexed: list[int]  # what was held of its sequence up to it when it arrived
+
+
+class InText(NamedTuple):
+    """A successor that the text proposes."""
+
+    prob: float
+    count: int
+    length: int  # of its longest match
+    origin: int
 
 
 class OraclePool:
-    """Keeps the newest `capacity` arrivals and searches them from end to end."""
+    """Keeps all arrivals and searches the newest `capacity` from end to end."""
 
     def __init__(self, capacity: int, max_ngram_size: int) -> None:
         self.capacity = capacity
         self.max_ngram_size = max_ngram_size
+        self.max_match = max(_kernels.MAX_MATCH, max_ngram_size)
         self.arrivals: list[tuple[int, int]] = []  # (sequence, token id)
-        self.open: dict[int, int] = {0: 0}  # handle -> a number no other sequence ever had
+        self.open: dict[int | None, int] = {0: 0}  # handle -> a number no other sequence ever had
         self.num_sequences = 1
+        self.starts: dict[int | None, list[float]] = {0: [math.inf] * 2, None: [math.inf] * 2}
+        self.priors: dict[int | None, OracleTable] = {}
+        self.harvested = OracleTable(max(1, capacity // 16), averages=False)
+        self.weights: list[list[float]] = first_weights().tolist()
+        self.num_rows = min(ngram_pool.pool._FIRST_NUM_ROWS, capacity)  # there are as many buckets
+        self.cached_spots: list[Spot] | None = None
 
-    def open_sequence(self, handle: int) -> None:
+    def open_sequence(self, handle: int, prior: OracleTable | None = None) -> None:
         self.open[handle] = self.num_sequences
         self.num_sequences += 1
+        self.starts[handle] = [math.inf] * 2
+        self.priors[handle] = OracleTable(1) if prior is None else prior
 
     def close_sequence(self, handle: int) -> None:
         del self.open[handle]
         if handle == 0:
             self.open_sequence(0)
 
-    def observe(self, token_ids: Sequence[int], handle: int = 0) -> None:
-        self.arrivals += [(self.open[handle], token_id) for token_id in token_ids]
+    def observe(self, token_ids: Sequence[int], handle: int = 0, is_answer: bool = False) -> None:
+        while self.num_rows < min(len(self.arrivals) + len(token_ids), self.capacity):
+            self.num_rows = min(2 * self.num_rows, self.capacity)
+        for token_id in token_ids:
+            starts = self.starts[handle]
+            starts[0] = min(starts[0], len(self.arrivals))
+            if is_answer:
+                starts[1] = min(starts[1], len(self.arrivals))
+                self.learn(token_id, handle)
+            self.arrivals.append((self.open[handle], token_id))
+            self.cached_spots = None
 
     def held(self) -> list[tuple[int, int]]:
         return self.arrivals[-self.capacity :]
 
-    def occurrences(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(arrival of its last token, length of the match, token that followed), newest first."""
-        found = []
-        sequences: dict[int, list[tuple[int, int]]] = {}
-        for arrival, (sequence, token_id) in enumerate(self.held()):
-            sequences.setdefault(sequence, []).append((arrival, token_id))
-        for held in sequences.values():
-            tokens = [token_id for _, token_id in held]
-            for end in range(1, len(tokens)):
-                length = 0
-                while length < min(len(context), end) and (
-                    tokens[end - 1 - length] == context[-1 - length]
-                ):
-                    length += 1
-                found.append((held[end - 1][0], length, tokens[end]))
-        return sorted(found, reverse=True)
+    # --- the text ---------------------------------------------------------------------------
 
-    def successors(self, context: Sequence[int], path_prob: float) -> dict[int, float]:
+    def spots(self) -> list[Spot]:
+        """Newest first."""
+        if self.cached_spots is None:
+            first = len(self.arrivals) - len(self.held())
+            sequences: dict[int, list[tuple[int, int]]] = {}
+            for arrival, (sequence, token_id) in enumerate(self.arrivals):
+                if arrival > first - self.capacity:  # what came earlier nobody can know of
+                    sequences.setdefault(sequence, []).append((arrival, token_id))
+            spots = []
+            for arrived in sequences.values():
+                for i, (arrival, _) in enumerate(arrived):
+                    before = [t for a, t in arrived[: i + 1] if a >= first]
+                    indexed = [t for a, t in arrived[: i + 1] if a > arrival - self.capacity]
+                    after = [t for _, t in arrived[i + 1 :]]
+                    if arrival >= first:
+                        spots.append(Spot(arrival, before, after, indexed))
+            self.cached_spots = sorted(spots, reverse=True)
+        return self.cached_spots
+
+    def successors(
+        self, context: Sequence[int], path_prob: float, handle: int | None
+    ) -> tuple[dict[int, InText], int]:
+        """What the text proposes, and the origin of the newest occurrence."""
         n = self.max_ngram_size
-        limit, reach = _kernels.MAX_OCCURRENCES, max(_kernels.MAX_MATCH, n)
+        limit = _kernels.MAX_OCCURRENCES
         if path_prob <= _kernels.UNLIKELY:
-            limit, reach = limit // 2, n
-        occurrences = self.occurrences(context[-reach:])
+            limit, context = limit // 2, context[-n:]
+        occurrences = [(match(spot.before, context), spot) for spot in self.spots() if spot.after]
         counts: dict[int, int] = {}
+        lengths: dict[int, int] = {}
+        origins: dict[int, int] = {}
         probs: dict[int, float] = {}
+        newest_origin = _kernels.EARLIER
         mass_left = 1.0
         num_read = num_counted = 0
         for order in range(min(n, len(context)), 0, -1):
             # Of order N are all that match at least so far, of a shorter one just its length.
-            read = [(m, t) for _, m, t in occurrences if m == order or (order == n and m > n)]
+            read = [(m, s) for m, s in occurrences if m == order or (order == n and m > n)]
             read = read[: limit - num_read]
+            if read and not num_read:
+                newest_origin = self.origin(read[0][1], handle)
             num_read += len(read)
             for length in sorted({m for m, _ in read}, reverse=True):
                 known = set(counts)
-                for token_id in [t for m, t in read if m == length]:
+                for spot in [s for m, s in read if m == length]:
+                    token_id = spot.after[0]
                     counts[token_id] = counts.get(token_id, 0) + 1
+                    lengths.setdefault(token_id, length)
+                    origin = self.origin(spot, handle)
+                    origins[token_id] = max(origins.get(token_id, origin), origin)
                     num_counted += 1
                 added = [token_id for token_id in counts if token_id not in known]
                 if not known:
@@ -80,7 +141,18 @@ class OraclePool:
                         mass_left -= probs[token_id]
             if counts and (num_read == limit or mass_left * path_prob < _kernels.READ_ON):
                 break
-        return probs
+        return {
+            token_id: InText(
+                probs[token_id], counts[token_id], lengths[token_id], origins[token_id]
+            )
+            for token_id in counts
+        }, newest_origin
+
+    def origin(self, spot: Spot, handle: int | None) -> int:
+        prompt, answer = self.starts[handle]
+        if spot.arrival >= answer:
+            return _kernels.ANSWER
+        return _kernels.PROMPT if spot.arrival >= prompt else _kernels.EARLIER
 
     @staticmethod
     def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
@@ -90,8 +162,136 @@ class OraclePool:
             share = {1: 0.75, 2: 0.6}.get(length, 1.5 / length)
         return share * math.sqrt(num_successors / num_occurrences)
 
+    def skips(self, context: Sequence[int]) -> list[tuple[int, int]]:
+        """(token id, length of the match before the exchanged token), newest first."""
+        before = context[:-1]
+        for order in range(min(self.max_ngram_size, len(before)), 1, -1):
+            bucket = self.bucket(before[-order:])
+            chain = [
+                spot
+                for spot in self.spots()
+                if len(spot.indexed) >= order and self.bucket(spot.indexed[-order:]) == bucket
+            ]
+            taken = [
+                (spot.after[1], match(spot.before, before))
+                for spot in chain[: _kernels.MAX_SKIPS_READ]
+                if len(spot.after) > 1
+                and spot.after[0] != context[-1]
+                and match(spot.before, before) >= order
+            ]
+            if taken:
+                return taken[: _kernels.MAX_SKIPS]
+        return []
+
+    def bucket(self, tokens: Sequence[int]) -> int:
+        state = 0
+        for token_id in reversed(tokens):
+            state = _kernels.hash_step(state, token_id)
+        return state % 2 ** int(math.log2(self.num_rows))
+
+    # --- all sources ------------------------------------------------------------------------
+
+    def estimate(
+        self, context: Sequence[int], path_prob: float, handle: int | None
+    ) -> tuple[dict[int, float], dict[int, list[float]], list[int]]:
+        """Probabilities and features of all candidates, and the rows of weights in force."""
+        context = context[-self.max_match :]
+        in_text, newest_origin = self.successors(context, path_prob, handle)
+        features: dict[int, list[float]] = {}
+        for token_id, found in in_text.items():
+            says = features[token_id] = [0.0] * _kernels.NUM_FEATURES
+            says[_kernels.TEXT] = math.log(found.prob) - _kernels.LEAST_LOG_PROB
+            says[_kernels.LENGTH] = math.log(found.length) + 0.5
+            says[_kernels.COUNT] = math.log(found.count)
+            says[_kernels.IS_NEWEST] = float(len(features) == 1)
+            says[_kernels.IN_ANSWER] = float(found.origin == _kernels.ANSWER)
+            says[_kernels.IN_PROMPT] = float(found.origin == _kernels.PROMPT)
+
+        def add(token_id: int, source: int, value: float) -> None:
+            if token_id in features or len(features) < _kernels.MAX_FOUND:
+                says = features.setdefault(token_id, [0.0] * _kernels.NUM_FEATURES)
+                says[source] = max(says[source], value)
+
+        last, previous = context[-1], context[-2] if len(context) > 1 else None
+        known = 0
+        prior = self.priors.get(handle, OracleTable(1))
+        for table, source, is_pair in (
+            (self.harvested, _kernels.OWN_PAIR, True),
+            (prior, _kernels.PRIOR_PAIR, True),
+            (self.harvested, _kernels.OWN_SINGLE, False),
+            (prior, _kernels.PRIOR_SINGLE, False),
+        ):
+            if is_pair and previous is None:
+                continue
+            costs = table.get(previous if is_pair and previous is not None else -1, last)
+            if is_pair and costs is not None:
+                known += 1 if source == _kernels.OWN_PAIR else 2
+            for token_id, cost in costs or []:
+                value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
+                add(token_id, source, max(value, _kernels.FAINT))
+        if len(context) > 3:
+            for token_id, length in self.skips(context):
+                add(token_id, _kernels.SKIP, math.log(length) + 0.1)
+        match_row = self.match_row(
+            max((found.length for found in in_text.values()), default=0), len(in_text)
+        )
+        if prior.get(-1, last) is not None:
+            match_row += _kernels.MATCH_ROWS // 2
+        rows = [match_row, _kernels.ORIGIN_ROW + newest_origin, _kernels.KNOWN_ROW + known]
+        return self.blend(features, rows), features, rows
+
+    @staticmethod
+    def match_row(length: int, num_in_text: int) -> int:
+        if num_in_text == 0:
+            return 0
+        row = {1: 1, 2: 2, 3: 3, 4: 3}.get(length, 4 if length <= 8 else 5)
+        return row if num_in_text == 1 else row + 5
+
+    def blend(self, features: dict[int, list[float]], rows: list[int]) -> dict[int, float]:
+        summed = [
+            plain_sum(self.weights[row][j] for row in rows) for j in range(_kernels.NUM_WEIGHTS)
+        ]
+        scores = {}
+        for token_id, says in features.items():
+            score = summed[_kernels.BIAS]
+            for weight, value in zip(summed, says, strict=False):
+                score += weight * value
+            for j in range(_kernels.NUM_TABLE_SOURCES):
+                if says[j] == 0.0:
+                    score += summed[_kernels.SILENCE + j]
+            scores[token_id] = score
+        highest = max([0.0, *scores.values()])
+        powers = {token_id: math.exp(score - highest) for token_id, score in scores.items()}
+        total = plain_sum([math.exp(-highest), *powers.values()])
+        return {token_id: power / total for token_id, power in powers.items()}
+
+    def learn(self, token_id: int, handle: int) -> None:
+        """Take one step against the gradient of the log-loss, each kind of weight at its rate."""
+        context = [t for sequence, t in self.held() if sequence == self.open[handle]]
+        if not context:
+            return
+        probs, features, rows = self.estimate(context, 1.0, handle)
+        for candidate, says in features.items():
+            came = 1.0 if candidate == token_id else 0.0
+            error = ngram_pool.pool._LEARNING_RATE * (came - probs[candidate])
+            for weights in [self.weights[row] for row in rows]:
+                weights[_kernels.BIAS] += error
+                for j in range(_kernels.NUM_FEATURES):
+                    if j >= _kernels.NUM_TABLE_SOURCES:
+                        weights[j] += _kernels._OF_DETAILS * error * says[j]
+                    elif says[j] == 0.0:
+                        weights[_kernels.SILENCE + j] += error
+                    else:
+                        weights[j] += _kernels._OF_LOG_PROBS * error * says[j]
+
+    # --- trees ------------------------------------------------------------------------------
+
     def draft(
-        self, context: Sequence[int], max_nodes: int, max_candidates: int
+        self,
+        context: Sequence[int],
+        max_nodes: int,
+        max_candidates: int,
+        handle: int | None = None,
     ) -> list[tuple[int, int, int, float]]:
         """(token id, parent, depth, prob) of every node, best first."""
         nodes: list[tuple[int, int, int, float]] = []
@@ -101,7 +301,7 @@ class OraclePool:
         node, depth, path_prob = -1, 0, 1.0
         leaves: set[int] = set()
         while True:
-            successors = self.successors(paths[node], path_prob)
+            successors, _, _ = self.estimate(paths[node], path_prob, handle)
             likeliest = max(successors, key=lambda token_id: successors[token_id], default=None)
             for token_id, prob in successors.items():
                 if token_id == likeliest or path_prob * prob >= _kernels.MIN_PROB:
@@ -129,6 +329,7 @@ class OraclePool:
         max_nodes: int,
         max_candidates: int,
         uniforms: Sequence[float],
+        handle: int | None = None,
     ) -> list[tuple[int, int, int, float, dict[int, float]]]:
         """(token id, parent, depth, expectation, what it was drawn from) of every node."""
         nodes: list[tuple[int, int, int, float, dict[int, float]]] = []
@@ -140,14 +341,15 @@ class OraclePool:
         def open_slot(parent: int, floor: float) -> None:
             nonlocal num_slots
             probs = left[parent].values()
-            if probs and (expected := plain_sum(p * p for p in probs) / plain_sum(probs)) >= floor:
+            total = plain_sum(probs)
+            if total and (expected := plain_sum(p * p for p in probs) / total) >= floor:
                 waiting.append((-expected, num_slots, parent))
                 num_slots += 1
 
         node, path_prob = -1, 1.0
         leaves: set[int] = set()
         while True:
-            successors = self.successors(paths[node], path_prob)
+            successors, _, _ = self.estimate(paths[node], path_prob, handle)
             left[node] = {token_id: path_prob * prob for token_id, prob in successors.items()}
             open_slot(node, 0.0)
             waiting.sort()
@@ -170,6 +372,14 @@ class OraclePool:
             if len(nodes) == max_nodes:
                 return nodes
             open_slot(parent, _kernels.MIN_PROB)
+
+
+def match(tokens: Sequence[int], context: Sequence[int]) -> int:
+    """Return how many of the last tokens are those of the context."""
+    length = 0
+    while length < min(len(tokens), len(context)) and tokens[-1 - length] == context[-1 - length]:
+        length += 1
+    return length
 
 
 def plain_sum(values: Iterable[float]) -> float:

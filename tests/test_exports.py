@@ -19,9 +19,21 @@ ROOT = Path(__file__).parents[1]
 
 # Each module of the core may import those to its left, and none to its right.
 ORDER = [
-    *("_version", "errors", "config", "grammar", "harvest", "tree", "drafting", "masks"),
+    *(
+        "_version",
+        "errors",
+        "config",
+        "grammar",
+        "harvest",
+        "tree",
+        "lookahead",
+        "drafting",
+        "masks",
+    ),
     *(
         "internals",
+        "fingerprint",
+        "tables",
         "inputs",
         "cache",
         "rollback",
@@ -33,7 +45,7 @@ ORDER = [
         "probing",
     ),
     *("text", "processors", "rejection", "choose", "verify", "stats", "outputs", "decoding"),
-    *("options", "stopping", "calls", "hf", "models"),
+    *("options", "stopping", "calls", "hf", "models", "speaker", "prewarming"),
 ]
 
 

@@ -1,7 +1,8 @@
 """Measuring: methods against plain `generate` on real prompts, their memory, and the pool alone.
 
-Reading order: `settings.py`, `baselines.py`, `methods.py`, `run.py`, `report.py`; for memory then
-`peak.py` and `memory.py`. `prompts.py`, `batches.py` and `environment.py` serve them; `pool.py`
-stands alone.
+Reading order: `settings.py`, `baselines.py`, `methods.py`, `run.py`, `tables.py`, `report.py`; for
+recorded answers then `traces.py`, `record.py`, `replay.py`, `replay_report.py`, `project.py`; for
+memory `peak.py` and `memory.py`. `prompts.py`, `batches.py`, `environment.py` and `plots.py` serve
+them; `pool.py` stands alone.
 The core of lade imports nothing from here.
 """

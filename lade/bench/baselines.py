@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,12 @@ from lade.config import Config, Way
 from lade.models import LoadedModel
 from lade.stats import DecodeStats
 
+if TYPE_CHECKING:
+    from lade.drafting import Drafter
+
 _WARM_UP_PROMPT = "Count from one to ten."
 _WARM_UP_TOKENS = 16
+_LOOKUP_TOKENS = 10  # of transformers' prompt lookup: its documented setting
 
 
 class Answer(NamedTuple):
@@ -52,7 +56,11 @@ class MethodInfo(NamedTuple):
     make: Callable[[Config | None], Method]
     description: str
     is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
-    way: Way | None = None  # of verifying, where it has one of its own; only run when named
+    way: Way | None = None  # of verifying, where it has one of its own
+    #: What drafts in it, new; None where nothing does that can be had without a model.
+    drafter: "Callable[[], Drafter] | None" = None
+    is_fresh: bool = False  # each prompt gets a new drafter
+    is_default: bool = True  # else only run when named
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
@@ -62,26 +70,36 @@ def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer
     return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
 
 
-def prompt_lookup(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-    """Run transformers' own prompt lookup with ten tokens, its documented setting.
+class PromptLookup:
+    """Run transformers' own prompt lookup, with ten tokens where `config` does not say how many.
 
     Its first forward runs the prompt with a draft attached; tokens accepted there are counted as if
     later steps had made them, which flatters its MAT a little. When it samples, it draws for the
     whole draft at once: its text is as likely as plain's, but not the same for the same seed.
     """
-    with _counting_forwards(model) as lengths:
-        rows, sec = _timed(model, inputs, {**options, "prompt_lookup_num_tokens": 10})
-    # The first forward runs the prompt with a draft attached; the others verify a draft each.
-    num_steps = len(lengths) - 1
-    return Answer(rows, sec, num_steps, num_steps, sum(lengths[1:]) - num_steps)
+
+    def __init__(self, config: Config | None = None) -> None:
+        asked = None if config is None else config.max_draft_tokens
+        self._num_tokens = _LOOKUP_TOKENS if asked is None else asked
+
+    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+        """Answer the one row of `inputs`."""
+        if self._num_tokens == 0:  # transformers refuses it; no draft is plain decoding
+            return plain(model, inputs, options)
+        options = {**options, "prompt_lookup_num_tokens": self._num_tokens}
+        with _counting_forwards(model) as lengths:
+            rows, sec = _timed(model, inputs, options)
+        # The first forward runs the prompt with a draft attached; the others verify a draft each.
+        num_steps = len(lengths) - 1
+        return Answer(rows, sec, num_steps, num_steps, sum(lengths[1:]) - num_steps)
 
 
 #: By name.
 BASELINES: dict[str, MethodInfo] = {
     "plain": MethodInfo(lambda config: plain, "generate, one token a step"),
     "prompt_lookup": MethodInfo(
-        lambda config: prompt_lookup,
-        "transformers' prompt_lookup_num_tokens=10",
+        PromptLookup,
+        "transformers' prompt_lookup_num_tokens=10, or as many as max_draft_tokens says",
         is_single_row=True,
     ),
 }

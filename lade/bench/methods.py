@@ -9,23 +9,27 @@ from time import perf_counter
 from typing import Any
 
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
+from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Way
+from lade.drafting import Drafter, PoolDrafter
 from lade.hf import generate
 from lade.stats import Step
 from ngram_pool import NGramPool
 
 
 class Lade:
-    """Run `lade.generate`; a given pool lives on from call to call, else each has a new one."""
+    """Run `lade.generate`; a given pool or drafter lives on, else each call has a new pool."""
 
     def __init__(
         self,
         config: Config | None,
         pool: NGramPool | None = None,
         on_step: Callable[[Step], None] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
+        self._drafter = drafter
         self._on_step = on_step
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
@@ -35,6 +39,7 @@ class Lade:
             model,
             **inputs,
             pool=self._pool,
+            drafter=self._drafter,
             config=self._config,
             on_step=self._on_step,
             return_dict_in_generate=True,
@@ -58,6 +63,25 @@ def _verifying_by(way: Way) -> MethodInfo:
         lambda config: Lade(replace(config or Config(), target=way), NGramPool()),
         f"as lade, drafts verified by {way}",
         way=way,
+        is_default=False,
+    )
+
+
+def _drafting_as(rival: Rival) -> MethodInfo:
+    """Return the method of a rival: its own window, and its own budget unless one is asked for."""
+
+    def make(config: Config | None) -> Lade:
+        config = config or Config()
+        asked = config.max_draft_tokens
+        budget = rival.max_draft_tokens if asked is None else asked
+        config = replace(config, max_draft_tokens=budget, lookahead=rival.lookahead)
+        return Lade(config, drafter=rival.make_drafter())
+
+    return MethodInfo(
+        make,
+        f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens",
+        drafter=None if rival.lookahead else rival.make_drafter,  # a window needs the model
+        is_default=False,
     )
 
 
@@ -65,10 +89,16 @@ def _verifying_by(way: Way) -> MethodInfo:
 METHODS: dict[str, MethodInfo] = {
     **BASELINES,
     "lade": MethodInfo(
-        lambda config: Lade(config, NGramPool()), "lade, one pool for all prompts of a pass"
+        lambda config: Lade(config, NGramPool()),
+        "lade, one pool for all prompts of a pass",
+        drafter=lambda: PoolDrafter(NGramPool()),
     ),
     "lade_fresh": MethodInfo(
-        lambda config: Lade(config), "lade, a new and empty pool for each prompt or batch"
+        lambda config: Lade(config),
+        "lade, a new and empty pool for each prompt or batch",
+        drafter=lambda: PoolDrafter(NGramPool()),
+        is_fresh=True,
     ),
     **{f"lade_{way}": _verifying_by(way) for way in SPECULATING},
+    **{name: _drafting_as(rival) for name, rival in RIVALS.items()},
 }

@@ -1,31 +1,48 @@
-"""Results as a table for a terminal and as JSON for a file."""
+"""Results as a table, for a terminal or as Markdown, and as JSON for a file.
+
+Next file: `traces.py`.
+"""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lade.bench.environment import environment
-from lade.bench.run import Result, Summary, summarise
+from lade.bench.run import Result, Summary, passes_of, summarise
 from lade.bench.settings import Settings
+from lade.bench.tables import Sheet
 
-_SUMMARY_COLUMNS = ("prompts", "tokens/s", "speed-up", "MAT", "nodes/step", "same text")
+_SUMMARY_COLUMNS = (
+    *("prompts", "tokens/s", "speed-up", "MAT", "nodes/step", "same text"),
+    *("accepted", "corrected", "draft ms/step"),
+)
+_DIGITS = 6  # behind the point, in files
 
 LOOPS = "ending in a loop"
 OVERALL = "overall"
 
 
-def groups(results: Sequence[Result]) -> dict[str, list[Result]]:
+class _Grouped(Protocol):
+    @property
+    def category(self) -> str: ...
+
+    @property
+    def loops(self) -> bool: ...
+
+
+_G = TypeVar("_G", bound=_Grouped)
+
+
+def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
     """Return results by category, then all of them, then those that loop, kept apart.
 
     A batch is among those that loop if one of its rows does.
     """
     clean = [result for result in results if not result.loops]
-    by_name: dict[str, list[Result]] = {}
+    by_name: dict[str, list[_G]] = {}
     for result in clean:
         by_name.setdefault(result.category, []).append(result)
     if clean:
@@ -40,35 +57,33 @@ def table(
     methods: Sequence[str],
     settings: Settings,
     caption: str | None = None,
-) -> Table:
-    """Return the table of all groups and methods."""
-    title = f"{_decoding(settings)}, loops apart"
-    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for heading in ("category", "method"):
-        made.add_column(heading, no_wrap=True, min_width=11)
-    for heading in _SUMMARY_COLUMNS:
-        made.add_column(heading, justify="right")
+    *,
+    keep: bool = False,
+) -> Sheet:
+    """Return the table of all groups and methods, with each pass apart if pools were kept."""
+    sections = []
     for name, part in groups(results).items():
+        rows: list[tuple[str, ...]] = []
         for method in methods:
-            made.add_row(
-                name if method == methods[0] else "", method, *cells(summarise(part, method))
-            )
-        made.add_section()
-    return made
+            if keep:
+                rows += [
+                    (name, f"{method}, pass {num_pass}", *cells(summarise(each, method)))
+                    for num_pass, each in enumerate(passes_of(part), start=1)
+                ]
+            else:
+                rows.append((name, method, *cells(summarise(part, method))))
+        sections.append(rows)
+    title = f"{_decoding(settings)}, loops apart"
+    return Sheet(title, ("category", "method", *_SUMMARY_COLUMNS), 2, sections, caption)
 
 
-def table_of_files(paths: Sequence[Path]) -> Table:
+def table_of_files(paths: Sequence[Path]) -> Sheet:
     """Return one table of several result files of `run`, the answers without loops of each.
 
     Raises:
         ValueError: a file is no such result file.
     """
-    made = Table(title="Loops left out", title_justify="left", caption_justify="left")
-    for heading in ("results", "decoding", "method"):
-        made.add_column(heading, no_wrap=heading == "method")
-    for heading in _SUMMARY_COLUMNS:
-        made.add_column(heading, justify="right")
-    captions = []
+    sections, captions = [], []
     for path in paths:
         environment, settings, overall = _read_result(path)
         decoding = Settings(
@@ -78,17 +93,16 @@ def table_of_files(paths: Sequence[Path]) -> Table:
                 if field.name in settings
             }
         ).describe()
-        for number, (method, summary) in enumerate(overall.items()):
-            names = (path.stem, decoding) if number == 0 else ("", "")
-            made.add_row(*names, method, *cells(summary))
-        made.add_section()
+        sections.append(
+            [(path.stem, decoding, method, *cells(summary)) for method, summary in overall.items()]
+        )
         hardware = environment["gpu"] if "cuda" in settings["device"] else environment["cpu"]
         parts = [settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads"]
         if settings.get("target") is not None:  # older results do not know
             parts.append(f"lade by {settings['target']}")
         captions.append(f"{path.stem}: {', '.join(parts)}, {environment['date']}")
-    made.caption = "\n".join(captions)
-    return made
+    headings = ("results", "decoding", "method", *_SUMMARY_COLUMNS)
+    return Sheet("Loops left out", headings, 3, sections, "\n".join(captions))
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
@@ -96,26 +110,45 @@ def cells(summary: Summary) -> tuple[str, ...]:
     return (
         str(summary.num_prompts),
         f"{summary.tokens_per_sec:.1f}",
-        "" if summary.speedup is None else f"{summary.speedup:.2f}x",
+        speedup_text(summary.speedup),
         f"{summary.mean_accepted_tokens:.2f}",
         f"{summary.nodes_per_step:.1f}",
-        "" if summary.same_text is None else f"{summary.same_text:.0%}",
+        share_text(summary.same_text),
+        share_text(summary.acceptance_rate),
+        share_text(summary.correction_rate),
+        msec_text(summary.draft_sec_per_step),
     )
+
+
+def speedup_text(speedup: float | None) -> str:
+    """Return a ratio as tables show it."""
+    return "" if speedup is None else f"{speedup:.2f}x"
+
+
+def share_text(share: float | None) -> str:
+    """Return a share as tables show it."""
+    return "" if share is None else f"{share:.0%}"
+
+
+def msec_text(sec: float | None) -> str:
+    """Return a short time as tables show it."""
+    return "" if sec is None else f"{1000 * sec:.3f}"
 
 
 def as_json(
     results: Sequence[Result], methods: Sequence[str], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Return everything a reader needs to judge the numbers, and to check them."""
-    num_passes = 1 + max(result.num_pass for result in results)
     summary: dict[str, Any] = {}
     for name, part in groups(results).items():
         summary[name] = {}
         for method in methods:
-            entry = summarise(part, method)._asdict()
-            each = [[r for r in part if r.num_pass == i] for i in range(num_passes)]
-            entry["speedup_of_each_pass"] = [summarise(p, method).speedup for p in each if p]
-            summary[name][method] = _rounded(entry)
+            entry = rounded(summarise(part, method)._asdict())
+            each = [rounded(summarise(p, method)._asdict()) for p in passes_of(part)]
+            entry["speedup_of_each_pass"] = [of_pass["speedup"] for of_pass in each]
+            if settings.get("keep"):  # passes are no repeats of each other then
+                entry["each_pass"] = each
+            summary[name][method] = entry
     return {
         "environment": environment(),
         "settings": settings,
@@ -124,8 +157,16 @@ def as_json(
     }
 
 
+def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of a file with floating-point numbers of a few digits."""
+    return {
+        name: round(value, _DIGITS) if isinstance(value, float) else value
+        for name, value in entry.items()
+    }
+
+
 def prompts_fingerprint(path: Path) -> dict[str, str]:
-    """Return the name and digest of a prompt file, which is not stored with results."""
+    """Return the name and digest of a file that results came from and are not stored with."""
     return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
@@ -144,19 +185,37 @@ def _decoding(settings: Settings) -> str:
     return "Greedy decoding" + words[6:] if words.startswith("greedy") else words.capitalize()
 
 
-def _read_result(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Summary]]:
-    """Return environment, settings and the summary of all answers without loops, by method."""
+class _ResultFile(NamedTuple):
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    overall: dict[str, Summary]  # of all answers without loops, by method, or by method and pass
+
+
+def _read_result(path: Path) -> _ResultFile:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        overall = {
-            method: Summary(*(entry[field] for field in Summary._fields))
-            for method, entry in content["summary"].get(OVERALL, {}).items()
-        }
-        return content["environment"], content["settings"], overall
+        overall: dict[str, Summary] = {}
+        for method, entry in content["summary"].get(OVERALL, {}).items():
+            if "each_pass" in entry:
+                for num_pass, of_pass in enumerate(entry["each_pass"], start=1):
+                    overall[f"{method}, pass {num_pass}"] = _summary_from(of_pass)
+            else:
+                overall[method] = _summary_from(entry)
+        return _ResultFile(content["environment"], content["settings"], overall)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"expected {path.name} to be a result file of lade bench run: {error!r}"
         ) from None
+
+
+def _summary_from(entry: Mapping[str, Any]) -> Summary:
+    defaults = Summary._field_defaults  # of what older files do not have
+    return Summary(
+        *(
+            entry.get(name, defaults[name]) if name in defaults else entry[name]
+            for name in Summary._fields
+        )
+    )
 
 
 def _as_json(result: Result) -> dict[str, Any]:
@@ -179,19 +238,16 @@ def _as_json(result: Result) -> dict[str, Any]:
         if len(answer.rows) > 1:
             entry[method] |= {"num_rows": len(answer.rows), "num_row_steps": answer.num_row_steps}
         if answer.stats is not None:
-            entry[method]["overhead"] = round(answer.stats.overhead, 4)
+            entry[method] |= {
+                "num_accepted_tokens": answer.stats.num_accepted_tokens,
+                "num_drafted_row_steps": answer.stats.num_drafted_row_steps,
+                "num_corrected_row_steps": answer.stats.num_corrected_row_steps,
+                "draft_sec": round(answer.stats.draft_sec, _DIGITS),
+                "overhead": round(answer.stats.overhead, 4),
+            }
         if plain is not None and method != "plain":
             entry[method]["same_text"] = answer.rows == plain.rows
             if len(answer.rows) > 1:
                 same = sum(a == b for a, b in zip(answer.rows, plain.rows, strict=True))
                 entry[method]["num_same_text"] = same
     return entry
-
-
-def _rounded(entry: dict[str, Any]) -> dict[str, Any]:
-    def rounded(value: Any) -> Any:
-        if isinstance(value, list):
-            return [rounded(item) for item in value]
-        return round(value, 4) if isinstance(value, float) else value
-
-    return {name: rounded(value) for name, value in entry.items()}

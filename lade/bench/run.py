@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lade.bench.baselines import Answer, warm_up
+from lade.bench.baselines import Answer, Method, warm_up
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
 from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt
@@ -17,6 +17,7 @@ from lade.bench.settings import Settings
 from lade.config import Config
 from lade.errors import UnsupportedModelError
 from lade.models import LoadedModel
+from lade.stats import DecodeStats
 
 #: The category of a batch whose prompts are of several.
 MIXED = "mixed"
@@ -51,6 +52,10 @@ class Summary(NamedTuple):
     mean_accepted_tokens: float  # per step of a row, so that plain is 1.00 at any batch size
     nodes_per_step: float  # per step of a row, too
     same_text: float | None  # share of sequences with plain's text; None without plain
+    # As `DecodeStats` counts them; None for methods that do not have it.
+    acceptance_rate: float | None = None
+    correction_rate: float | None = None
+    draft_sec_per_step: float | None = None
 
 
 def warm_up_methods(
@@ -81,6 +86,7 @@ def run_methods(
     settings: Settings,
     *,
     num_passes: int = 1,
+    keep: bool = False,
     config: Config | None = None,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
@@ -89,14 +95,17 @@ def run_methods(
 
     The methods have been warmed up (`warm_up_methods`).
     Methods take turns at every batch, beginning with another one each time, so that a machine that
-    slows down slows all alike. A pass begins with new methods, and so with empty pools, and with
-    the same seeds: all passes, and with exact arithmetic all methods, make the same texts.
+    slows down slows all alike. A pass begins with the same seeds: all passes, and with exact
+    arithmetic all methods, make the same texts. It also begins with new methods, and so with empty
+    pools, unless `keep`: then each pass goes on from the pools that the one before has filled.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
     batches = in_batches(prompts, settings.batch_size)
+    running: dict[str, Method] = {}
     for num_pass in range(num_passes):
-        running = {name: METHODS[name].make(config) for name in methods}
+        if not (keep and running):
+            running = {name: METHODS[name].make(config) for name in methods}
         for number, batch in enumerate(batches):
             inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
             first = number % len(methods)
@@ -131,12 +140,17 @@ def ends_in_loop(token_ids: Sequence[int]) -> bool:
     return False
 
 
-def summarise(results: Iterable[Result], method: str) -> Summary:
-    """Sum one method up: within each pass, then the median over passes."""
+def passes_of(results: Iterable[Result]) -> list[list[Result]]:
+    """Return the results of each pass, in order."""
     by_pass: dict[int, list[Result]] = {}
     for result in results:
         by_pass.setdefault(result.num_pass, []).append(result)
-    passes = [_summarise_pass(part, method) for part in by_pass.values()]
+    return [by_pass[num_pass] for num_pass in sorted(by_pass)]
+
+
+def summarise(results: Iterable[Result], method: str) -> Summary:
+    """Sum one method up: within each pass, then the median over passes."""
+    passes = [_summarise_pass(part, method) for part in passes_of(results)]
     return Summary(*(_median(values) for values in zip(*passes, strict=True)))
 
 
@@ -153,6 +167,7 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         speedup = rate / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
         plain_rows = [row for answer in plain for row in answer.rows]
         same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
+    stats = _stats_of(answers)
     return Summary(
         num_prompts=sum(len(result.prompts) for result in results),
         tokens_per_sec=rate,
@@ -161,7 +176,20 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
         nodes_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
+        acceptance_rate=None if stats is None else stats.acceptance_rate,
+        correction_rate=None if stats is None else stats.correction_rate,
+        draft_sec_per_step=None if stats is None else stats.draft_sec_per_step,
     )
+
+
+def _stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
+    """Add up what was counted, where the method counts."""
+    total = DecodeStats()
+    for answer in answers:
+        if answer.stats is None:
+            return None
+        total.add(answer.stats)
+    return total
 
 
 def _median(values: Sequence[Any]) -> Any:

@@ -125,6 +125,28 @@ NumReturnSequencesOption = Annotated[
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the results to this file.", dir_okay=False)
 ]
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option("--markdown", help="Also write the table as Markdown.", dir_okay=False),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
+        file_okay=False,
+    ),
+]
+MaxNodesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-nodes",
+        "--max-draft-tokens",
+        min=0,
+        help="The same budget for every method: verify up to so many draft tokens in every step. "
+        "Without it, the measured time of steps decides, and prompt_lookup has its 10.",
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -205,27 +227,47 @@ def bench_run(
     limit: LimitOption = None,
     passes: Annotated[
         int,
-        typer.Option(min=1, help="Repeat everything, each time with new pools; show medians."),
+        typer.Option(
+            min=1, help="Repeat everything, each time with new pools unless --keep; show medians."
+        ),
     ] = 1,
-    max_draft_tokens: MaxDraftTokensOption = None,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Let pools live on from pass to pass, so that the second knows the answers of "
+            "the first; show each pass apart.",
+        ),
+    ] = False,
+    max_nodes: MaxNodesOption = None,
     target: TargetOption = None,
     json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
 ) -> None:
     """Compare ways of generating on a file of prompts, in turn, in one process.
 
     All get the same batches, options and seeds. Tokens per second are those emitted by all rows up
     to their EOS, over the time of the whole call; MAT is tokens per step of a row. "same text" is
     the share of answers with plain's tokens: prompt_lookup draws otherwise when it samples, so its
-    texts differ then and are as likely.
+    texts differ then and are as likely. "accepted" is the share of draft tokens that were accepted;
+    "corrected" is the share of steps with a draft that ended where the model chose another token
+    than those drafted there.
     """
     from lade.bench.settings import Settings
-    from lade.cli.bench import choose_methods, run
+    from lade.cli.bench import ResultFiles, choose_methods, run
 
     settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
     names, left_out = choose_methods(methods, settings)
+    if keep and passes == 1:
+        raise ValueError("expected --passes of 2 or more with --keep, got 1")
+    if plot is not None and not {"plain"} < set(names):
+        raise ValueError("expected plain and another of the methods to plot speed-ups")
+    files = ResultFiles(json, markdown, plot)
+    files.check()
     loaded = load(model, device, dtype, threads)
-    config = make_config(max_draft_tokens, target)
-    run(loaded, prompts, names, left_out, settings, limit, passes, config, json)
+    config = make_config(max_nodes, target)
+    run(loaded, prompts, names, left_out, settings, limit, passes, keep, config, files)
 
 
 @bench.command("show")
@@ -236,11 +278,131 @@ def bench_show(
             help="Result files that bench run --json wrote.", exists=True, dir_okay=False
         ),
     ],
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
 ) -> None:
-    """Print result files of bench run, of different settings perhaps, as one table."""
-    from lade.cli.bench import show
+    """Print result files of bench run, of different settings perhaps, as one table.
 
-    show(files)
+    A plot shows one file, by category, and is named like it.
+    """
+    from lade.cli.bench import ResultFiles, show
+
+    wanted = ResultFiles(markdown=markdown, plot=plot)
+    wanted.check()
+    show(files, wanted)
+
+
+@bench.command("record")
+def bench_record(
+    prompts: PromptsOption,
+    out: Annotated[
+        Path,
+        typer.Option(help="Write the traces to this file, TRACES.safetensors.", dir_okay=False),
+    ],
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    max_new_tokens: MaxNewTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    limit: LimitOption = None,
+    num_successors: Annotated[
+        int,
+        typer.Option(
+            "--num-successors",
+            min=1,
+            help="Keep so many of the model's likeliest next tokens at every position.",
+        ),
+    ] = 16,
+) -> None:
+    """Answer prompts with lade and record what bench replay needs to try drafters on them.
+
+    That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
+    each of them, from one more forward over the whole text.
+    """
+    from lade.bench.settings import Settings
+    from lade.cli.bench import check_writable
+    from lade.cli.replay import record
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed)
+    check_writable(out)
+    record(load(model, device, dtype, threads), prompts, out, settings, limit, num_successors)
+
+
+@bench.command("replay")
+def bench_replay(
+    traces: Annotated[
+        Path, typer.Argument(help="What bench record wrote.", exists=True, dir_okay=False)
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, as for bench run. Without it, all that draft without a model."
+        ),
+    ] = None,
+    max_nodes: Annotated[
+        str,
+        typer.Option("--max-nodes", help="Comma-separated: draft up to so many nodes in a step."),
+    ] = "8,16,32,64",
+    passes: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Replay everything so often, pools living on; shows each pass apart."
+        ),
+    ] = 1,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Try drafters on recorded answers, without a model and much faster than one.
+
+    Every step verifies all nodes that it may, so steps and accepted tokens are those of bench run
+    with the same --max-nodes and exact arithmetic. Not so for methods that learn from the model's
+    logits: what it finds likely after a rejected token was not recorded, so they learn less here
+    than live, and their numbers are too low.
+    """
+    from lade.cli.bench import ResultFiles
+    from lade.cli.replay import choose_methods, choose_node_counts, replay
+
+    names, node_counts = choose_methods(methods), choose_node_counts(max_nodes)
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    replay(traces, names, node_counts, passes, files)
+
+
+@bench.command("project")
+def bench_project(
+    step_cost: Annotated[
+        Path,
+        typer.Option(
+            help="Seconds of one forward on the other machine by its number of tokens: CSV lines "
+            "like 8,0.023, or a JSON object. Sizes between are interpolated, none beyond.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    mat: Annotated[
+        list[Path],
+        typer.Option(
+            help="What bench replay --json wrote; may be repeated.", exists=True, dir_okay=False
+        ),
+    ],
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Project replays to another machine: MAT x cost of 1 token / cost of 1 + nodes tokens.
+
+    The best node count of each method is marked. Prefill and the time to draft are left out, and
+    every step counts as if its draft had all nodes that it may.
+    """
+    from lade.cli.bench import ResultFiles
+    from lade.cli.replay import project
+
+    files = ResultFiles(json, markdown)
+    files.check()
+    project(step_cost, mat, files)
 
 
 @bench.command("memory")
@@ -295,6 +457,27 @@ def bench_pool(
     from lade.cli.bench import run_pool
 
     run_pool(max_tokens, nodes, json)
+
+
+@app.command()
+def prewarm(
+    model: ModelOption = None,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Work for so long; another run goes on from there.")
+    ] = 120.0,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Let a model tell its likely next tokens once, so that lade drafts from the first step on.
+
+    No text is needed: the model is asked about every token of its vocabulary, and writes texts of
+    its own. What it tells is kept in your cache folder and used with this model from then on, also
+    in other number formats and on other devices. The longer it runs, the more it helps.
+    """
+    from lade.cli.prewarm import run
+
+    run(load(model, device, dtype, threads), seconds)
 
 
 @app.command()

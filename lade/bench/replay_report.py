@@ -1,0 +1,102 @@
+"""What replays came to, as a table and as JSON: one curve over node counts for each method.
+
+Next file: `project.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lade.bench.environment import environment
+from lade.bench.replay import Replay
+from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text
+from lade.bench.tables import Sheet
+from lade.stats import DecodeStats
+
+_COLUMNS = ("nodes", "MAT", "nodes/step", "accepted", "corrected", "draft ms/step")
+
+
+class Point(NamedTuple):
+    """One method with one node count, over the answers of one group, in one pass."""
+
+    group: str  # a category, or all answers but those that loop, or those
+    method: str
+    max_nodes: int
+    num_pass: int
+    num_answers: int
+    num_tokens: int
+    mean_accepted_tokens: float
+    nodes_per_step: float
+    acceptance_rate: float
+    correction_rate: float
+    draft_sec_per_step: float
+
+    def label(self, num_passes: int) -> str:
+        """Return the method's name, with the pass where there are several."""
+        return self.method if num_passes == 1 else f"{self.method}, pass {self.num_pass + 1}"
+
+
+def points(replays: Sequence[Replay]) -> list[Point]:
+    """Sum replays up, group by group; methods, node counts and passes keep their order."""
+    made = []
+    for group, part in groups(replays).items():
+        by_run: dict[tuple[str, int, int], list[Replay]] = {}
+        for replay in part:
+            run = (replay.method, replay.max_nodes, replay.num_pass)
+            by_run.setdefault(run, []).append(replay)
+        for run, of_run in by_run.items():
+            stats = DecodeStats()
+            for replay in of_run:
+                stats.add(replay.stats)
+            made.append(
+                Point(
+                    group,
+                    *run,
+                    num_answers=len(of_run),
+                    num_tokens=stats.num_tokens,
+                    mean_accepted_tokens=stats.mean_accepted_tokens,
+                    nodes_per_step=stats.nodes_per_step,
+                    acceptance_rate=stats.acceptance_rate,
+                    correction_rate=stats.correction_rate,
+                    draft_sec_per_step=stats.draft_sec_per_step,
+                )
+            )
+    return made
+
+
+def table(made: Sequence[Point], caption: str | None = None) -> Sheet:
+    """Return the table of all answers together, and of those that loop, apart."""
+    num_passes = num_passes_of(made)
+    sections = [
+        [_cells(point, num_passes) for point in made if point.group == group]
+        for group in (OVERALL, LOOPS)
+    ]
+    title = "Replay, every step verifying up to so many nodes, loops apart"
+    headings = ("answers", "method", *_COLUMNS)
+    return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
+
+
+def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return all points, ready for JSON."""
+    return {
+        "environment": environment(),
+        "settings": settings,
+        "runs": [rounded(point._asdict()) for point in made],
+    }
+
+
+def num_passes_of(made: Sequence[Point]) -> int:
+    """Return how many passes there are."""
+    return 1 + max(point.num_pass for point in made)
+
+
+def _cells(point: Point, num_passes: int) -> tuple[str, ...]:
+    return (
+        f"{point.group} ({point.num_answers})",
+        point.label(num_passes),
+        str(point.max_nodes),
+        f"{point.mean_accepted_tokens:.2f}",
+        f"{point.nodes_per_step:.1f}",
+        share_text(point.acceptance_rate),
+        share_text(point.correction_rate),
+        msec_text(point.draft_sec_per_step),
+    )

@@ -1,0 +1,173 @@
+"""`lade bench record`, `replay`, `project`: traces of answers, and what drafters make of them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lade.bench.settings import Settings
+from lade.cli.bench import ResultFiles, print_sheet, progress_bar, say_written
+from lade.cli.loading import console
+from lade.models import LoadedModel
+
+
+def record(
+    loaded: LoadedModel,
+    prompts_path: Path,
+    out: Path,
+    settings: Settings,
+    limit: int | None,
+    num_successors: int,
+) -> None:
+    """Answer prompts and write the traces, also after an interruption."""
+    import torch
+
+    from lade.bench.environment import environment
+    from lade.bench.prompts import read_prompts
+    from lade.bench.record import record as record_all
+    from lade.bench.record import vocab_size_of
+    from lade.bench.report import prompts_fingerprint
+    from lade.bench.traces import Trace, Traces, write_traces
+
+    prompts = read_prompts(prompts_path, limit)
+    traces: list[Trace] = []
+    stopped_by: BaseException | None = None
+    with progress_bar() as bars:
+        task = bars.add_task("answering", total=len(prompts))
+        try:
+            record_all(
+                loaded,
+                prompts,
+                settings,
+                num_successors,
+                traces=traces,
+                on_trace=lambda trace: bars.advance(task),
+            )
+        except BaseException as error:  # what was recorded so far is written all the same
+            stopped_by = error
+    if stopped_by is not None and not traces:
+        raise stopped_by
+    described: dict[str, Any] = {
+        "model": Path(loaded.name).name,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+        "threads": torch.get_num_threads(),
+        **asdict(settings),
+        "vocab_size": vocab_size_of(loaded.model),
+        "num_successors": num_successors,
+        "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
+        "interrupted": stopped_by is not None,
+    }
+    write_traces(out, Traces(traces, described, environment()))
+    if stopped_by is not None:
+        console.print(f"stopped after {len(traces)} of {len(prompts)} prompts")
+    num_tokens = sum(trace.num_answer_tokens for trace in traces)
+    console.print(f"{len(traces)} answers, {num_tokens} tokens")
+    say_written([out])
+    if stopped_by is not None:
+        raise stopped_by
+
+
+def choose_methods(text: str | None) -> list[str]:
+    """Return which methods to replay: those in a comma-separated list, or all that can be.
+
+    Raises:
+        ValueError: a method is unknown, named twice, or has no drafter to replay.
+    """
+    from lade.bench.replay import replayable
+
+    known = replayable()
+    if text is None:
+        return known
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names) or not set(names) <= set(known):
+        raise ValueError(
+            f"expected --methods to be different ones of those that draft without a model, "
+            f"{', '.join(known)}, got {text!r}"
+        )
+    return names
+
+
+def choose_node_counts(text: str) -> list[int]:
+    """Return the node counts in a comma-separated list.
+
+    Raises:
+        ValueError: they are not different numbers of 1 or more.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    counts = [int(part) for part in parts if part.isdecimal()]
+    if len(counts) < len(parts) or min(counts) < 1 or len(set(counts)) < len(counts):
+        raise ValueError(f"expected --max-nodes to be different numbers above 0, got {text!r}")
+    return counts
+
+
+def replay(
+    traces_path: Path,
+    methods: list[str],
+    node_counts: list[int],
+    num_passes: int,
+    files: ResultFiles,
+) -> None:
+    """Replay traces; print and write what came of it, also after an interruption."""
+    from lade.bench.methods import METHODS
+    from lade.bench.plots import plot_curves
+    from lade.bench.replay import Replay
+    from lade.bench.replay import replay as replay_all
+    from lade.bench.replay_report import as_json, points, table
+    from lade.bench.report import prompts_fingerprint
+    from lade.bench.traces import read_traces
+
+    recorded = read_traces(traces_path)
+    num_replays = len(methods) * len(node_counts) * num_passes * len(recorded.traces)
+    replays: list[Replay] = []
+    stopped_by: BaseException | None = None
+    with progress_bar() as bars:
+        task = bars.add_task("replaying", total=num_replays)
+        try:
+            replay_all(
+                recorded,
+                methods,
+                node_counts,
+                num_passes=num_passes,
+                replays=replays,
+                on_replay=lambda each: bars.advance(task),
+            )
+        except BaseException as error:  # what was replayed so far is shown and written all the same
+            stopped_by = error
+    if stopped_by is not None and not replays:
+        raise stopped_by
+    described = {
+        "traces": {**prompts_fingerprint(traces_path), "num": len(recorded.traces)},
+        "recorded": {"settings": recorded.settings, "environment": recorded.environment},
+        "methods": {name: METHODS[name].description for name in methods},
+        "max_nodes": node_counts,
+        "passes": num_passes,
+        "interrupted": stopped_by is not None,
+    }
+    measured = points(replays)
+    caption = "Drafters that learn from the logits of rejected nodes do better live than here."
+    sheet = table(measured, caption)
+    print_sheet(sheet)
+    if stopped_by is not None:
+        console.print(f"stopped after {len(replays)} of {num_replays} replays")
+    files.write(as_json(measured, described), sheet)
+    if files.plot is not None:
+        say_written(plot_curves(files.plot, "mat", measured))
+    if stopped_by is not None:
+        raise stopped_by
+
+
+def project(step_cost_path: Path, mat_paths: list[Path], files: ResultFiles) -> None:
+    """Print and write what measured MAT would be worth at the step costs of another machine."""
+    from lade.bench.project import as_json, read_points, read_step_costs, table
+    from lade.bench.project import project as project_all
+    from lade.bench.report import prompts_fingerprint
+
+    costs = read_step_costs(step_cost_path)
+    made = [each for path in mat_paths for each in project_all(path.stem, read_points(path), costs)]
+    sheet = table(made, step_cost_path.name)
+    print_sheet(sheet)
+    described = {
+        "step_cost": prompts_fingerprint(step_cost_path),
+        "mat": [prompts_fingerprint(path) for path in mat_paths],
+    }
+    files.write(as_json(made, described), sheet)

@@ -1,0 +1,503 @@
+"""Tables of a model's own successors: what they hold, how they go on, what is left untouched."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from typer.testing import CliRunner
+
+import lade
+from lade import prewarming, tables
+from lade.cli.app import app
+from lade.errors import UnsupportedModelError
+from lade.fingerprint import fingerprint_of
+from lade.prewarming import PrewarmProgress, Run
+from lade.speaker import Speaker, speaking
+from lade.tables import Effort, StoredTable, read_table, table_for, tables_folder, write_table
+from ngram_pool import SuccessorTable
+from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
+
+
+class Ticks:
+    """A clock that goes on by one second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def run_on(
+    model: Any, stored: StoredTable, seconds: float, save: Callable[[], None] = lambda: None
+) -> tuple[Run, list[PrewarmProgress]]:
+    """Work for so many readings of a clock."""
+    told: list[PrewarmProgress] = []
+    with speaking(model, stored.table.num_successors) as speaker:
+        speaker.num_rows = 4
+        run = Run(
+            speaker,
+            stored,
+            Path("nowhere"),
+            seconds,
+            save=save,
+            progress=told.append,
+            clock=Ticks(),
+        )
+        run.work()
+    return run, told
+
+
+def new() -> StoredTable:
+    return StoredTable(SuccessorTable(2**12), Effort())
+
+
+@torch.no_grad()
+def likeliest(model: Any, *token_ids: int) -> tuple[list[int], list[float]]:
+    """Return what follows a text, by a forward of it alone."""
+    top = model(torch.tensor([token_ids])).logits[0, -1].softmax(-1).topk(8)
+    return top.indices.tolist(), top.values.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mamba", "rwkv", "openai-gpt"])
+def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(family: str) -> None:
+    model = tiny_model(family, attention="eager")
+    token_ids = np.arange(2, 13)
+    with speaking(model, 8) as speaker:
+        speaker.num_rows = 4
+        ids, probs = speaker.successors_of(7, token_ids)
+    for token_id, row_ids, row_probs in zip(token_ids.tolist(), ids, probs, strict=True):
+        expected_ids, expected_probs = likeliest(model, 7, token_id)
+        assert row_ids.tolist() == expected_ids
+        np.testing.assert_allclose(row_probs, expected_probs, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mamba"])
+def test_texts_tell_the_successors_at_every_place(family: str) -> None:
+    model = tiny_model(family, attention="eager")
+    columns: list[Any] = []
+    told: list[Any] = []
+
+    def hear(tokens: Any, successors: Any) -> bool:
+        columns.append(tokens[:, -1])
+        told.append(successors)
+        return True
+
+    with speaking(model, 8) as speaker:
+        speaker.num_rows = 3
+        assert speaker.write(12, 5, hear)
+    texts = np.stack(columns, axis=1)
+    assert texts.shape == (3, 12)
+    assert (texts[:, 0] == speaker.start_token_id).all()
+    assert len({tuple(text) for text in texts.tolist()}) == 3  # drawn, each on its own
+    for place in range(12):
+        ids, probs = told[place]
+        for row in range(3):
+            expected_ids, expected_probs = likeliest(model, *texts[row, : place + 1].tolist())
+            assert ids[row].tolist() == expected_ids
+            np.testing.assert_allclose(probs[row], expected_probs, rtol=1e-4)
+
+
+def test_texts_are_drawn_from_the_whole_distribution() -> None:
+    """First tokens of 4 000 texts; a chi-square beyond 160 at 95 degrees has a chance of 4e-5."""
+    model = tiny_model("llama", seed=3)
+    counts = np.zeros(VOCAB_SIZE)
+
+    def hear(tokens: Any, _: Any) -> bool:
+        if tokens.shape[1] == 2:
+            np.add.at(counts, tokens[:, -1], 1)
+        return len(tokens[0]) < 2
+
+    with speaking(model, 8) as speaker:
+        speaker.num_rows = 1000
+        for seed in range(4):
+            speaker.write(3, seed, hear)
+    with torch.no_grad():
+        probs = model(torch.tensor([[speaker.start_token_id]])).logits[0, -1].softmax(-1).numpy()
+    expected = counts.sum() * probs
+    common = expected >= 5
+    parts = [*np.stack([counts, expected])[:, common].T, [counts[~common].sum(), 0]]
+    parts[-1][1] = expected[~common].sum()
+    assert counts.sum() == 4000
+    assert VOCAB_SIZE < 100
+    assert sum((seen - due) ** 2 / due for seen, due in parts if due) < 160
+
+
+def test_a_run_asks_for_every_token_first_and_then_writes_texts() -> None:
+    model = tiny_model("llama")
+    stored = new()
+    run, told = run_on(model, stored, 700)
+    made = run.made()
+    assert [*dict.fromkeys(step.stage for step in told)] == [
+        *("first words", "lone tokens", "own texts"),
+    ]
+    assert made.num_lone_tokens == made.vocab_size == VOCAB_SIZE
+    prefix = stored.effort.prefix_token_id
+    assert prefix is not None
+    assert made.num_contexts > VOCAB_SIZE  # pairs, too
+    for token_id in range(VOCAB_SIZE):
+        assert stored.table.get(-1, token_id) is not None
+    assert told[-1].made == made
+    assert made.num_tokens == run.num_new_tokens > 0
+
+
+def test_a_table_holds_the_successors_of_pairs_met_many_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Texts of a start and one more token: every meeting of such a pair tells the same.
+    monkeypatch.setattr(prewarming, "_PREFIX_TEXT_LENGTH", 2)
+    monkeypatch.setattr(prewarming, "_TEXT_LENGTH", 2)
+    model, stored = tiny_model("llama"), new()
+    run_on(model, stored, 700)
+    start = 1  # BOS of tiny models
+    found = [(token_id, stored.table.get(start, token_id)) for token_id in range(VOCAB_SIZE)]
+    known = [(token_id, row) for token_id, row in found if row is not None]
+    assert len(known) > VOCAB_SIZE // 3
+    for token_id, (row_ids, row_probs) in known:
+        expected_ids, expected_probs = likeliest(model, start, token_id)
+        assert row_ids.tolist() == expected_ids
+        np.testing.assert_allclose(row_probs, expected_probs, rtol=2e-3)
+
+
+def test_lone_tokens_take_a_third_of_a_run_at_most() -> None:
+    model = tiny_model("llama", vocab_size=4000)
+    _, told = run_on(model, new(), 400)
+    ends = {step.stage: step.passed_sec for step in told}
+    starts = {step.stage: step.passed_sec for step in reversed(told)}
+    assert 0 < told[-1].made.num_lone_tokens < 4000
+    asked_sec = ends["lone tokens"] - ends["first words"]
+    assert asked_sec <= (400 - starts["first words"]) / 3 + 8
+    assert ends["own texts"] >= 395
+
+
+def test_another_run_goes_on_where_the_last_one_ended() -> None:
+    model = tiny_model("llama", vocab_size=1000)
+    stored = new()
+    first = run_on(model, stored, 300)[0].made()
+    before = Effort(**{name: getattr(stored.effort, name) for name in Effort.__slots__})
+    second_run, told = run_on(model, stored, 300)
+    second = second_run.made()
+    assert "first words" not in {step.stage for step in told}
+    assert stored.effort.prefix_token_id == before.prefix_token_id
+    assert second.num_lone_tokens > first.num_lone_tokens > 0
+    assert second.num_contexts > first.num_contexts
+    assert stored.effort.num_texts > before.num_texts  # other seeds
+    assert second.num_tokens == first.num_tokens + second_run.num_new_tokens
+    assert second.seconds > first.seconds
+
+
+def test_no_batch_of_texts_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    write = Speaker.write
+
+    def noted(self: Speaker, num_tokens: int, seed: int, hear: Any) -> bool:
+        seeds.append(seed)
+        return write(self, num_tokens, seed, hear)
+
+    monkeypatch.setattr(Speaker, "write", noted)
+    stored, model = new(), tiny_model("llama")
+    for _ in range(3):
+        run_on(model, stored, 600)
+    assert len(seeds) > 4
+    assert seeds == [*range(len(seeds))]
+
+
+def test_a_run_saves_every_thirty_seconds() -> None:
+    saved: list[int] = []
+    run_on(tiny_model("llama"), new(), 400, lambda: saved.append(1))
+    assert 6 <= len(saved) <= 400 // 30
+
+
+def test_a_table_never_holds_more_than_it_may(tmp_path: Path) -> None:
+    stored = StoredTable(SuccessorTable(64), Effort())
+    run, _ = run_on(tiny_model("llama"), stored, 1500)
+    assert len(stored.table) <= 64
+    assert run.made().num_lone_tokens == 32  # half of the table
+    assert stored.table.nbytes < 64 * 80
+
+
+def test_prewarm_writes_a_table_that_is_found_for_the_model(tmp_path: Path) -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    made = lade.prewarm(model, 0.5, folder=tmp_path / "tables")
+    assert made.path.parent == tmp_path / "tables"
+    assert [*made.path.parent.iterdir()] == [made.path]  # nothing half-made
+    table = table_for(model, tmp_path / "tables")
+    assert table is not None
+    assert len(table) == made.num_contexts > 0
+    assert table_for(other, tmp_path / "tables") is None
+    again = lade.prewarm(model, 0.2, folder=tmp_path / "tables")
+    assert again.num_tokens > made.num_tokens
+    assert again.seconds == pytest.approx(made.seconds + 0.2, abs=0.15)
+
+
+def test_an_interruption_keeps_what_was_done(tmp_path: Path) -> None:
+    model = tiny_model("llama").train()
+
+    def interrupt(step: PrewarmProgress) -> None:
+        if step.made.num_tokens > 700:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lade.prewarm(model, 60, folder=tmp_path, progress=interrupt)
+    (path,) = tmp_path.iterdir()
+    stored = read_table(path, model)
+    assert stored.effort.num_tokens > 700
+    assert len(stored.table) > 0
+    assert model.training
+
+
+def test_model_and_random_state_are_left_as_they_were(tmp_path: Path) -> None:
+    model = tiny_model("opt", dropout=0.5, attention_dropout=0.5).train()
+    model.model.decoder.layers[0].eval()
+    model.generation_config.do_sample = True
+    lade.wrap(model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    attributes = {*vars(model)}
+    generation_config = model.generation_config.to_dict()
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    lade.prewarm(model, 0.3, folder=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert {*vars(model)} == attributes
+    assert model.generation_config.to_dict() == generation_config
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    forward = type(model).forward
+
+    def small(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(input_ids) > 8:
+            raise torch.OutOfMemoryError("no memory for so many rows")
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", small)
+    with speaking(model, 8) as speaker:
+        speaker.num_rows = 32
+        ids, _ = speaker.successors_of(7, np.arange(40))
+        assert ids.shape == (40, 8)
+        assert speaker.num_rows == 8
+        speaker.num_rows = 32
+        run = Run(speaker, new(), Path("x"), 1500, save=lambda: None, clock=Ticks())
+        run.work()
+        assert speaker.num_rows == 8
+    assert run.made().num_lone_tokens == VOCAB_SIZE
+    monkeypatch.setattr(type(model), "forward", out_of_memory)
+    with speaking(model, 8) as speaker, pytest.raises(torch.OutOfMemoryError):
+        speaker.successors_of(7, np.arange(40))
+
+
+def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory at all")
+
+
+# --- fingerprints ---------------------------------------------------------------------------
+
+
+def test_a_checkpoint_has_one_fingerprint_in_all_formats() -> None:
+    model = tiny_model("llama", dtype=torch.float32).to(torch.bfloat16)
+    expected = fingerprint_of(model)
+    assert expected is not None
+    assert len(expected) == 64
+    assert fingerprint_of(model.float()) == expected
+    assert fingerprint_of(model.double()) == expected
+    model.set_attn_implementation("eager")
+    model.config.name_or_path = "elsewhere"
+    assert fingerprint_of(model.train()) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
+)
+def test_other_weights_have_another_fingerprint(name: str) -> None:
+    model = tiny_model("llama")
+    before = fingerprint_of(model)
+    with torch.no_grad():
+        weight = model.get_parameter(name)
+        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    assert fingerprint_of(model) != before
+
+
+def test_another_shape_of_the_text_has_another_fingerprint() -> None:
+    assert fingerprint_of(tiny_model("mistral")) != fingerprint_of(
+        tiny_model("mistral", sliding_window=16)
+    )
+
+
+def test_weights_out_of_memory_are_left_out_of_a_fingerprint() -> None:
+    model = tiny_model("llama")
+    model.model.embed_tokens.to("meta")
+    assert fingerprint_of(model) is not None
+    model.to("meta")
+    assert fingerprint_of(model) is None
+    with pytest.raises(UnsupportedModelError, match="has no weights in memory"):
+        lade.prewarm(model, 1)
+
+
+def test_quantized_weights_have_a_fingerprint() -> None:
+    model = tiny_model("llama")
+    before = fingerprint_of(model)
+    weights = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+    model.lm_head.register_buffer("qweight", weights)
+    first = fingerprint_of(model)
+    model.lm_head.qweight = weights + 1
+    assert len({before, first, fingerprint_of(model)}) == 3
+
+
+# --- files ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> SimpleNamespace:
+    """A model and the file of its table."""
+    model = tiny_model("llama")
+    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
+    table = SuccessorTable(64)
+    table.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
+    effort = Effort(prefix_token_id=9, num_lone_tokens=3, num_texts=2, num_tokens=70, seconds=1.5)
+    write_table(path, model, StoredTable(table, effort))
+    return SimpleNamespace(model=model, path=path, table=table, effort=effort)
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Write a file again, with other metadata."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        described = json.loads(file.metadata()["lade_table"])
+    arrays = safetensors.numpy.load_file(path)
+    safetensors.numpy.save_file(arrays, path, {"lade_table": json.dumps(described | changes)})
+
+
+def test_a_table_comes_back_from_its_file(written: SimpleNamespace) -> None:
+    stored = read_table(written.path, written.model, 128)
+    assert stored.effort == written.effort
+    assert stored.table.capacity == 128
+    token_ids, probs = stored.table.get(4, 5) or ((), ())
+    assert [*token_ids] == [8, 9]
+    np.testing.assert_allclose(probs, [0.75, 0.125], rtol=1e-3)
+
+
+def damage(path: Path, kind: str) -> None:
+    arrays = safetensors.numpy.load_file(path)
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "foreign":
+        safetensors.numpy.save_file({"weights": np.zeros(3)}, path)
+    elif kind == "of a newer lade":
+        change(path, format=2)
+    elif kind == "of another model":
+        change(path, fingerprint="0" * 64)
+    elif kind == "with other fields":
+        change(path, effort={"hours": 3})
+    elif kind == "with impossible tokens":
+        arrays["token_ids"][0, 0] = VOCAB_SIZE
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata()
+        safetensors.numpy.save_file(arrays, path, metadata)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cut", "empty", "foreign", "of a newer lade", "of another model", "with other fields"),
+        "with impossible tokens",
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_and_left(written: SimpleNamespace, kind: str) -> None:
+    damage(written.path, kind)
+    content = written.path.read_bytes()
+    with pytest.raises(ValueError, match="remove it to begin anew") as raised:
+        lade.prewarm(written.model, 1, folder=written.path.parent)
+    assert str(written.path) in str(raised.value)
+    with pytest.warns(UserWarning, match="does not use its table for LlamaForCausalLM"):
+        assert table_for(written.model, written.path.parent) is None
+    assert written.path.read_bytes() == content
+
+
+def test_a_table_is_written_whole_or_not_at_all(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = written.path.read_bytes()
+
+    def fail(*args: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no room"):
+        write_table(written.path, written.model, StoredTable(written.table, Effort()))
+    assert [*written.path.parent.iterdir()] == [written.path]
+    assert written.path.read_bytes() == content
+
+
+def test_where_there_are_no_tables_nothing_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "fingerprint_of", out_of_memory)
+    assert table_for(tiny_model("llama"), tmp_path / "missing") is None
+
+
+def test_tables_are_in_the_cache_of_the_user() -> None:
+    assert tables_folder().name == "tables"
+    assert tables_folder().parent.name.lower() == "lade"
+
+
+# --- errors and the command line ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_the_time_has_to_be_above_zero(seconds: float) -> None:
+    with pytest.raises(ValueError, match="expected seconds to be above 0, got"):
+        lade.prewarm(tiny_model("llama"), seconds)
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    config = SimpleNamespace(is_encoder_decoder=True)
+    with pytest.raises(UnsupportedModelError, match="SimpleNamespace is an encoder-decoder"):
+        lade.prewarm(SimpleNamespace(config=config), 1)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command line, on a saved tiny model; its tables are in the folder `tables`."""
+    model = tiny_model("llama", dtype=torch.float32, vocab_size=256)
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(prewarming, "tables_folder", lambda: tmp_path / "tables")
+    return ["prewarm", "--model", str(tmp_path / "model"), "--dtype", "float32", "--seconds", "1"]
+
+
+def test_the_command_says_what_there_is(command: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "of 256 lone tokens) from " in done.stdout
+    (path,) = (tmp_path / "tables").iterdir()
+    assert path.name in done.stderr.replace("\n", "")
+    assert "run this again to add to it" in done.stderr
+
+
+def test_the_command_says_what_is_kept_when_interrupted(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Run.work
+
+    def interrupted(self: Run) -> None:
+        work(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "work", interrupted)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code != 0
+    assert "of 256 lone tokens) from " in done.stdout
