@@ -79,6 +79,7 @@ class FixedBudget:
         """Learn nothing."""
 
 
+_FADING = 0.9  # of what was verified before, a step
 _MAX_NODES = 63
 
 
@@ -161,12 +162,16 @@ class MeasuredBudget:
     nothing is drawn at random.
     """
 
-    max_nodes = _MAX_NODES
-
     def __init__(self) -> None:
+        self._recent_most = float(_MAX_NODES)  # nodes that were verified lately, the most of them
         self._costs: dict[int, _Costs] = {}  # by the batch size's number of bits
         self._trust = _Trust()
         self._rows: dict[int, _Row] = {}  # those that the next step asks about
+
+    @property
+    def max_nodes(self) -> int:
+        """Twice what was verified lately: every node that is asked for takes time, used or not."""
+        return min(_MAX_NODES, 8 + int(2 * self._recent_most))
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""
@@ -188,7 +193,9 @@ class MeasuredBudget:
         best = int(rates.argmax())
         if costs.must_try_other(best > 0):
             best = 0 if best > 0 else 1 + int(rates[1:].argmax())
-        return sizes[best] - smallest
+        chosen = sizes[best] - smallest
+        self._recent_most = max(chosen, _FADING * self._recent_most)
+        return chosen
 
     def record(
         self,

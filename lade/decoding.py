@@ -6,7 +6,7 @@ Nothing here knows of generation options; `hf.py` translates those. Next file: `
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,7 +16,7 @@ from lade.budget import Budget, Outcome
 from lade.choose import Choice
 from lade.config import Lookahead
 from lade.drafting import Proposer, chain
-from lade.harvest import top_successors
+from lade.harvest import PromptHarvester, rank, with_probs
 from lade.lookahead import Window, likeliest_tokens
 from lade.outputs import Outputs
 from lade.ranks import Ranks
@@ -64,6 +64,7 @@ class Decoder:
         outputs: gathers what the caller wants besides the text.
         ranks: the processes that run the target together, if there are several.
         lookahead: of the windows to run beside the drafts; the target must verify trees.
+        prompt_harvester: looks at the prefill of the target's model, for the drafter.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Decoder:
         outputs: Outputs,
         ranks: Ranks | None = None,
         lookahead: Lookahead | None = None,
+        prompt_harvester: PromptHarvester | None = None,
     ) -> None:
         self.stats = DecodeStats(num_prefills=text.num_rows)
         self._text = text
@@ -91,6 +93,7 @@ class Decoder:
         self._on_step = on_step
         self._outputs = outputs
         self._ranks = ranks
+        self._prompt_harvester = prompt_harvester
         self._rows = list(range(text.num_rows))  # those in the target's batch
         self._is_filling = False  # all is said, and the cache is filled up
         # Rows begin with tokens of their own: samples of one prompt would see the same otherwise.
@@ -131,9 +134,11 @@ class Decoder:
         roots = {row: [0, *self._contexts[row]][-1] for row in self._rows}
         trees = {row: Tree.build(roots[row], Draft.empty()) for row in self._rows}
         with self.stats.timed("prefill"):
-            output = self._target.prefill()
+            with self._prompt_harvester.watching() if self._prompt_harvester else nullcontext():
+                output = self._target.prefill()
             self._choice.look_at(output.logits[:, -1:], trees)
             self._outputs.add_prefill(output)
+            self._harvest_prompts(output.logits[:, -1:])
         self._harvest(output.logits[:, -1:], trees)
         steps, _ = self._verify(trees)
         with self.stats.timed("commit"):
@@ -299,12 +304,29 @@ class Decoder:
         if num_successors == 0 or self._is_filling:
             return
         with self.stats.timed("commit"):
-            of_rows = top_successors(logits, num_successors)
+            ranked = self._choice.ranked or rank(logits, num_successors)
+            of_rows = with_probs(ranked, logits)
             for index, (row, tree) in enumerate(trees.items()):
                 if self._contexts[row] and not self._text.is_finished[row]:
                     self._proposer.harvest(
                         row, self._contexts[row], tree, of_rows.of_row(index, len(tree))
                     )
+
+    def _harvest_prompts(self, logits: Tensor) -> None:
+        """Tell the drafter what the target finds likely behind the last tokens of the prompts."""
+        harvester = self._prompt_harvester
+        of_rows = harvester.successors(logits) if harvester is not None else None
+        if of_rows is None:
+            return
+        for row, context in enumerate(self._contexts):
+            prompt = self._text.token_ids[row]
+            shared = 0  # the end of both, before anything that is masked
+            for token_id, seen in zip(reversed(prompt), reversed(context), strict=False):
+                if token_id != seen or shared > of_rows.num_nodes:
+                    break
+                shared += 1
+            if shared > 1:
+                self._proposer.harvest_prompt(row, context, of_rows.last(row, shared - 1))
 
     def _look_ahead(
         self, logits: Tensor, trees: Mapping[int, Tree], windows: Mapping[int, Window]

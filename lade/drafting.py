@@ -309,6 +309,15 @@ class Proposer:
         parents = [-1, *(tree.draft.parents + 1).tolist()]
         self._drafter.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
 
+    def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
+        """Let the drafter learn what follows the last tokens of a prompt but the very last one."""
+        assert isinstance(self._drafter, HarvestingDrafter)
+        num = successors.num_nodes
+        parents = range(-1, num - 1)
+        tokens = context[-1 - num : -1]
+        committed = context[: len(context) - num]
+        self._drafter.harvest(self._sequences[row], committed, tokens, parents, successors)
+
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
         """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
         assert isinstance(self._drafter, NgramDrafter)

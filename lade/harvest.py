@@ -3,7 +3,9 @@
 Next file: `drafting.py`.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,15 +23,129 @@ class Successors(NamedTuple):
         """Return those of the first nodes of one row, where the first axis counts rows."""
         return Successors(self.token_ids[row, :num_nodes], self.probs[row, :num_nodes])
 
+    def last(self, row: int, num_nodes: int) -> "Successors":
+        """Return those of the last nodes of one row; all of them if there are fewer."""
+        return Successors(self.token_ids[row, -num_nodes:], self.probs[row, -num_nodes:])
 
-def top_successors(logits: Tensor, num_successors: int) -> Successors:
-    """Return the likeliest tokens of each row of logits, on the host.
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes there are, or in each row."""
+        return int(self.token_ids.shape[-2])
+
+
+class Ranked(NamedTuple):
+    """The highest logits of each of several nodes, highest first."""
+
+    logits: Tensor  # [..., num_ranked]
+    token_ids: Tensor  # int64 [..., num_ranked]
+
+
+def rank(logits: Tensor, num_ranked: int) -> Ranked:
+    """Return the highest logits, and whose they are, on the device.
 
     Args:
         logits: [..., vocab_size].
-        num_successors: how many; fewer come back from a smaller vocabulary.
+        num_ranked: how many; fewer come back from a smaller vocabulary.
     """
-    top = logits.topk(min(num_successors, logits.shape[-1]), dim=-1)
-    # A half-precision logarithm has two or three digits: enough for a guess at a probability.
-    probs = (top.values.float() - logits.logsumexp(dim=-1, keepdim=True).float()).exp()
-    return Successors(top.indices.to(torch.int32).cpu().numpy(), probs.cpu().numpy())
+    return Ranked(*logits.topk(min(num_ranked, logits.shape[-1]), dim=-1))
+
+
+def first_of_highest(ranked: Ranked) -> Tensor | None:
+    """Return the lowest of the token ids that share the highest logit, as `argmax` does.
+
+    Returns:
+        int64 [...]; None where the ranks do not tell, because more tokens than there are ranks may
+        share it, or it is no number.
+    """
+    is_highest = ranked.logits == ranked.logits[..., :1]
+    if bool((is_highest[..., -1] | ~is_highest[..., 0]).any()):
+        return None
+    return ranked.token_ids.where(is_highest, torch.iinfo(torch.int64).max).amin(dim=-1)
+
+
+# Of the tokens that are not ranked, every so many-th is looked at for the sum of all: 0.08 ms for 9
+# rows of 49 152, and 0.17 ms with all of them, for logarithms of probabilities that differ by 0.1.
+_SAMPLED = 8
+
+
+def with_probs(ranked: Ranked, logits: Tensor) -> Successors:
+    """Return the likeliest tokens of each row of logits, with about their probabilities.
+
+    Args:
+        ranked: of these logits.
+        logits: [..., vocab_size].
+    """
+    highest = ranked.logits.float()
+    powers = (highest - highest[..., :1]).exp()
+    step = _SAMPLED if logits.shape[-1] > _SAMPLED * highest.shape[-1] else 1
+    others = logits[..., ::step].float()
+    others = others.where(others < highest[..., -1:], float("-inf"))
+    of_others = step * (others - highest[..., :1]).exp().sum(dim=-1, keepdim=True)
+    # What is no number is not likely: a drafter may learn nothing of it, and must not fail by it.
+    probs = (powers / (powers.sum(dim=-1, keepdim=True) + of_others)).nan_to_num(0.0)
+    return Successors(ranked.token_ids.to(torch.int32).cpu().numpy(), probs.cpu().numpy())
+
+
+# The last tokens of a prompt whose successors are harvested. All of them accepted 1 % more tokens
+# than these in answers of 128 tokens (2 % where there is no table), and took 4 % of the time.
+MAX_PROMPT_TOKENS = 64
+
+
+class PromptHarvester:
+    """Finds what the target finds likely behind the last tokens of prompts, beside the prefill.
+
+    `generate` computes logits of the last token alone, and so does the prefill. Those of the tokens
+    before it come from the last hidden states, which pass by anyhow, through the model's output
+    embeddings. Where that does not give the last token's logits, because the model scales or bends
+    them afterwards, nothing is harvested.
+
+    Args:
+        model: the target; one whose hidden states cannot be seen is left alone.
+        num_successors: how many to find.
+    """
+
+    def __init__(self, model: Any, num_successors: int) -> None:
+        self._num_successors = num_successors
+        self._head = model.get_output_embeddings()
+        self._body = model.base_model if model.base_model is not model else None
+        self._states: Tensor | None = None  # [rows, num_tokens, hidden_size]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the hidden states of the forwards made inside."""
+        if self._num_successors == 0 or self._head is None or self._body is None:
+            yield
+            return
+        handle = self._body.register_forward_hook(self._see)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @torch.no_grad()
+    def successors(self, logits: Tensor) -> Successors | None:
+        """Return what follows the last tokens before the very last one, and forget the states.
+
+        Args:
+            logits: of the prompts' last tokens, [rows, 1, vocab_size].
+
+        Returns:
+            [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens; None where
+            it cannot be told.
+        """
+        states, self._states = self._states, None
+        if states is None or states.shape[:2].numel() < 2 * logits.shape[0]:
+            return None
+        states = states[:, -1 - MAX_PROMPT_TOKENS :]
+        of_last = self._head(states[:, -1:])
+        if of_last.shape != logits.shape:
+            return None
+        tolerance = 0.05 * float(logits.float().std())
+        if not float((of_last - logits).abs().max()) <= tolerance:
+            return None
+        before = self._head(states[:, :-1])
+        return with_probs(rank(before, self._num_successors), before)
+
+    def _see(self, module: Any, args: Any, output: Any) -> None:
+        states = getattr(output, "last_hidden_state", None)
+        self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None

@@ -36,9 +36,17 @@ from lade.choose import (
 )
 from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
-from lade.drafting import Drafter, NgramDrafter, PoolDrafter, Proposer, SamplingDrafter
+from lade.drafting import (
+    Drafter,
+    HarvestingDrafter,
+    NgramDrafter,
+    PoolDrafter,
+    Proposer,
+    SamplingDrafter,
+)
 from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
+from lade.harvest import PromptHarvester
 from lade.internals import Model, decode_plainly, without_compiler
 from lade.options import (
     refuse_unsupported_arguments,
@@ -237,6 +245,7 @@ def decode(
                 on_step(step)
 
     rngs = None
+    num_ranked = drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0
     if generation_config.do_sample and config is not None and config.verifier == "rejection":
         rngs, choice = _rejection(text, processors, device, outputs.on_choice)
     else:
@@ -247,6 +256,7 @@ def decode(
             target.vocab_size,
             device,
             outputs.on_choice,
+            num_ranked,
         )
     rules = Rules(
         max_length=call.max_length,
@@ -273,6 +283,7 @@ def decode(
         outputs,
         Ranks.of(model),
         lookahead,
+        PromptHarvester(model, num_ranked) if num_ranked else None,
     )
     stats = decoder.run()
     stream.end()
@@ -432,10 +443,11 @@ def _exact(
     vocab_size: int,
     device: torch.device,
     on_choice: OnChoice | None,
+    num_ranked: int,
 ) -> Choice:
     """Return what chooses the very tokens that `generate` would."""
     if not do_sample and not processors and on_choice is None:
-        return GreedyChoice()
+        return GreedyChoice(num_ranked)
     at_once = _is_waited_for(device) and not processors.need_prefix
     pick: Pick = Likeliest()
     if do_sample:

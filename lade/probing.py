@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
+from lade.attention import PACKED_SDPA
 from lade.budget import Budget, MeasuredBudget
 from lade.chain import MAX_ROWS, ChainTarget
 from lade.config import SPECULATING, Way
@@ -36,7 +37,7 @@ class Finding(NamedTuple):
     """What the check of one way found."""
 
     reason: str | None  # why it is not exact, or None
-    attention: str | None = None  # to verify with, where the model's own ignores tree masks
+    attention: str | None = None  # to verify with, where it is not the model's own
     is_lasting: bool = True  # whether another check would find the same
 
 
@@ -206,10 +207,7 @@ def make_target(
 
 def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
-    own = attention_of(model)
-    attentions: list[str | None] = [None]
-    if way == "tree" and own is not None and own not in MASK_IS_ADDED:
-        attentions = ["sdpa", "eager"]
+    attentions = _attentions_for(model) if way == "tree" else [None]
     reason = None
     for attention in attentions:
         try:
@@ -232,6 +230,18 @@ def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding
             )
         reason = reason or found
     return Finding(reason)
+
+
+def _attentions_for(model: Model) -> list[str | None]:
+    """Return what trees may be verified with, best first; None for the model's own attention."""
+    own = attention_of(model)
+    if own is not None and own not in MASK_IS_ADDED:
+        return ["sdpa", "eager"]
+    config = model.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_attention_heads", None)
+    shares = getattr(config, "num_key_value_heads", None) not in (None, num_heads)
+    is_cpu = device_of_inputs(model).type == "cpu"
+    return [PACKED_SDPA, None] if own == "sdpa" and shares and is_cpu else [None]
 
 
 def has_usual_outputs(model: Model, names: Sequence[str]) -> bool:

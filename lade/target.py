@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from lade.attention import PACKED_SDPA
 from lade.cache import Kind, LayerKind, TreeCache, kind_of
 from lade.inputs import extended
 from lade.internals import Model, attention_of, attentions_of, prefill
@@ -20,7 +21,7 @@ from lade.tree import Tree, TreeBatch
 
 # Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
 # (Flex attention would too, but compiles anew for trees of other sizes.)
-MASK_IS_ADDED = {"sdpa": False, "eager": True}
+MASK_IS_ADDED = {"sdpa": False, PACKED_SDPA: False, "eager": True}
 
 
 class Forward(Protocol):
@@ -100,8 +101,8 @@ class TreeTarget:
         layout: of the model's attention layers.
         max_new_tokens: memory for keys and values is planned by it.
         generation_config: the prefill follows its `prefill_chunk_size`.
-        attention: the implementation to verify with, where the model's own ignores masks; the
-            prefill is run with the model's own.
+        attention: the implementation to verify with, where the model's own ignores masks or is
+            slow with them; the prefill is run with the model's own.
     """
 
     max_candidates: int | None = None

@@ -499,7 +499,7 @@ def estimate(
         own, prior: tables of the target's own successors (`SuccessorTable.rows`).
         weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
         context: as for `successors`, and so `starts`, `max_order`, `path_prob` and `found`, whose
-            row 1 is filled with token ids; 4 and the first of 5 with the rows of weights used.
+            row 1 is filled with token ids, the first three of row 4 with the rows of weights used.
         features: float64 [MAX_FOUND, NUM_FEATURES]; `summed`: float64 [NUM_WEIGHTS]; filled.
         found_probs: float64 [MAX_FOUND], filled with probabilities.
 
@@ -534,7 +534,7 @@ def estimate(
     if find_context(prior[0], NONE, last) != NONE:
         row += MATCH_ROWS // 2
         num_found = add_known(prior, NONE, last, PRIOR_SINGLE, found, features, num_found)
-    if context.shape[0] > 3:
+    if context.shape[0] > 3 and path_prob > UNLIKELY:
         num_found = add_skips(text, links, heads, first, context, found, features, num_found)
     found[4, 0] = row
     found[4, 1] = ORIGIN_ROW + origin
@@ -1084,7 +1084,7 @@ def put_successors(
                 merged_ids[place] = new_ids[i, j]
                 merged_probs[place] = 0.0
                 num_merged += 1
-            merged_probs[place] += share * new_probs[i, j]
+            merged_probs[place] += share * float(new_probs[i, j])
         open_front(keys, counts, successor_ids, costs, begin, row)
         keys[begin] = (previous + 1) * (_HASH_MASK + 1) + last
         counts[begin] = count

@@ -33,7 +33,7 @@ DEFAULT_MAX_NGRAM_SIZE = 5
 MAX_CAPACITY_TOKENS = 2**29  # so that three times as many positions can be counted
 _FIRST_NUM_ROWS = 2**12  # allocated at once; doubled when full, up to the capacity
 _POSITION_LIMIT = 2**31 - 1  # positions are int32; before they overflow they are lowered
-# Room for what was harvested, in contexts for each token of the capacity: 5 bytes a token at most.
+# Room for what was harvested, in contexts for each token of the capacity: 8 bytes a token at most.
 _CONTEXTS_PER_TOKEN = 1 / 16
 _NO_PRIOR = SuccessorTable(1)
 # How far one token of an answer moves the weights of the sources. With the weights that a pool
@@ -65,7 +65,7 @@ class NGramPool:
     without holding the GIL.
 
     Args:
-        capacity_tokens: how many tokens are held at most; up to 57 bytes each.
+        capacity_tokens: how many tokens are held at most; up to 60 bytes each.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
 
     Raises:
@@ -100,6 +100,7 @@ class NGramPool:
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._allocate(min(_FIRST_NUM_ROWS, self._capacity))
+        self._allocate_for_one()
         self._allocate_scratch(64)
         self._compile()
 
@@ -160,7 +161,12 @@ class NGramPool:
         Args:
             prior: what the sequence's target finds likely behind single tokens and pairs, known
                 before; read, never written.
+
+        Raises:
+            TypeError: `prior` is no such table.
         """
+        if not isinstance(prior, SuccessorTable | None):
+            raise TypeError(f"expected prior to be a SuccessorTable, got {prior!r}")
         with self._lock:
             sequence = self._num_opened
             self._num_opened += 1
@@ -240,7 +246,7 @@ class NGramPool:
                 text from others'; None for neither.
 
         Returns:
-            A draft of at most `max_nodes` nodes; empty where the last token never went on.
+            A draft of at most `max_nodes` nodes; empty where nothing is known of what may follow.
 
         Raises:
             TypeError, ValueError: as for `observe`; sizes must be positive integers.
@@ -253,10 +259,10 @@ class NGramPool:
         0
         """
         ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
-        if not len(ids):
-            return Draft.empty()
         with self._lock:
             opened = self._no_sequence if sequence is None else self._sequence(sequence)
+            if not len(ids):
+                return Draft.empty()
             if max_nodes > self._nodes.shape[1]:
                 self._allocate_scratch(max_nodes)
             num_nodes = self._grow_tree(
@@ -292,7 +298,7 @@ class NGramPool:
                 text from others'; None for neither.
 
         Returns:
-            A draft of at most `max_nodes` nodes; empty where the last token never went on.
+            A draft of at most `max_nodes` nodes; empty where nothing is known of what may follow.
 
         Raises:
             TypeError, ValueError: as for `draft`; `rng` must be a numpy Generator.
@@ -306,11 +312,11 @@ class NGramPool:
         ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        uniforms = rng.random(max_nodes)
-        if not len(ids):
-            return SampledDraft.empty()
         with self._lock:
             opened = self._no_sequence if sequence is None else self._sequence(sequence)
+            uniforms = rng.random(max_nodes)
+            if not len(ids):
+                return SampledDraft.empty()
             if max_nodes > self._nodes.shape[1]:
                 self._allocate_scratch(max_nodes)
             reversed_context = np.ascontiguousarray(ids[::-1])
@@ -451,18 +457,26 @@ class NGramPool:
 
     def _allocate_scratch(self, max_nodes: int) -> None:
         width = _kernels.MAX_FOUND
+        candidates = np.empty((3, max_nodes * width), np.int64)
+        candidate_probs = np.empty(max_nodes * width, np.float64)
+        nodes, node_probs = np.empty((5, max_nodes), np.int64), np.empty(max_nodes, np.float64)
+        left_ids = np.empty((max_nodes + 1, width), np.int64)
+        left_probs = np.empty((max_nodes + 1, width), np.float64)
+        support_probs = np.empty((max_nodes, width), np.float64)
+        # All or nothing, as in `_allocate`: kernels go by the size of one of these.
+        self._candidates, self._candidate_probs = candidates, candidate_probs
+        self._nodes, self._node_probs = nodes, node_probs
+        self._left_ids, self._left_probs = left_ids, left_probs
+        self._support_probs = support_probs
+
+    def _allocate_for_one(self) -> None:
+        """Allocate what one context needs."""
+        width = _kernels.MAX_FOUND
         self._context = np.empty(self.max_match, np.int64)
         self._found = np.empty((8, max(width, self._max_ngram_size + 1)), np.int64)
         self._features = np.empty((width, _kernels.NUM_FEATURES), np.float64)
         self._summed = np.empty(_kernels.NUM_WEIGHTS, np.float64)
         self._found_probs = np.empty(width, np.float64)
-        self._candidates = np.empty((3, max_nodes * width), np.int64)
-        self._candidate_probs = np.empty(max_nodes * width, np.float64)
-        self._nodes = np.empty((5, max_nodes), np.int64)
-        self._node_probs = np.empty(max_nodes, np.float64)
-        self._left_ids = np.empty((max_nodes + 1, width), np.int64)
-        self._left_probs = np.empty((max_nodes + 1, width), np.float64)
-        self._support_probs = np.empty((max_nodes, width), np.float64)
 
     def _grow_tree(
         self, reversed_context: Int64Array, max_nodes: int, max_leaves: int, sequence: _Sequence
@@ -553,6 +567,6 @@ class NGramPool:
         _kernels.rebase(self._text, self._links, self._heads, 0, 0)
         self._grow_tree(np.zeros(1, np.int64), 1, 1, self._no_sequence)
         self._sample_tree(np.zeros(1, np.int64), 1, 1, np.zeros(1, np.float64), self._no_sequence)
-        self._harvested.put(
-            np.empty((0, 2), np.int64), np.empty((0, 1), np.int32), np.empty((0, 1), np.float32)
-        )
+        table = SuccessorTable(1)
+        table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
+        SuccessorTable.from_arrays(table.arrays())

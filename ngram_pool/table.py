@@ -116,6 +116,8 @@ class SuccessorTable:
             previous: the token before the last one; -1 for the context of the last one alone.
             last: the last token.
         """
+        if not (NONE <= previous <= MAX_TOKEN_ID and 0 <= last <= MAX_TOKEN_ID):
+            return None
         row = _kernels.find_context(self._keys, previous, last)
         if row == NONE:
             return None
@@ -158,8 +160,8 @@ class SuccessorTable:
             raise ValueError("expected the arrays of a table to have a row for each key")
         if ids.shape[1] < 1 or (num and min(keys.min(), counts.min() - 1, ids.min() + 1) < 0):
             raise ValueError("expected keys, counts and token ids of a table, got negative ones")
-        table = cls(max(2 * num, 1) if capacity is None else capacity, ids.shape[1])
-        while len(table._keys) < min(2 * num, table._capacity):
+        table = cls(2 * (num + _LEAST_PIECE) if capacity is None else capacity, ids.shape[1])
+        while len(table._keys) < min(2 * (num + _LEAST_PIECE), table._capacity):
             table._allocate(2 * len(table._keys))
         table._take(keys, counts, ids, costs)
         return table
@@ -167,11 +169,14 @@ class SuccessorTable:
     # --- inside -----------------------------------------------------------------------------
 
     def _allocate(self, num_rows: int) -> None:
-        self._keys: Int64Array = np.full(num_rows, NONE, np.int64)
-        self._counts: Int32Array = np.zeros(num_rows, np.int32)
         shape = (num_rows, self._num_successors)
-        self._successor_ids: Int32Array = np.full(shape, NONE, np.int32)
-        self._costs: NDArray[np.uint16] = np.full(shape, _kernels.MAX_COST, np.uint16)
+        keys: Int64Array = np.full(num_rows, NONE, np.int64)
+        counts: Int32Array = np.zeros(num_rows, np.int32)
+        successor_ids: Int32Array = np.full(shape, NONE, np.int32)
+        costs: NDArray[np.uint16] = np.full(shape, _kernels.MAX_COST, np.uint16)
+        # All or nothing: where memory runs out, the table stays as it was.
+        self._keys, self._counts = keys, counts
+        self._successor_ids, self._costs = successor_ids, costs
 
     def _put(
         self,

@@ -28,8 +28,8 @@ class InText(NamedTuple):
     """A successor that the text proposes."""
 
     prob: float
-    count: int
-    length: int  # of its longest match
+    occurrences: int
+    length: int  # of the longest match
     origin: int
 
 
@@ -187,7 +187,10 @@ class OraclePool:
         state = 0
         for token_id in reversed(tokens):
             state = _kernels.hash_step(state, token_id)
-        return state % 2 ** int(math.log2(self.num_rows))
+        num_buckets = 1
+        while 2 * num_buckets <= self.num_rows:
+            num_buckets *= 2
+        return state % num_buckets
 
     # --- all sources ------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class OraclePool:
             says = features[token_id] = [0.0] * _kernels.NUM_FEATURES
             says[_kernels.TEXT] = math.log(found.prob) - _kernels.LEAST_LOG_PROB
             says[_kernels.LENGTH] = math.log(found.length) + 0.5
-            says[_kernels.COUNT] = math.log(found.count)
+            says[_kernels.COUNT] = math.log(found.occurrences)
             says[_kernels.IS_NEWEST] = float(len(features) == 1)
             says[_kernels.IN_ANSWER] = float(found.origin == _kernels.ANSWER)
             says[_kernels.IN_PROMPT] = float(found.origin == _kernels.PROMPT)
@@ -229,7 +232,7 @@ class OraclePool:
             for token_id, cost in costs or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
                 add(token_id, source, max(value, _kernels.FAINT))
-        if len(context) > 3:
+        if len(context) > 3 and path_prob > _kernels.UNLIKELY:
             for token_id, length in self.skips(context):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)
         match_row = self.match_row(
@@ -363,7 +366,7 @@ class OraclePool:
             node = len(nodes)
             leaves.add(node)
             total = plain_sum(left[parent].values())
-            support = {token_id: prob / total for token_id, prob in left[parent].items()}
+            support = {t: prob / total for t, prob in left[parent].items() if prob > 0}
             token_id = inverse(support, uniforms[node])
             path_prob = left[parent].pop(token_id)
             depth = 1 if parent == -1 else nodes[parent][2] + 1

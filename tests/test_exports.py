@@ -29,6 +29,7 @@ ORDER = [
         "lookahead",
         "drafting",
         "masks",
+        "attention",
     ),
     *(
         "internals",

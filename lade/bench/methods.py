@@ -99,6 +99,11 @@ METHODS: dict[str, MethodInfo] = {
         drafter=lambda: PoolDrafter(NGramPool()),
         is_fresh=True,
     ),
+    "lade_untabled": MethodInfo(
+        lambda config: Lade(replace(config or Config(), uses_table=False), NGramPool()),
+        "as lade, without the table that lade prewarm made",
+        is_default=False,
+    ),
     **{f"lade_{way}": _verifying_by(way) for way in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},
 }

@@ -16,7 +16,7 @@ from lade.bench.run import ends_in_loop
 from lade.bench.settings import Settings
 from lade.bench.traces import Trace
 from lade.errors import UnsupportedModelError
-from lade.harvest import Successors, top_successors
+from lade.harvest import Successors, rank, with_probs
 from lade.hf import generate
 from lade.models import LoadedModel
 from ngram_pool import NGramPool
@@ -90,7 +90,8 @@ def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> 
         chunk = torch.tensor([token_ids[start : start + size]], device=model.device)
         with torch.inference_mode():
             output = model(input_ids=chunk, **options)
-        parts.append(top_successors(output.logits[0, :, :vocab_size], num_successors))
+        logits = output.logits[0, :, :vocab_size]
+        parts.append(with_probs(rank(logits, num_successors), logits))
         options["past_key_values"] = getattr(output, "past_key_values", None)
         if options["past_key_values"] is None and start + size < len(token_ids):
             raise UnsupportedModelError(

@@ -13,13 +13,13 @@ from typing import NamedTuple
 from lade.bench.methods import METHODS
 from lade.bench.traces import Trace, Traces
 from lade.drafting import Drafter, HarvestingDrafter, Proposer, chain
-from lade.harvest import Successors
+from lade.harvest import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
 from ngram_pool import Draft
 
-#: Of a prompt, the last tokens whose successors decoding harvests: those its prefill has logits of.
-NUM_HARVESTED_PROMPT_TOKENS = 1
+#: Of a prompt, the last tokens whose successors decoding harvests: the very last, and those before.
+NUM_HARVESTED_PROMPT_TOKENS = MAX_PROMPT_TOKENS + 1
 
 _ROW = 0
 

@@ -46,7 +46,7 @@ def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: 
             assert mine[: len(answer)].tolist() == answer.tolist()
             assert mine[len(answer) :].tolist() == [0] * (len(mine) - len(answer))
     pool.check()
-    assert list(pool._tails) == [0]
+    assert list(pool._sequences) == [0]
 
 
 def test_finished_rows_leave_the_forward() -> None:

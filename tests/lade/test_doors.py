@@ -252,7 +252,7 @@ def test_a_streamer_that_raises_leaves_model_and_pool_usable(model: Any) -> None
     with pytest.raises(ConnectionError):
         ours(model, streamer=Gone(), pool=pool)
     pool.check()
-    assert list(pool._tails) == [0]  # the sequence of the broken call is closed
+    assert list(pool._sequences) == [0]  # the sequence of the broken call is closed
     assert ours(model, pool=pool).tolist() == plain(model)
 
 

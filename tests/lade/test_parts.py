@@ -42,6 +42,7 @@ class FixedChoice:
     """Chooses by row and node, and checks that the node is the row's last token."""
 
     max_lead = None
+    ranked = None
 
     def __init__(self, text: Text, token_ids: dict[int, list[int]]) -> None:
         self.text = text

@@ -185,4 +185,4 @@ def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
         with pytest.raises(RuntimeError, match="probability tensor contains"):
             lade.generate(model, prompt, attention_mask=mask, pool=pool, **options)
         assert torch.equal(torch.get_rng_state(), state)
-        assert list(pool._tails) == [0]
+        assert list(pool._sequences) == [0]

@@ -20,7 +20,8 @@ def weigh(pool: NGramPool, **weights: float) -> None:
 
 
 def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) -> list[int]:
-    return pool.draft(context, max_nodes=1, sequence=sequence).token_ids.tolist()
+    found: list[int] = pool.draft(context, max_nodes=1, sequence=sequence).token_ids.tolist()
+    return found
 
 
 def root_probs(
@@ -99,6 +100,24 @@ def test_behind_an_exchanged_token_the_original_goes_on() -> None:
     assert len(pool.draft([8, 2, 30], 4)) == 0  # too little before it
 
 
+def test_only_the_newest_contexts_are_looked_at_for_exchanged_tokens() -> None:
+    for num_newer, expected in ((10, {8, 9}), (20, {9})):
+        pool = NGramPool()
+        pool.observe([1, 2, 4, 8] + [1, 2, 3, 9] * num_newer)
+        assert root_probs(pool, [5, 1, 2, 3]).keys() == expected
+
+
+def test_what_is_drafted_though_unlikely_is_still_promised_something() -> None:
+    pool = NGramPool()
+    pool.observe([1, 2, 3, 4])
+    weigh(pool, BIAS=-9.5)
+    draft = pool.draft([1], 4)
+    assert draft.token_ids.tolist() == [2, 3, 4]
+    assert (draft.probs > 0).all()
+    drawn = pool.sample([1], 4, np.random.default_rng(0))
+    assert drawn.token_ids.tolist() == [2, 3, 4]
+
+
 # --- whose text -----------------------------------------------------------------------------
 
 
@@ -137,8 +156,8 @@ def test_an_answer_may_come_first_and_a_restarted_sequence_has_none() -> None:
 # --- learning -------------------------------------------------------------------------------
 
 
-def epochs(right: str, num_epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-    """Yield next tokens, harvested and true ones, and an answer in which one source is right.
+def epochs(right: str, num_epochs: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Yield next tokens to harvest, and an answer in which one source is right.
 
     Text is right where the next token never changes, and harvests tell of another one; harvests
     are where it is another one in each epoch, so that all text is out of date.
@@ -154,7 +173,7 @@ def epochs(right: str, num_epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray
         answer = [0]
         while len(answer) <= NUM_TOKENS:
             answer.append(int(truth[answer[-1]]))
-        yield now, truth, answer
+        yield now, answer
 
 
 def told(right: str, num_epochs: int, is_answer: bool) -> tuple[float, float]:
@@ -163,20 +182,21 @@ def told(right: str, num_epochs: int, is_answer: bool) -> tuple[float, float]:
     The pool begins with all its trust in the other source, and learns fast.
     """
     pool = NGramPool()
-    pool._learning_rate = 0.02
+    pool._learning_rate = 0.01
     weigh(pool, **{"OWN_SINGLE" if right == "text" else "TEXT": 1.0}, BIAS=-8.0)
     hits, probs = [], []
     tokens = np.arange(NUM_TOKENS)
-    for epoch, (now, truth, answer) in enumerate(epochs(right, num_epochs)):
+    for epoch, (now, answer) in enumerate(epochs(right, num_epochs)):
         pool.harvest(
             np.stack([np.full(NUM_TOKENS, -1), tokens], 1),
             now[:, None],
             np.full((NUM_TOKENS, 1), 0.9),
         )
         if epoch >= num_epochs - 3:
-            for token_id in tokens.tolist():
-                hits.append(likeliest(pool, [token_id], 0) == [truth[token_id]])
-                probs.append(root_probs(pool, [token_id], 0).get(int(truth[token_id]), 0.0))
+            for end in range(1, len(answer)):
+                came = answer[end]
+                hits.append(likeliest(pool, answer[:end]) == [came])
+                probs.append(root_probs(pool, answer[:end]).get(came, 0.0))
         pool.close_sequence(0)
         pool.observe(answer, 0, is_answer)
     return float(np.mean(hits)), float(np.mean(probs))

@@ -20,6 +20,7 @@ import pytest
 
 import ngram_pool.pool
 from ngram_pool import Draft, NGramPool, SuccessorTable, _kernels
+from tests.ngram_pool.table_oracle import OracleTable
 from tests.oracle import OraclePool, check_tree
 
 JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -132,6 +133,29 @@ def test_long_matches_are_measured_as_the_oracle_measures_them() -> None:
         assert list(zip(*as_tuple(draft), strict=True)) == expected
 
 
+def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
+    """More occurrences than any source takes, and more exchanged tokens than are looked at."""
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 5):
+        pool, oracle = NGramPool(120, n), OraclePool(120, n)
+        pool._weights[:] = rng.normal(0.0, 0.3, pool._weights.shape)
+        oracle.weights = pool._weights.tolist()
+        prior, oracle_prior = SuccessorTable(64), OracleTable(64)
+        known = [[-1, 0], [-1, 1], [0, 1]], [[2, 4], [1, 3], [2, 0]], [[0.5, 0.25]] * 3
+        prior.put(*known)
+        oracle_prior.put(*known)
+        sequence = pool.open_sequence(prior)
+        oracle.open_sequence(sequence, oracle_prior)
+        text = rng.integers(0, 3, 200).tolist()
+        pool.observe(text, sequence)
+        oracle.observe(text, sequence)
+        for _ in range(15):
+            context = [*rng.integers(0, 3, 6).tolist(), int(rng.integers(0, 5))]
+            draft = pool.draft(context, 8, sequence=sequence)
+            expected = oracle.draft(context, 8, 8, sequence)
+            assert list(zip(*as_tuple(draft), strict=True)) == expected
+
+
 # --- memory ---------------------------------------------------------------------------------
 
 
@@ -237,14 +261,10 @@ def test_a_pool_without_room_for_a_large_draft_goes_on_with_small_ones(
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "empty", starving)
-        for draw in (
-            lambda: pool.draft(text[-3:], 1000),
-            lambda: pool.sample(text[-3:], 1000, np.random.default_rng(0)),
-        ):
-            with pytest.raises(MemoryError):
-                draw()
-            # All or nothing; else the next draft of 1000 would write where it has no room.
-            assert (as_tuple(pool.draft(text[-3:], 64)), pool.nbytes) == before
+        with pytest.raises(MemoryError):
+            pool.draft(text[-3:], 1000)
+    # All or nothing; else a sample of 1000 nodes would be written where there is no room.
+    assert (as_tuple(pool.draft(text[-3:], 64)), pool.nbytes) == before
 
 
 def test_memory_grows_with_the_text_and_not_at_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ngram_pool import SuccessorTable, _kernels
@@ -70,6 +70,8 @@ def put_one(table: SuccessorTable, context: Context, token_id: int, prob: float 
     sizes=st.lists(st.integers(0, 150), max_size=6),
     seed=st.integers(0, 1000),
 )
+# A float32 product rounds to another cost here, if it is not made one of float64.
+@example(capacity=100, num_successors=1, averages=True, sizes=[43, 94, 142, 6, 1, 54], seed=0)
 def test_a_table_knows_what_the_oracle_knows(
     capacity: int, num_successors: int, averages: bool, sizes: list[int], seed: int
 ) -> None:
