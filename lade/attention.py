@@ -42,8 +42,13 @@ def packed_sdpa(
     """
     rows, num_heads, num_queries, _ = query.shape
     num_sharing = num_heads // key.shape[1]
-    is_plain = attention_mask is None or attention_mask.shape[1] != 1 or num_sharing == 1
-    if is_plain or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
+    is_plain = (
+        attention_mask is None
+        or attention_mask.shape[1:3] != (1, num_queries)
+        or num_sharing == 1
+        or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    )
+    if is_plain:
         attended: tuple[Tensor, None] = _sdpa(
             module,
             query,

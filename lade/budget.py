@@ -80,6 +80,7 @@ class FixedBudget:
 
 
 _FADING = 0.9  # of what was verified before, a step
+_LEAST_ASKED = 24  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_NODES = 63
 
 
@@ -171,7 +172,7 @@ class MeasuredBudget:
     @property
     def max_nodes(self) -> int:
         """Twice what was verified lately: every node that is asked for takes time, used or not."""
-        return min(_MAX_NODES, 8 + int(2 * self._recent_most))
+        return min(_MAX_NODES, _LEAST_ASKED + int(2 * self._recent_most))
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""

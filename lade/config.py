@@ -11,6 +11,9 @@ Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
 WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
 SPECULATING = WAYS[:-1]
 
+# Of a window; costs of steps are told apart up to about so many tokens (`lade.budget`).
+_MAX_CELLS = 192
+
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
@@ -35,6 +38,11 @@ class Lookahead:
     def __post_init__(self) -> None:
         for name, least in (("window_size", 1), ("ngram_size", 3)):
             _check_integer(f"Lookahead({name}=…)", getattr(self, name), least)
+        if self.num_cells > _MAX_CELLS:
+            raise ValueError(
+                f"expected a Lookahead of at most {_MAX_CELLS} tokens more in a step, "
+                f"got {self.num_cells}"
+            )
 
     @property
     def num_cells(self) -> int:

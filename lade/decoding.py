@@ -304,8 +304,11 @@ class Decoder:
         if num_successors == 0 or self._is_filling:
             return
         with self.stats.timed("commit"):
-            ranked = self._choice.ranked or rank(logits, num_successors)
-            of_rows = with_probs(ranked, logits)
+            known = logits[..., : self._target.vocab_size]
+            # Ranks of wider logits may name tokens that the model has no embeddings for.
+            is_whole = known.shape == logits.shape
+            ranked = (self._choice.ranked if is_whole else None) or rank(known, num_successors)
+            of_rows = with_probs(ranked, known)
             for index, (row, tree) in enumerate(trees.items()):
                 if self._contexts[row] and not self._text.is_finished[row]:
                     self._proposer.harvest(

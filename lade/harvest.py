@@ -102,10 +102,12 @@ class PromptHarvester:
     Args:
         model: the target; one whose hidden states cannot be seen is left alone.
         num_successors: how many to find.
+        vocab_size: no token id found reaches it, though the embeddings may have more.
     """
 
-    def __init__(self, model: Any, num_successors: int) -> None:
+    def __init__(self, model: Any, num_successors: int, vocab_size: int) -> None:
         self._num_successors = num_successors
+        self._vocab_size = vocab_size
         self._head = model.get_output_embeddings()
         self._body = model.base_model if model.base_model is not model else None
         self._states: Tensor | None = None  # [rows, num_tokens, hidden_size]
@@ -130,21 +132,29 @@ class PromptHarvester:
             logits: of the prompts' last tokens, [rows, 1, vocab_size].
 
         Returns:
-            [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens; None where
-            it cannot be told.
+            [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens of all rows
+            together; None where it cannot be told.
         """
         states, self._states = self._states, None
-        if states is None or states.shape[:2].numel() < 2 * logits.shape[0]:
+        num_rows = logits.shape[0]
+        num_tokens = MAX_PROMPT_TOKENS // num_rows
+        if (
+            states is None
+            or states.shape[0] != num_rows
+            or min(num_tokens, states.shape[1] - 1) < 1
+        ):
             return None
-        states = states[:, -1 - MAX_PROMPT_TOKENS :]
-        of_last = self._head(states[:, -1:])
-        if of_last.shape != logits.shape:
+        try:
+            of_last = self._head(states[:, -1:]).to(logits.device)
+            if of_last.shape != logits.shape:
+                return None
+            tolerance = 0.05 * float(logits.float().std())
+            if not float((of_last - logits).abs().max()) <= tolerance:
+                return None
+            before = self._head(states[:, -1 - num_tokens : -1])[..., : self._vocab_size]
+            return with_probs(rank(before, self._num_successors), before)
+        except RuntimeError:  # more layers in between, of other sizes or dtypes, or no memory left
             return None
-        tolerance = 0.05 * float(logits.float().std())
-        if not float((of_last - logits).abs().max()) <= tolerance:
-            return None
-        before = self._head(states[:, :-1])
-        return with_probs(rank(before, self._num_successors), before)
 
     def _see(self, module: Any, args: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)

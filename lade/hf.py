@@ -47,7 +47,7 @@ from lade.drafting import (
 from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
 from lade.harvest import PromptHarvester
-from lade.internals import Model, decode_plainly, without_compiler
+from lade.internals import Model, decode_plainly, mesh_of, without_compiler
 from lade.options import (
     refuse_unsupported_arguments,
     refuse_unsupported_options,
@@ -283,7 +283,7 @@ def decode(
         outputs,
         Ranks.of(model),
         lookahead,
-        PromptHarvester(model, num_ranked) if num_ranked else None,
+        _prompt_harvester(model, num_ranked, target),
     )
     stats = decoder.run()
     stream.end()
@@ -399,6 +399,17 @@ def _choose_drafter(
             f"{target.max_candidates} of their paths can be verified"
         )
     return drafter
+
+
+def _prompt_harvester(model: Model, num_successors: int, target: Target) -> PromptHarvester | None:
+    """Return what looks at the prompts for a drafter that wants it.
+
+    Nothing does for a model that several processes run together: whether it can be done is decided
+    by numbers that differ between them, and all of them have to do it, or none.
+    """
+    if num_successors == 0 or mesh_of(model) is not None:
+        return None
+    return PromptHarvester(model, num_successors, target.vocab_size)
 
 
 def _refuse_lookahead(model: Model, way: ChosenWay) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from lade.attention import PACKED_SDPA
+
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 
 
@@ -47,19 +49,23 @@ def decode_plainly(
 
 def attention_of(model: Model) -> str | None:
     """Return the name of the attention implementation of the text part."""
-    name: str | None = model.config.get_text_config(decoder=True)._attn_implementation
-    return name
+    return _own_name(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def attentions_of(model: Model) -> dict[str, str | None]:
     """Return the attention of all parts, in the form that `set_attn_implementation` takes."""
     config = model.config
-    names = {"": config._attn_implementation}
+    names = {"": _own_name(config._attn_implementation)}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            names[name] = part._attn_implementation
+            names[name] = _own_name(part._attn_implementation)
     return names
+
+
+def _own_name(attention: str | None) -> str | None:
+    """Return the model's own attention, also while another thread verifies trees with ours."""
+    return "sdpa" if attention == PACKED_SDPA else attention
 
 
 def without_compiler(model: Model) -> Model:

@@ -21,6 +21,7 @@ from lade.fingerprint import fingerprint_of
 from lade.harvest import Successors
 from lade.internals import Model, mesh_of, without_compiler
 from lade.options import refuse_unsupported_options
+from lade.probing import forget_prior
 from lade.rules import refuse_encoder_decoder
 from lade.speaker import Hear, Speaker, speaking
 from lade.tables import Effort, StoredTable, read_table, table_path, tables_folder, write_table
@@ -83,7 +84,8 @@ def prewarm(
         model: a transformers causal LM.
         seconds: how long to work; a forward that has begun is finished.
         max_contexts: lone tokens and pairs to hold, rounded up to a power of two (the default
-            takes 64 MB); beyond, what was met longest ago is forgotten.
+            takes 64 MB on disk, twice that in memory); beyond, what was met longest ago is
+            forgotten.
         folder: of the tables; None for the user's cache, where lade looks for them.
         progress: called after every forward.
 
@@ -120,6 +122,7 @@ def prewarm(
         finally:
             if run.num_new_tokens:
                 write_table(path, model, stored)
+                forget_prior(model)
     return run.made()
 
 

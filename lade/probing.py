@@ -124,6 +124,11 @@ def prior_of(model: Model) -> SuccessorTable | None:
     return prior[0]
 
 
+def forget_prior(model: Model) -> None:
+    """Look for the model's table anew at its next use."""
+    profile_of(model).prior.clear()
+
+
 def choose_way(
     model: Model,
     *,

@@ -106,7 +106,7 @@ class Speaker:
         """
         length = num_tokens if self.max_length is None else min(num_tokens, self.max_length - 1)
         starts = torch.full((self.num_rows, 1), self.start_token_id, device=self._device)
-        ear = _Ear(self._num_successors, hear, torch.Generator().manual_seed(seed))
+        ear = _Ear(self._num_successors, self.vocab_size, hear, torch.Generator().manual_seed(seed))
         try:
             self._generate(starts, length, logits_processor=[ear], stopping_criteria=[_Until(ear)])
             return ear.goes_on
@@ -128,7 +128,7 @@ class Speaker:
         if self._takes_cache and type(cache) is DynamicCache:  # else two tokens a row, not one
             options["past_key_values"] = saved(cache)
             expand(options["past_key_values"], len(rows), self._device)
-        ear = _Ear(self._num_successors, hear, None)
+        ear = _Ear(self._num_successors, self.vocab_size, hear, None)
         self._generate(rows, 1, logits_processor=[ear], **options)
         return heard[0]
 
@@ -147,14 +147,18 @@ class Speaker:
 class _Ear(LogitsProcessor):  # type: ignore[misc]
     """Hears what a model finds likely, and makes it take tokens drawn from all of that."""
 
-    def __init__(self, num_successors: int, hear: Hear, rng: torch.Generator | None) -> None:
+    def __init__(
+        self, num_successors: int, vocab_size: int, hear: Hear, rng: torch.Generator | None
+    ) -> None:
         self._num_successors = num_successors
+        self._vocab_size = vocab_size  # some models have logits for more than that
         self._hear = hear
         self._rng = rng
         self.goes_on = True
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probs = scores.softmax(dim=-1)
+        # What is no number is not likely: it may teach nothing, and must not end the run.
+        probs = scores[:, : self._vocab_size].softmax(dim=-1).nan_to_num(0.0)
         top = probs.topk(min(self._num_successors, probs.shape[-1]), dim=-1)
         successors = Successors(top.indices.int().cpu().numpy(), top.values.cpu().numpy())
         self.goes_on = self._hear(input_ids[:, -2:].cpu().numpy(), successors)

@@ -59,13 +59,14 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
         folder: of the tables; None for the user's cache.
     """
     folder = tables_folder() if folder is None else folder
-    if not folder.is_dir() or mesh_of(model) is not None:
-        return None
-    fingerprint = fingerprint_of(model)
-    if fingerprint is None:
-        return None
-    path = table_path(folder, fingerprint)
-    if not path.is_file():
+    try:
+        if mesh_of(model) is not None or not folder.is_dir():
+            return None
+        fingerprint = fingerprint_of(model)
+        path = table_path(folder, fingerprint or "")
+        if fingerprint is None or not path.is_file():
+            return None
+    except OSError:  # a folder that may not be looked into has no tables for us
         return None
     try:
         return read_table(path, model).table
@@ -151,3 +152,23 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
 def _vocab_size(model: Model) -> int:
     vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
     return vocab_size
+
+
+def load_table(path: Path, vocab_size: int) -> SuccessorTable:
+    """Read a table without the model it is of.
+
+    Args:
+        path: of the file.
+        vocab_size: no token id of the table may reach it.
+
+    Raises:
+        ValueError: the file is damaged, no table, or one of another vocabulary.
+    """
+    try:
+        arrays = safetensors.numpy.load_file(path)
+        table = SuccessorTable.from_arrays(arrays)
+        if len(table) and arrays["token_ids"].max() >= vocab_size:
+            raise ValueError(f"expected token ids below {vocab_size}")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"expected a table that lade prewarm made in {path}: {error}") from error
+    return table

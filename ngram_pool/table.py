@@ -5,7 +5,7 @@ models or of torch.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,11 +19,21 @@ _LEAST_ROWS = 64
 _LEAST_PIECE = 16
 
 
+class _Rows(NamedTuple):
+    """The arrays of a table, by row."""
+
+    keys: Int64Array  # [num_rows], NONE where empty
+    token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
+    costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
+    counts: Int32Array  # [num_rows], how often each was put
+
+
 class SuccessorTable:
     """Hold the likeliest successors of contexts, as many contexts as it has room for.
 
     A context is the last token, or the last two. Memory is bounded: the arrays grow by doubling up
     to the capacity; where a bucket is full, the context of it that was not put for longest goes.
+    Several threads may read a table that nobody writes to; a pool's prior is read at every draft.
 
     Args:
         capacity: how many contexts have room; rounded up to a power of two, at least 64. Buckets
@@ -53,7 +63,7 @@ class SuccessorTable:
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
         self._num_contexts = 0
-        self._allocate(_LEAST_ROWS)
+        self._held = self._empty(_LEAST_ROWS)
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
@@ -75,12 +85,12 @@ class SuccessorTable:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
-        return sum(array.nbytes for array in (*self.rows, self._counts))
+        return sum(array.nbytes for array in self._held)
 
     @property
     def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
         """Keys, successors and costs, as kernels read them; not to be written to."""
-        return self._keys, self._successor_ids, self._costs
+        return self._held[:3]
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what follows contexts.
@@ -101,9 +111,10 @@ class SuccessorTable:
         start = 0
         while start < len(pairs):
             # Buckets overflow beyond half load, so growing comes before, in pieces.
-            room = len(self._keys) // 2 - self._num_contexts
-            if room < _LEAST_PIECE and len(self._keys) < self._capacity:
-                self._grow()
+            num_rows = len(self._held.keys)
+            room = num_rows // 2 - self._num_contexts
+            if room < _LEAST_PIECE and num_rows < self._capacity:
+                self._resize(self._held, 2 * num_rows)
                 continue
             part = slice(start, start + max(room, _LEAST_PIECE))
             self._put(pairs[part], ids[part], floats[part], scratch)
@@ -118,23 +129,25 @@ class SuccessorTable:
         """
         if not (NONE <= previous <= MAX_TOKEN_ID and 0 <= last <= MAX_TOKEN_ID):
             return None
-        row = _kernels.find_context(self._keys, previous, last)
+        held = self._held
+        row = _kernels.find_context(held.keys, previous, last)
         if row == NONE:
             return None
-        held = self._successor_ids[row] != NONE
-        probs = np.exp(self._costs[row, held] / -COST_STEPS).astype(np.float32)
-        return self._successor_ids[row, held].copy(), probs
+        is_known = held.token_ids[row] != NONE
+        probs = np.exp(held.costs[row, is_known] / -COST_STEPS).astype(np.float32)
+        return held.token_ids[row, is_known].copy(), probs
 
     # --- on disk ----------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that is held, to be written to a file."""
-        held = self._keys != NONE
+        held = self._held
+        is_held = held.keys != NONE
         return {
-            "keys": self._keys[held],
-            "counts": self._counts[held],
-            "token_ids": self._successor_ids[held],
-            "costs": self._costs[held],
+            "keys": held.keys[is_held],
+            "counts": held.counts[is_held],
+            "token_ids": held.token_ids[is_held],
+            "costs": held.costs[is_held],
         }
 
     @classmethod
@@ -161,22 +174,23 @@ class SuccessorTable:
         if ids.shape[1] < 1 or (num and min(keys.min(), counts.min() - 1, ids.min() + 1) < 0):
             raise ValueError("expected keys, counts and token ids of a table, got negative ones")
         table = cls(2 * (num + _LEAST_PIECE) if capacity is None else capacity, ids.shape[1])
-        while len(table._keys) < min(2 * (num + _LEAST_PIECE), table._capacity):
-            table._allocate(2 * len(table._keys))
-        table._take(keys, counts, ids, costs)
+        num_rows = _LEAST_ROWS
+        while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
+            num_rows *= 2
+        old = _Rows(*(np.ascontiguousarray(array) for array in (keys, ids, costs, counts)))
+        table._resize(old, num_rows)
         return table
 
     # --- inside -----------------------------------------------------------------------------
 
-    def _allocate(self, num_rows: int) -> None:
+    def _empty(self, num_rows: int) -> _Rows:
         shape = (num_rows, self._num_successors)
-        keys: Int64Array = np.full(num_rows, NONE, np.int64)
-        counts: Int32Array = np.zeros(num_rows, np.int32)
-        successor_ids: Int32Array = np.full(shape, NONE, np.int32)
-        costs: NDArray[np.uint16] = np.full(shape, _kernels.MAX_COST, np.uint16)
-        # All or nothing: where memory runs out, the table stays as it was.
-        self._keys, self._counts = keys, counts
-        self._successor_ids, self._costs = successor_ids, costs
+        return _Rows(
+            np.full(num_rows, NONE, np.int64),
+            np.full(shape, NONE, np.int32),
+            np.full(shape, _kernels.MAX_COST, np.uint16),
+            np.zeros(num_rows, np.int32),
+        )
 
     def _put(
         self,
@@ -185,11 +199,12 @@ class SuccessorTable:
         probs: NDArray[np.float32],
         scratch: tuple[Int32Array, Float64Array],
     ) -> None:
+        held = self._held
         self._num_contexts += _kernels.put_successors(
-            self._keys,
-            self._counts,
-            self._successor_ids,
-            self._costs,
+            held.keys,
+            held.counts,
+            held.token_ids,
+            held.costs,
             pairs,
             ids,
             probs,
@@ -197,28 +212,20 @@ class SuccessorTable:
             *scratch,
         )
 
-    def _grow(self) -> None:
-        old = (self._keys, self._counts, self._successor_ids, self._costs)
-        self._allocate(2 * len(self._keys))
-        self._take(*old)
-
-    def _take(
-        self,
-        keys: Int64Array,
-        counts: Int32Array,
-        token_ids: Int32Array,
-        costs: NDArray[np.uint16],
-    ) -> None:
-        self._num_contexts = _kernels.rehash(
-            np.ascontiguousarray(keys),
-            np.ascontiguousarray(counts),
-            np.ascontiguousarray(token_ids),
-            np.ascontiguousarray(costs),
-            self._keys,
-            self._counts,
-            self._successor_ids,
-            self._costs,
+    def _resize(self, old: _Rows, num_rows: int) -> None:
+        """Hold what `old` holds in so many rows; all or nothing, also where it is interrupted."""
+        new = self._empty(num_rows)
+        num_contexts = _kernels.rehash(
+            old.keys,
+            old.counts,
+            old.token_ids,
+            old.costs,
+            new.keys,
+            new.counts,
+            new.token_ids,
+            new.costs,
         )
+        self._held, self._num_contexts = new, num_contexts
 
 
 def _power_of_two(number: int) -> int:

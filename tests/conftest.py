@@ -1,6 +1,8 @@
 """Hypothesis profiles, and the real default model for those tests that need it."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,14 @@ def own_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
     monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture(autouse=True)
+def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Draft without the tables that `lade prewarm` has left in the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / "no-tables"
+    with pytest.MonkeyPatch.context() as patch:
+        tables = sys.modules.get("lade.tables")
+        if tables is not None:  # else the test does not load lade
+            patch.setattr(tables, "tables_folder", lambda: folder)
+        yield

@@ -21,6 +21,7 @@ from lade.stats import DecodeStats
 
 if TYPE_CHECKING:
     from lade.drafting import Drafter
+    from ngram_pool import SuccessorTable
 
 _WARM_UP_PROMPT = "Count from one to ten."
 _WARM_UP_TOKENS = 16
@@ -57,8 +58,9 @@ class MethodInfo(NamedTuple):
     description: str
     is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
     way: Way | None = None  # of verifying, where it has one of its own
-    #: What drafts in it, new; None where nothing does that can be had without a model.
-    drafter: "Callable[[], Drafter] | None" = None
+    #: What drafts in it, new, from what is known of the target before, if it uses that; None where
+    #: nothing does that can be had without a model.
+    drafter: "Callable[[SuccessorTable | None], Drafter] | None" = None
     is_fresh: bool = False  # each prompt gets a new drafter
     is_default: bool = True  # else only run when named
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
 from lade.bench.rivals.catalogue import RIVALS, Rival
-from lade.config import SPECULATING, Config, Way
+from lade.config import SPECULATING, Config, Lookahead, Way
 from lade.drafting import Drafter, PoolDrafter
 from lade.hf import generate
 from lade.stats import Step
@@ -80,7 +80,8 @@ def _drafting_as(rival: Rival) -> MethodInfo:
     return MethodInfo(
         make,
         f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens",
-        drafter=None if rival.lookahead else rival.make_drafter,  # a window needs the model
+        # A window needs the model.
+        drafter=None if rival.lookahead else lambda prior: rival.make_drafter(),
         is_default=False,
     )
 
@@ -91,17 +92,23 @@ METHODS: dict[str, MethodInfo] = {
     "lade": MethodInfo(
         lambda config: Lade(config, NGramPool()),
         "lade, one pool for all prompts of a pass",
-        drafter=lambda: PoolDrafter(NGramPool()),
+        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
     ),
     "lade_fresh": MethodInfo(
         lambda config: Lade(config),
         "lade, a new and empty pool for each prompt or batch",
-        drafter=lambda: PoolDrafter(NGramPool()),
+        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
         is_fresh=True,
     ),
     "lade_untabled": MethodInfo(
         lambda config: Lade(replace(config or Config(), uses_table=False), NGramPool()),
         "as lade, without the table that lade prewarm made",
+        drafter=lambda prior: PoolDrafter(NGramPool()),
+        is_default=False,
+    ),
+    "lade_lookahead": MethodInfo(
+        lambda config: Lade(replace(config or Config(), lookahead=Lookahead()), NGramPool()),
+        "as lade, with a lookahead window of W=7, N=5 in every forward",
         is_default=False,
     ),
     **{f"lade_{way}": _verifying_by(way) for way in SPECULATING},

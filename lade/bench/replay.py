@@ -16,7 +16,7 @@ from lade.drafting import Drafter, HarvestingDrafter, Proposer, chain
 from lade.harvest import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
-from ngram_pool import Draft
+from ngram_pool import Draft, SuccessorTable
 
 #: Of a prompt, the last tokens whose successors decoding harvests: the very last, and those before.
 NUM_HARVESTED_PROMPT_TOKENS = MAX_PROMPT_TOKENS + 1
@@ -55,6 +55,7 @@ def replay(
     node_counts: Sequence[int],
     *,
     num_passes: int = 1,
+    prior: SuccessorTable | None = None,
     replays: list[Replay],
     on_replay: Callable[[Replay], None] = lambda replay: None,
 ) -> None:
@@ -68,6 +69,7 @@ def replay(
         methods: of `replayable`.
         node_counts: the greatest numbers of nodes in a draft.
         num_passes: how often to replay all of it.
+        prior: the table that `lade.prewarm` made for the target, for methods that use one.
         replays: gets the results.
         on_replay: told of each one.
 
@@ -76,12 +78,12 @@ def replay(
     """
     for name in methods:
         for max_nodes in node_counts:
-            drafter = _make(name)
+            drafter = _make(name, prior)
             _check_successors(name, drafter, recorded)
             for num_pass in range(num_passes):
                 for trace in recorded.traces:
                     if METHODS[name].is_fresh:
-                        drafter = _make(name)
+                        drafter = _make(name, prior)
                     stats = replay_trace(trace, drafter, max_nodes, recorded)
                     replays.append(Replay(trace, name, max_nodes, num_pass, stats))
                     on_replay(replays[-1])
@@ -163,10 +165,10 @@ def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
     proposer.harvest(_ROW, trace.token_ids[: start + 1], tree, successors)
 
 
-def _make(name: str) -> Drafter:
+def _make(name: str, prior: SuccessorTable | None) -> Drafter:
     make = METHODS[name].drafter
     assert make is not None
-    return make()
+    return make(prior)
 
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:

@@ -352,6 +352,15 @@ def bench_replay(
             min=1, help="Replay everything so often, pools living on; shows each pass apart."
         ),
     ] = 1,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file that lade prewarm made for the recorded model; methods lade and "
+            "lade_fresh use it, lade_untabled does not.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
     plot: PlotOption = None,
@@ -369,7 +378,7 @@ def bench_replay(
     names, node_counts = choose_methods(methods), choose_node_counts(max_nodes)
     files = ResultFiles(json, markdown, plot)
     files.check()
-    replay(traces, names, node_counts, passes, files)
+    replay(traces, names, node_counts, passes, table, files)
 
 
 @bench.command("project")

@@ -105,6 +105,7 @@ def replay(
     methods: list[str],
     node_counts: list[int],
     num_passes: int,
+    table_path: Path | None,
     files: ResultFiles,
 ) -> None:
     """Replay traces; print and write what came of it, also after an interruption."""
@@ -115,8 +116,10 @@ def replay(
     from lade.bench.replay_report import as_json, points, table
     from lade.bench.report import prompts_fingerprint
     from lade.bench.traces import read_traces
+    from lade.tables import load_table
 
     recorded = read_traces(traces_path)
+    prior = None if table_path is None else load_table(table_path, recorded.vocab_size)
     num_replays = len(methods) * len(node_counts) * num_passes * len(recorded.traces)
     replays: list[Replay] = []
     stopped_by: BaseException | None = None
@@ -128,6 +131,7 @@ def replay(
                 methods,
                 node_counts,
                 num_passes=num_passes,
+                prior=prior,
                 replays=replays,
                 on_replay=lambda each: bars.advance(task),
             )
@@ -141,6 +145,7 @@ def replay(
         "methods": {name: METHODS[name].description for name in methods},
         "max_nodes": node_counts,
         "passes": num_passes,
+        "num_table_contexts": None if prior is None else len(prior),
         "interrupted": stopped_by is not None,
     }
     measured = points(replays)

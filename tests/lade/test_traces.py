@@ -34,7 +34,7 @@ from lade.errors import UnsupportedModelError
 from lade.harvest import Successors
 from lade.models import LoadedModel
 from lade.stats import Step
-from ngram_pool import Draft, NGramPool
+from ngram_pool import Draft, NGramPool, SuccessorTable
 from tests.lade.test_bench import LetterTokenizer
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, ScriptedDrafter, tiny_model
 
@@ -50,7 +50,7 @@ def loaded_model(eos_token_id: int = EOS_TOKEN_ID) -> LoadedModel:
     return LoadedModel(model, LetterTokenizer(), "folder/tiny")
 
 
-def recorded_by(loaded: LoadedModel, settings: Settings, num_successors: int = 5) -> Traces:
+def recorded_by(loaded: LoadedModel, settings: Settings, num_successors: int = 8) -> Traces:
     traces: list[Trace] = []
     record(loaded, PROMPTS, settings, num_successors, traces=traces)
     described = {"max_new_tokens": settings.max_new_tokens, "vocab_size": VOCAB_SIZE}
@@ -385,12 +385,12 @@ def test_methods_are_replayed_with_every_node_count_and_pass(
     for count in (4, 16):
         assert mat["lade", count, 1] > 2 > mat["lade", count, 0]  # it knows the answers now
         assert mat["lade_fresh", count, 1] == mat["lade_fresh", count, 0]  # and this one does not
-    monkeypatch.setattr(Harvester, "num_successors", 6)
+    monkeypatch.setattr(Harvester, "num_successors", 9)
     info = MethodInfo(
-        METHODS["lade"].make, "x", drafter=lambda: Harvester(recorded.traces[0].token_ids, 1)
+        METHODS["lade"].make, "x", drafter=lambda prior: Harvester(recorded.traces[0].token_ids, 1)
     )
     monkeypatch.setitem(METHODS, "harvester", info)
-    with pytest.raises(ValueError, match="expected traces with 6 successors or more for harvester"):
+    with pytest.raises(ValueError, match="expected traces with 9 successors or more for harvester"):
         replay(recorded, ["harvester"], [4], replays=[])
 
 
@@ -503,3 +503,15 @@ def test_only_results_of_replays_are_projected(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"expected x\.json to be a result file of lade bench"):
             read_points(path)
+
+
+def test_a_table_of_the_target_is_for_those_methods_that_use_one(recorded: Traces) -> None:
+    prior = SuccessorTable(1000)
+    for trace in recorded.traces:  # it knows what follows every pair
+        pairs = np.array([trace.token_ids[:-2], trace.token_ids[1:-1]]).T
+        following = np.array(trace.token_ids[2:])[:, None]
+        prior.put(pairs, following, np.full(following.shape, 0.9))
+    replays: list[Replay] = []
+    replay(recorded, ["lade", "lade_untabled"], [8], prior=prior, replays=replays)
+    mat = {p.method: p.mean_accepted_tokens for p in points(replays) if p.group == OVERALL}
+    assert mat["lade"] > 1.2 * mat["lade_untabled"]

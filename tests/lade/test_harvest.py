@@ -1,0 +1,260 @@
+"""What drafters are told of the target's own successors, and what they make of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ElectraConfig
+
+import lade
+from lade import probing, tables
+from lade.drafting import PoolDrafter
+from lade.fingerprint import fingerprint_of
+from lade.harvest import (
+    MAX_PROMPT_TOKENS,
+    Successors,
+    first_of_highest,
+    rank,
+    with_probs,
+)
+from lade.tables import Effort, StoredTable, write_table
+from ngram_pool import Draft, NGramPool, SuccessorTable
+from tests.lade.tiny import VOCAB_SIZE, tiny_model
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+
+
+class Listener:
+    """Drafts two tokens side by side, one of them right now and then, and keeps what it is told."""
+
+    num_successors = 3
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[int], list[int], list[int], Successors]] = []
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        return 1
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        ids = np.array([committed[-1], 5, 6], np.int32)
+        return Draft(
+            ids, np.array([-1, -1, 1], np.int32), np.array([1, 1, 2], np.int32), np.ones(3)
+        )
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        pass
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        assert committed[-1] == token_ids[0]
+        self.told.append((list(committed), list(token_ids), list(parents), successors))
+
+    def close(self, sequence: int) -> None:
+        pass
+
+
+@torch.no_grad()
+def true_successors(model: Any, text: list[int], k: int) -> tuple[list[int], list[float]]:
+    top = model(torch.tensor([text])).logits[0, -1].softmax(-1).topk(k)
+    return top.indices.tolist(), top.values.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_every_node_is_told_with_the_targets_own_successors(family: str) -> None:
+    model = tiny_model(family)
+    prompt = torch.arange(2, 12)[None]
+    listener = Listener()
+    config = lade.Config(max_draft_tokens=3)
+    lade.generate(model, prompt, drafter=listener, config=config, **GREEDY)
+    num_rejected = num_in_prompt = 0
+    for committed, token_ids, parents, successors in listener.told:
+        num_in_prompt += len(committed) < prompt.shape[1]
+        for node, parent in enumerate(parents):
+            path = [token_ids[node]]
+            while parent != -1:
+                path.insert(0, token_ids[parent])
+                parent = parents[parent]
+            expected, probs = true_successors(model, [*committed[:-1], *path], 3)
+            assert successors.token_ids[node].tolist() == expected
+            assert successors.probs[node].tolist() == pytest.approx(probs, rel=0.3)
+            num_rejected += node > 0
+    assert num_in_prompt == 1
+    assert num_rejected > 20
+
+
+def test_no_more_of_a_prompt_is_told_than_the_bound_whatever_the_batch() -> None:
+    model = tiny_model("llama")
+    for num_rows in (1, 4):
+        listener = Listener()
+        prompts = torch.randint(2, 90, (num_rows, 100))
+        lade.generate(model, prompts, drafter=listener, **{**GREEDY, "max_new_tokens": 1})
+        told = [len(token_ids) for _, token_ids, _, _ in listener.told if len(token_ids) > 1]
+        assert told == [MAX_PROMPT_TOKENS // num_rows] * num_rows
+
+
+def test_padding_and_masked_tokens_are_not_told_of() -> None:
+    model = tiny_model("llama")
+    prompts = torch.tensor([[0, 0, 0, 5, 6, 7], [9, 8, 7, 6, 5, 4]])
+    listener = Listener()
+    options = {**GREEDY, "attention_mask": (prompts != 0).long()}
+    lade.generate(model, prompts, drafter=listener, **options)
+    chains = [token_ids for committed, token_ids, _, _ in listener.told if len(committed) < 3]
+    assert chains == [[5, 6], [9, 8, 7, 6, 5]]
+
+
+def test_a_model_with_layers_behind_its_states_is_left_alone() -> None:
+    """The output embeddings of Electra take other vectors than the hidden states are."""
+    sizes = {"vocab_size": 100, "hidden_size": 32, "embedding_size": 16, "intermediate_size": 37}
+    config = ElectraConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, is_decoder=True, pad_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompt = torch.arange(2, 12)[None]
+    expected = model.generate(prompt, **GREEDY)
+    assert lade.generate(model, prompt, **GREEDY).tolist() == expected.tolist()
+
+
+def test_hooks_are_gone_after_an_error() -> None:
+    model = tiny_model("llama")
+
+    def break_down(*_: Any) -> None:
+        raise ConnectionError("broken")
+
+    lade.generate(model, torch.arange(2, 8)[None], **GREEDY)  # the check of the model is over
+    handle = model.model.layers[0].register_forward_pre_hook(break_down)
+    with pytest.raises(ConnectionError):
+        lade.generate(model, torch.arange(2, 8)[None], **GREEDY)
+    handle.remove()
+    assert not model.model._forward_hooks
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_end_no_generation(value: float) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    lade.generate(model, torch.arange(2, 8)[None], **GREEDY)  # while it can be checked
+
+    def spoil(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output[..., 7] = value
+        return output
+
+    handle = model.lm_head.register_forward_hook(spoil)
+    expected = model.generate(torch.arange(2, 8)[None], **GREEDY)
+    assert lade.generate(model, torch.arange(2, 8)[None], **GREEDY).tolist() == expected.tolist()
+    handle.remove()
+
+
+# --- ranks ----------------------------------------------------------------------------------
+
+
+def test_the_first_of_equal_logits_is_found_as_argmax_finds_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 4, (200, 30), generator=generator).to(torch.bfloat16)
+    for row in logits:
+        found = first_of_highest(rank(row[None], 8))
+        assert found is None or found.item() == row.float().argmax().item()
+    assert sum(first_of_highest(rank(row[None], 8)) is not None for row in logits) > 100
+    assert first_of_highest(rank(torch.full((1, 9), float("nan")), 3)) is None
+
+
+def test_probabilities_are_about_those_of_the_softmax() -> None:
+    logits = 3 * torch.randn(50, 4000, generator=torch.Generator().manual_seed(0))
+    ranked = rank(logits, 8)
+    got = with_probs(ranked, logits)
+    expected = logits.softmax(-1).gather(-1, ranked.token_ids)
+    assert got.token_ids.tolist() == ranked.token_ids.tolist()
+    assert np.abs(np.log(got.probs) - expected.log().numpy()).max() < 0.35
+
+
+# --- the pool as a drafter ------------------------------------------------------------------
+
+
+def test_the_pool_learns_nodes_under_pairs_and_single_tokens() -> None:
+    pool = NGramPool()
+    drafter = PoolDrafter(pool)
+    sequence = drafter.open([1, 2, 3])
+    successors = Successors(
+        np.array([[10, 11], [12, 13]], np.int32), np.array([[0.9, 0.1], [0.8, 0.1]], np.float32)
+    )
+    drafter.harvest(sequence, [1, 2, 3], [3, 20], [-1, 0], successors)
+    assert len(drafter.draft(sequence, [1, 2, 3], 4)) == 0, "nothing is told before it is observed"
+    drafter.observe(sequence, [20])
+    assert drafter.draft(sequence, [1, 2, 3, 20], 2).token_ids.tolist() == [12, 13]
+    assert drafter.draft(sequence, [9, 9, 9, 20], 2).token_ids.tolist() == [12, 13]
+    assert 10 in drafter.draft(sequence, [8, 2, 3], 3).token_ids.tolist()
+    drafter.close(sequence)
+    assert not drafter._harvests
+
+
+def test_a_pool_that_harvests_drafts_what_no_text_has_had() -> None:
+    """Token 7 was never followed by anything, but the target was asked what follows it."""
+    model = tiny_model("llama")
+    pool = NGramPool()
+    lade.generate(model, torch.tensor([[5, 6, 7]]), pool=pool, **GREEDY)
+    expected, _ = true_successors(model, [5, 6, 7], 1)
+    sequence = pool.open_sequence()
+    assert pool.draft([6, 7], 4, sequence=sequence).token_ids.tolist()[0] == expected[0]
+
+
+# --- the table that was made before ---------------------------------------------------------
+
+
+@pytest.fixture
+def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model whose table knows the answer to everything: each token's likeliest successor."""
+    model = tiny_model("llama")
+    table = SuccessorTable(1024)
+    with torch.no_grad():
+        logits = model(torch.arange(VOCAB_SIZE)[:, None]).logits[:, -1]
+    top = logits.softmax(-1).topk(4)
+    contexts = np.stack([np.full(VOCAB_SIZE, -1), np.arange(VOCAB_SIZE)], axis=1)
+    table.put(contexts, top.indices.numpy(), top.values.numpy())
+    tmp_path.mkdir(exist_ok=True)
+    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
+    write_table(path, model, StoredTable(table, Effort()))
+    monkeypatch.setattr(tables, "tables_folder", lambda: tmp_path)
+    return model
+
+
+def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
+    assert len(probing.prior_of(tabled) or ()) == VOCAB_SIZE
+    prompt = torch.tensor([[3]])
+    texts, num_drafted = [], []
+    for config in (lade.Config(max_draft_tokens=4), lade.Config(4, 4, uses_table=False)):
+        output = lade.generate(
+            tabled, prompt, config=config, return_dict_in_generate=True, **GREEDY
+        )
+        texts.append(output.sequences.tolist())
+        num_drafted.append(output.stats.num_draft_tokens)
+    assert texts[0] == texts[1] == tabled.generate(prompt, **GREEDY).tolist()
+    assert num_drafted[0] > num_drafted[1]
+
+
+def test_prewarming_is_noticed_by_the_next_call(tmp_path: Path, tabled: Any) -> None:
+    before = probing.prior_of(tabled)
+    assert probing.prior_of(tabled) is before
+    probing.forget_prior(tabled)
+    assert probing.prior_of(tabled) is not before
+
+
+def test_a_folder_that_may_not_be_looked_into_has_no_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    assert tables.table_for(tiny_model("llama"), tmp_path) is None
+
+
+def test_config_wants_a_bool() -> None:
+    with pytest.raises(TypeError, match="uses_table"):
+        lade.Config(uses_table=1)  # type: ignore[arg-type]
