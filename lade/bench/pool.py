@@ -1,4 +1,4 @@
-"""Timing the pool alone: what observing a token and drafting a tree cost as it fills."""
+"""Timing the pool: what observing a token, drafting a tree and a whole step cost as it fills."""
 
 from statistics import median, quantiles
 from time import perf_counter
@@ -7,10 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool import NGramPool
+from lade.budget import MeasuredBudget, Outcome
+from lade.drafting import PoolDrafter
+from lade.harvest import Successors
+from ngram_pool import NGramPool, SuccessorTable
 
 _NUM_DRAFTS = 1000
 _CHUNK = 100_000
+_VOCAB_SIZE = 49_152
+_NUM_VERIFIED = 8  # nodes of each draft whose successors are harvested, and the root's
+_TABLE_CONTEXTS = 2**16  # of the table known before
 
 
 class PoolTiming(NamedTuple):
@@ -21,6 +27,8 @@ class PoolTiming(NamedTuple):
     observe_step_us: float  # per call of three tokens, as a decoding step makes it
     draft_us: float  # median of a draft
     draft_p95_us: float
+    step_us: float  # median of drafting with a table, the budget, harvesting 9 nodes, feeding 2
+    step_p95_us: float
     nodes_per_draft: float
     bytes_per_token: float
 
@@ -31,6 +39,7 @@ def time_pool(num_tokens: int, max_nodes: int = 32, seed: int = 0) -> PoolTiming
     The text draws tokens of a 49,152-token vocabulary by Zipf's law and copies a span of 60 tokens
     from anywhere before in every 400. Contexts of drafts are taken from all over the text, so
     caches of the processor help as little as they would with a pool that has served many prompts.
+    What the target finds likely is drawn at random.
     """
     rng = np.random.default_rng(seed)
     text = _text(num_tokens, rng)
@@ -53,12 +62,15 @@ def time_pool(num_tokens: int, max_nodes: int = 32, seed: int = 0) -> PoolTiming
         start_sec = perf_counter()
         pool.observe(step)
         step_us.append((perf_counter() - start_sec) * 1e6)
+    steps = _time_steps(pool, held, max_nodes, rng)
     return PoolTiming(
         num_tokens=num_tokens,
         observe_prompt_us=observe_prompt_us,
         observe_step_us=median(step_us),
         draft_us=median(draft_us),
         draft_p95_us=quantiles(draft_us, n=20)[-1],
+        step_us=median(steps),
+        step_p95_us=quantiles(steps, n=20)[-1],
         nodes_per_draft=sum(num_nodes) / len(num_nodes),
         bytes_per_token=pool.nbytes / num_tokens,
     )
@@ -71,8 +83,52 @@ def as_json(timings: list[PoolTiming]) -> list[dict[str, Any]]:
     ]
 
 
+def _time_steps(
+    pool: NGramPool, held: NDArray[np.int64], max_nodes: int, rng: np.random.Generator
+) -> list[float]:
+    """Time all that a step does but running the target, in microseconds."""
+    prior = SuccessorTable(2 * _TABLE_CONTEXTS)
+    last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
+    pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)
+    prior.put(pairs, *_successors(len(pairs), rng))
+    drafter, budget = PoolDrafter(pool, prior=prior), MeasuredBudget()
+    sequence = drafter.open(held[:300].tolist())
+    us: list[float] = []
+    for end in rng.integers(100, len(held), _NUM_DRAFTS).tolist():
+        committed = held[end - 100 : end].tolist()
+        emitted = held[end - 2 : end].tolist()
+        successors = _successors(1 + _NUM_VERIFIED, rng)
+        start_sec = perf_counter()
+        draft = drafter.draft(sequence, committed, max_nodes)
+        budget.num_nodes([draft.probs.tolist()], 0)
+        verified = draft.first(_NUM_VERIFIED)
+        token_ids = [committed[-1], *verified.token_ids.tolist()]
+        parents = [-1, *(verified.parents + 1).tolist()]
+        num_run = len(token_ids)
+        known = Successors(successors.token_ids[:num_run], successors.probs[:num_run])
+        drafter.harvest(sequence, committed, token_ids, parents, known)
+        drafter.observe(sequence, emitted)
+        budget.record(
+            num_rows=1,
+            num_nodes=len(verified),
+            forward_sec=0.03,
+            outcomes=[Outcome(0, draft, emitted)],
+            num_emitted={0: len(us)},
+        )
+        us.append((perf_counter() - start_sec) * 1e6)
+    drafter.close(sequence)
+    return us
+
+
+def _successors(num_nodes: int, rng: np.random.Generator) -> Successors:
+    shape = (num_nodes, PoolDrafter.num_successors)
+    probs = -np.sort(-rng.random(shape), axis=1) / shape[1]
+    ids = rng.integers(0, _VOCAB_SIZE, shape, dtype=np.int32)
+    return Successors(ids, probs.astype(np.float32))
+
+
 def _text(num_tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    text = rng.zipf(1.2, num_tokens) % 49_152
+    text = rng.zipf(1.2, num_tokens) % _VOCAB_SIZE
     for start in range(400, num_tokens - 60, 400):
         source = int(rng.integers(0, start - 60))
         text[start : start + 60] = text[source : source + 60]

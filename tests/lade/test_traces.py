@@ -141,7 +141,7 @@ def test_traces_survive_their_file(recorded: Traces, tmp_path: Path) -> None:
     back = read_traces(path)
     assert back.settings == recorded.settings
     assert back.environment == {"cpu": "some"}
-    assert (back.max_new_tokens, back.vocab_size, back.num_successors) == (40, VOCAB_SIZE, 5)
+    assert (back.max_new_tokens, back.vocab_size, back.num_successors) == (40, VOCAB_SIZE, 8)
     for old, new in zip(recorded.traces, back.traces, strict=True):
         assert new[:5] == old[:5]
         assert new.successors.token_ids.tolist() == old.successors.token_ids.tolist()
