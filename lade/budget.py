@@ -80,7 +80,7 @@ class FixedBudget:
 
 
 _FADING = 0.9  # of what was verified before, a step
-_LEAST_ASKED = 24  # nodes; fewer would hide drafts that pay only when they are large
+_LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_NODES = 63
 
 

@@ -119,6 +119,11 @@ class PoolDrafter:
         self._open_prompts: dict[int, tuple[int, ...]] = {}
         self._harvests: dict[int, list[_Harvest]] = {}  # by sequence, those not in the pool yet
 
+    @property
+    def has_prior(self) -> bool:
+        """Whether a table is known that was made before."""
+        return self._prior is not None
+
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Feed the prompt as a sequence of its own.
 

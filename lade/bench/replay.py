@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lade.bench.methods import METHODS
 from lade.bench.traces import Trace, Traces
-from lade.drafting import Drafter, HarvestingDrafter, Proposer, chain
+from lade.drafting import Drafter, HarvestingDrafter, PoolDrafter, Proposer, chain
 from lade.harvest import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
@@ -114,7 +114,11 @@ def replay_trace(
     try:
         proposer.open(_ROW, committed)
         if harvests:
-            _harvest(proposer, trace, max(0, num_prompt - NUM_HARVESTED_PROMPT_TOKENS), num_prompt)
+            # Decoding harvests no prompt where a table was made before.
+            has_prior = isinstance(drafter, PoolDrafter) and drafter.has_prior
+            num_harvested = 1 if has_prior else NUM_HARVESTED_PROMPT_TOKENS
+            _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
+            _harvest(proposer, trace, num_prompt - 1, num_prompt)
         committed.append(token_ids[num_prompt])  # the prefill's
         proposer.observe(_ROW, committed[-1:])
         while (length := len(committed)) < len(token_ids):
@@ -156,6 +160,8 @@ def _verified(draft: Draft, token_ids: Sequence[int], length: int) -> Step:
 
 def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
     """Tell the drafter of tokens `start` up to `stop` of a trace, all run in one forward."""
+    if start == stop:
+        return
     tree = Tree.build(trace.token_ids[start], chain(trace.token_ids[start + 1 : stop]))
     known = trace.successors
     num_successors = proposer.num_successors
