@@ -126,7 +126,9 @@ def prior_of(model: Model) -> SuccessorTable | None:
 
 def forget_prior(model: Model) -> None:
     """Look for the model's table anew at its next use."""
-    profile_of(model).prior.clear()
+    known: Profile | None = getattr(without_compiler(model), "_lade_profile", None)
+    if known is not None:
+        known.prior.clear()
 
 
 def choose_way(

@@ -138,7 +138,7 @@ def test_a_window_stays_as_large_as_it_is_and_as_deep(size: tuple[int, int]) -> 
 
 
 def test_first_tokens_are_of_the_prompt_or_the_vocabulary_and_repeat() -> None:
-    lookahead = lade.Lookahead(200, 3)
+    lookahead = lade.Lookahead(90, 3)
 
     def first(context: list[int], seed: int) -> list[int]:
         return Window(lookahead, context, 9, seed).cells().token_ids
