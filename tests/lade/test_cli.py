@@ -179,7 +179,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
     prompts, traces = tmp_path / "prompts.txt", tmp_path / "traces.safetensors"
     prompts.write_text("abcabc\nxyxyxy\nhello\n")
     options = ["--prompts", str(prompts), "--model", folder, "--dtype", "float32"]
-    options += ["--max-new-tokens", "20", "--out", str(traces), "--num-successors", "4"]
+    options += ["--max-new-tokens", "20", "--out", str(traces), "--num-successors", "8"]
     result = run("bench", "record", *options, "--limit", "2")
     assert result.exit_code == 0
     assert "2 answers, 40 tokens" in result.stderr
@@ -195,7 +195,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
     assert (tmp_path / "plots" / "mat.svg").exists()
     content = json.loads(path.read_text())
     assert content["settings"]["traces"]["name"] == "traces.safetensors"
-    assert content["settings"]["recorded"]["settings"]["num_successors"] == 4
+    assert content["settings"]["recorded"]["settings"]["num_successors"] == 8
     assert content["settings"]["recorded"]["settings"]["prompts"]["num"] == 2
     assert content["settings"]["interrupted"] is False
     assert len(content["runs"]) % 8 == 0  # two methods, two node counts, two passes a group
