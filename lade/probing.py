@@ -244,9 +244,9 @@ def _attentions_for(model: Model) -> list[str | None]:
     own = attention_of(model)
     if own is not None and own not in MASK_IS_ADDED:
         return ["sdpa", "eager"]
-    config = model.config.get_text_config(decoder=True)
-    num_heads = getattr(config, "num_attention_heads", None)
-    shares = getattr(config, "num_key_value_heads", None) not in (None, num_heads)
+    # As a dict: where layers differ, asking the config for one number of all is an error.
+    config = model.config.get_text_config(decoder=True).to_dict()
+    shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
     is_cpu = device_of_inputs(model).type == "cpu"
     return [PACKED_SDPA, None] if own == "sdpa" and shares and is_cpu else [None]
 
