@@ -118,7 +118,7 @@ class PromptHarvester:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at the hidden states of the forwards made inside."""
-        if self._num_successors == 0 or self._head is None or self._body is None:
+        if self._head is None or self._body is None:
             yield
             return
         handle = self._body.register_forward_hook(self._see)

@@ -38,11 +38,12 @@ from lade.config import Config, Way
 from lade.decoding import Decoder, Rules
 from lade.drafting import (
     Drafter,
-    HarvestingDrafter,
     NgramDrafter,
     PoolDrafter,
     Proposer,
     SamplingDrafter,
+    harvests_prompts,
+    num_successors_of,
 )
 from lade.errors import PlainDecodingWarning, UnsupportedOptionError
 from lade.grammar import foresight_of
@@ -245,7 +246,7 @@ def decode(
                 on_step(step)
 
     rngs = None
-    num_ranked = drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0
+    num_ranked = num_successors_of(drafter)
     if generation_config.do_sample and config is not None and config.verifier == "rejection":
         rngs, choice = _rejection(text, processors, device, outputs.on_choice)
     else:
@@ -283,7 +284,7 @@ def decode(
         outputs,
         Ranks.of(model),
         lookahead,
-        _prompt_harvester(model, drafter, num_ranked, target),
+        _prompt_harvester(model, drafter, target),
     )
     stats = decoder.run()
     stream.end()
@@ -401,20 +402,15 @@ def _choose_drafter(
     return drafter
 
 
-def _prompt_harvester(
-    model: Model, drafter: Drafter, num_successors: int, target: Target
-) -> PromptHarvester | None:
+def _prompt_harvester(model: Model, drafter: Drafter, target: Target) -> PromptHarvester | None:
     """Return what looks at the prompts for a drafter that wants it.
 
     Nothing does for a model that several processes run together: whether it can be done is decided
-    by numbers that differ between them, and all of them have to do it, or none. And nothing does
-    where a table was made before: then it took more time (0.7 % of an answer) than it saved.
+    by numbers that differ between them, and all of them have to do it, or none.
     """
-    if num_successors == 0 or mesh_of(model) is not None:
+    if not harvests_prompts(drafter) or mesh_of(model) is not None:
         return None
-    if isinstance(drafter, PoolDrafter) and drafter.has_prior:
-        return None
-    return PromptHarvester(model, num_successors, target.vocab_size)
+    return PromptHarvester(model, num_successors_of(drafter), target.vocab_size)
 
 
 def _refuse_lookahead(model: Model, way: ChosenWay) -> None:

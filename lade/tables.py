@@ -103,9 +103,7 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
         if described["fingerprint"] != path.stem or described["vocab_size"] != _vocab_size(model):
             raise ValueError("it is the table of another model")
         effort = Effort(**described["effort"])
-        table = SuccessorTable.from_arrays(arrays, capacity)
-        if len(table) and arrays["token_ids"].max() >= described["vocab_size"]:
-            raise ValueError("it has tokens that the model has not")
+        table = _table_of(arrays, described["vocab_size"], capacity)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
@@ -165,10 +163,15 @@ def load_table(path: Path, vocab_size: int) -> SuccessorTable:
         ValueError: the file is damaged, no table, or one of another vocabulary.
     """
     try:
-        arrays = safetensors.numpy.load_file(path)
-        table = SuccessorTable.from_arrays(arrays)
-        if len(table) and arrays["token_ids"].max() >= vocab_size:
-            raise ValueError(f"expected token ids below {vocab_size}")
+        return _table_of(safetensors.numpy.load_file(path), vocab_size)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"expected a table that lade prewarm made in {path}: {error}") from error
+
+
+def _table_of(
+    arrays: dict[str, Any], vocab_size: int, capacity: int | None = None
+) -> SuccessorTable:
+    table = SuccessorTable.from_arrays(arrays, capacity)
+    if len(table) and arrays["token_ids"].max() >= vocab_size:
+        raise ValueError("it has tokens that the model has not")
     return table

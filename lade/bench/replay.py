@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lade.bench.methods import METHODS
 from lade.bench.traces import Trace, Traces
-from lade.drafting import Drafter, HarvestingDrafter, PoolDrafter, Proposer, chain
+from lade.drafting import Drafter, Proposer, chain, harvests_prompts, num_successors_of
 from lade.harvest import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
@@ -114,9 +114,7 @@ def replay_trace(
     try:
         proposer.open(_ROW, committed)
         if harvests:
-            # Decoding harvests no prompt where a table was made before.
-            has_prior = isinstance(drafter, PoolDrafter) and drafter.has_prior
-            num_harvested = 1 if has_prior else NUM_HARVESTED_PROMPT_TOKENS
+            num_harvested = NUM_HARVESTED_PROMPT_TOKENS if harvests_prompts(drafter) else 1
             _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
             _harvest(proposer, trace, num_prompt - 1, num_prompt)
         committed.append(token_ids[num_prompt])  # the prefill's
@@ -179,7 +177,7 @@ def _make(name: str, prior: SuccessorTable | None) -> Drafter:
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:
     """Raise if the drafter wants more of the target's likeliest tokens than are known."""
-    wanted = drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0
+    wanted = num_successors_of(drafter)
     known = recorded.num_successors
     if wanted > known and known < recorded.vocab_size:
         raise ValueError(
