@@ -1,0 +1,360 @@
+"""Attention over trees on a GPU, in Triton: what `tree_attention.attend` does, without its costs.
+
+Flash decoding: the keys of a prefix are split among many programs, each of which holds the queries
+of all heads that share these keys; a second kernel merges what they found. A split's bounds come
+from the row's true length, which is read on the device, so a captured graph serves all lengths and
+costs what the length at hand costs. The tree is a split of its own.
+
+Nothing here knows of transformers. Only `tree_attention.py` imports this, and only on a GPU: triton
+is not on every machine. Scores are held in units of log 2, for the device has exp2 and no exp.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; -inf - -inf would be NaN
+
+# A split of fewer slots would cost more to merge than to attend to.
+_MIN_SLOTS = tl.constexpr(128)
+# Two programs on each multiprocessor hide each other's waits. What the splits hand on is then two
+# blocks of float32 a multiprocessor, which stay in the second-level cache, however wide the tree.
+_PROGRAMS_PER_PROCESSOR = 2
+_MAX_SPLITS = 64  # the merge holds the parts of all splits of a query in registers
+
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+
+
+class _Blocks(NamedTuple):
+    """How much a program of the first kernel holds at once."""
+
+    queries: int
+    keys: int
+    key_dims: int  # a power of two; the rest of the last dims is masked
+    value_dims: int
+    num_warps: int
+    num_stages: int  # blocks of keys and values in shared memory, the one in use included
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_cached: Tensor,
+    starts: Tensor,
+    ancestors: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_processors: int | None = None,
+) -> Tensor:
+    """Attend over prefixes and trees; nothing is read on the host.
+
+    Args:
+        query: [rows, num_heads, num_nodes, head_dim], float16, bfloat16 or float32.
+        key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; what
+            lies behind a row's own nodes is never read.
+        num_cached: int32 [rows].
+        starts: int32 [rows, num_nodes].
+        ancestors: bool [rows, num_nodes, num_nodes]; these three as in `tree_attention.Seen`.
+        scaling, softcap, sinks: as in `tree_attention.attend`.
+        num_processors: how many multiprocessors the work is split for; None for those of the
+            device, which a CPU (in Triton's interpreter) has none of.
+
+    Returns:
+        [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
+
+    Source: flash decoding; one softmax in parts: arXiv 2205.14135, section 3.1.
+    """
+    rows, num_heads, num_nodes, head_dim = query.shape
+    num_key_heads, num_slots, value_dim = value.shape[1:]
+    num_lists, num_packed = rows * num_key_heads, num_heads // num_key_heads * num_nodes
+    blocks = _blocks(num_packed, head_dim, value_dim, query.dtype)
+    num_blocks = triton.cdiv(num_packed, blocks.queries)
+    if num_processors is None:
+        num_processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_processors)
+
+    of_splits = (num_lists, num_splits, num_packed)
+    summed = query.new_empty(*of_splits, value_dim, dtype=torch.float32)
+    totals = query.new_empty(of_splits, dtype=torch.float32)
+    peaks = torch.empty_like(totals)
+    attended = query.new_empty(rows, num_nodes, num_heads, value_dim)
+    with torch.cuda.device(query.get_device()):  # Triton launches on the current one
+        _attend_to_split[(num_lists, num_blocks, num_splits)](
+            query,
+            key,
+            value,
+            num_cached.contiguous(),
+            starts.contiguous(),
+            ancestors.contiguous().view(torch.uint8),
+            summed,
+            totals,
+            peaks,
+            *query.stride(),
+            *key.stride(),
+            *value.stride(),
+            num_key_heads,
+            num_nodes,
+            num_packed,
+            scaling,
+            1.0 if softcap is None else softcap,
+            has_softcap=softcap is not None,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            block_m=blocks.queries,
+            block_n=blocks.keys,
+            block_k=blocks.key_dims,
+            block_v=blocks.value_dims,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+        _merge_splits[(num_lists, num_packed)](
+            summed,
+            totals,
+            peaks,
+            peaks if sinks is None else sinks.contiguous(),
+            attended,
+            num_key_heads,
+            num_nodes,
+            num_splits,
+            has_sinks=sinks is not None,
+            value_dim=value_dim,
+            block_s=triton.next_power_of_2(num_splits),
+            block_v=blocks.value_dims,
+            num_warps=4,
+        )
+    return attended
+
+
+def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Blocks:
+    """Choose blocks that fit the shared memory of all GPUs from compute capability 8.0 on."""
+    key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    is_wide = max(key_dims, value_dims) > 128
+    queries = min(64, max(16, triton.next_power_of_2(num_packed)))
+    # With these, compiled for 8.0 and 9.0, nearly all is in registers: four warps for 64 queries of
+    # 128 dims spill 300 to 500 bytes a thread, 32 keys in float32 two thousand.
+    if dtype == torch.float32:  # no tensor cores: every product and sum is in registers
+        return _Blocks(min(queries, 32), 16, key_dims, value_dims, num_warps=8, num_stages=1)
+    num_warps = 8 if is_wide or queries == 64 else 4
+    return _Blocks(queries, 32 if is_wide else 64, key_dims, value_dims, num_warps, num_stages=2)
+
+
+def _num_splits(num_programs: int, num_slots: int, num_processors: int) -> int:
+    """Return the splits of all keys, that of the tree included, for so many programs in each.
+
+    It follows from shapes and the device alone, so that a captured graph stays valid.
+    """
+    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
+    most = min(_MAX_SPLITS - 1, triton.cdiv(num_slots, _MIN_SLOTS.value))
+    return int(min(wanted, most)) + 1
+
+
+@_jit
+def _attend_to_split(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    num_cached: tl.tensor,
+    starts: tl.tensor,
+    ancestors: tl.tensor,
+    summed_of_all: tl.tensor,
+    totals_of_all: tl.tensor,
+    peaks_of_all: tl.tensor,
+    query_row: tl.tensor,  # strides, in elements
+    query_head: tl.tensor,
+    query_node: tl.tensor,
+    query_dim: tl.tensor,
+    key_row: tl.tensor,
+    key_head: tl.tensor,
+    key_slot: tl.tensor,
+    key_dim: tl.tensor,
+    value_row: tl.tensor,
+    value_head: tl.tensor,
+    value_slot: tl.tensor,
+    value_dim_: tl.tensor,
+    num_key_heads: tl.tensor,
+    num_nodes: tl.tensor,
+    num_packed: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+    head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    block_v: tl.constexpr,
+) -> None:
+    """Attend with a block of the queries of one key head to one split of its keys.
+
+    Program (row and key head, block of queries, split). The last split is the tree.
+    """
+    of_list = tl.program_id(0).to(tl.int64)
+    row, key_head_id = of_list // num_key_heads, of_list % num_key_heads
+    split, num_splits = tl.program_id(2), tl.num_programs(2)
+    packed = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    is_query = packed < num_packed
+    node = packed % num_nodes
+    key_dims, value_dims = tl.arange(0, block_k), tl.arange(0, block_v)
+
+    # Equal parts of what some of these queries see. All of them end at or before the prefix does,
+    # so the last split, which is one more, has nothing of it.
+    end = tl.load(num_cached + row)
+    start = tl.load(starts + row * num_nodes + node, mask=is_query, other=end)
+    begin = tl.minimum(tl.min(start, axis=0), end)
+    share = tl.cdiv(tl.cdiv(end - begin, num_splits - 1), block_n) * block_n
+    begin += split * tl.maximum(share, _MIN_SLOTS)
+    end_of_split = tl.minimum(begin + tl.maximum(share, _MIN_SLOTS), end)
+    num_tree = tl.where(split == num_splits - 1, num_nodes, 0)
+    is_used = (begin < end) | (num_tree > 0)
+
+    head = key_head_id * (num_packed // num_nodes) + packed // num_nodes
+    queries = tl.load(
+        query
+        + row * query_row
+        + (head * query_head + node * query_node)[:, None]
+        + (key_dims * query_dim)[None, :],
+        mask=(is_query & is_used)[:, None] & (key_dims < head_dim)[None, :],
+        other=0.0,
+    )
+    keys = key + row * key_row + key_head_id * key_head + (key_dims * key_dim)[:, None]
+    values = value + row * value_row + key_head_id * value_head + (value_dims * value_dim_)[None, :]
+    is_key_dim, is_value_dim = key_dims < head_dim, value_dims < value_dim
+
+    summed = tl.zeros([block_m, block_v], dtype=tl.float32)
+    totals = tl.zeros([block_m], dtype=tl.float32)
+    peaks = tl.full([block_m], _LOWEST, dtype=tl.float32)
+    for first in range(begin, end_of_split, block_n):
+        slots = first + tl.arange(0, block_n)
+        is_there = slots < end_of_split
+        some_keys = _loaded_keys(keys, slots, key_slot, is_key_dim, is_there)
+        scores = _scores(queries, some_keys, scaling, softcap, has_softcap)
+        sees = is_there[None, :] & (slots[None, :] >= start[:, None])
+        scores = tl.where(sees, scores, float("-inf"))
+        some_values = _loaded_values(values, slots, value_slot, is_value_dim, is_there)
+        summed, totals, peaks = _folded(scores, some_values, summed, totals, peaks)
+    of_tree = ancestors + row * num_nodes * num_nodes + (node * num_nodes)[:, None]
+    for first in range(0, num_tree, block_n):
+        others = first + tl.arange(0, block_n)
+        is_there = others < num_nodes
+        some_keys = _loaded_keys(keys, end + others, key_slot, is_key_dim, is_there)
+        scores = _scores(queries, some_keys, scaling, softcap, has_softcap)
+        is_pair = is_query[:, None] & is_there[None, :]
+        sees = tl.load(of_tree + others[None, :], mask=is_pair, other=0)
+        scores = tl.where(sees != 0, scores, float("-inf"))
+        some_values = _loaded_values(values, end + others, value_slot, is_value_dim, is_there)
+        summed, totals, peaks = _folded(scores, some_values, summed, totals, peaks)
+
+    # Queries that saw nothing here leave a total of 0, and their sum is neither written nor read.
+    at = (of_list * num_splits + split) * num_packed + packed
+    tl.store(totals_of_all + at, totals, mask=is_query)
+    tl.store(peaks_of_all + at, peaks, mask=is_query)
+    tl.store(
+        summed_of_all + at[:, None] * value_dim + value_dims[None, :],
+        summed,
+        mask=(is_query & (totals > 0.0))[:, None] & is_value_dim[None, :],
+    )
+
+
+@_jit
+def _loaded_keys(
+    keys: tl.tensor, slots: tl.tensor, stride: tl.tensor, is_dim: tl.tensor, is_there: tl.tensor
+) -> tl.tensor:
+    """Return a block [dims, keys]; offsets in a cache may pass 2**31."""
+    pointers = keys + (slots.to(tl.int64) * stride)[None, :]
+    return tl.load(pointers, mask=is_dim[:, None] & is_there[None, :], other=0.0)
+
+
+@_jit
+def _loaded_values(
+    values: tl.tensor, slots: tl.tensor, stride: tl.tensor, is_dim: tl.tensor, is_there: tl.tensor
+) -> tl.tensor:
+    """Return a block [keys, dims]. What may be NaN is not loaded: 0 * NaN is NaN."""
+    pointers = values + (slots.to(tl.int64) * stride)[:, None]
+    return tl.load(pointers, mask=is_there[:, None] & is_dim[None, :], other=0.0)
+
+
+@_jit
+def _scores(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    has_softcap: tl.constexpr,
+) -> tl.tensor:
+    """Return the scores [queries, keys] in units of log 2; keys are [dims, keys]."""
+    scores = tl.dot(queries, keys, input_precision="ieee") * scaling
+    if has_softcap:
+        # tanh, written so that an overflow of exp is its limit 1.
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E) / softcap) + 1.0))
+    return scores * _LOG2_E
+
+
+@_jit
+def _folded(
+    scores: tl.tensor, values: tl.tensor, summed: tl.tensor, totals: tl.tensor, peaks: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return sums, totals and peaks with a block of keys more."""
+    higher = tl.maximum(peaks, tl.max(scores, axis=1))
+    shrink = tl.exp2(peaks - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    totals = totals * shrink + tl.sum(weights, axis=1)
+    summed = summed * shrink[:, None]
+    summed += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return summed, totals, higher
+
+
+@_jit
+def _merge_splits(
+    summed_of_all: tl.tensor,
+    totals_of_all: tl.tensor,
+    peaks_of_all: tl.tensor,
+    sinks: tl.tensor,
+    attended: tl.tensor,
+    num_key_heads: tl.tensor,
+    num_nodes: tl.tensor,
+    num_splits: tl.tensor,
+    has_sinks: tl.constexpr,
+    value_dim: tl.constexpr,
+    block_s: tl.constexpr,
+    block_v: tl.constexpr,
+) -> None:
+    """Merge the splits of one query. Program (row and key head, query of that head's list)."""
+    of_list, packed, num_packed = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1),
+        tl.num_programs(1),
+    )
+    row, num_sharing = of_list // num_key_heads, num_packed // num_nodes
+    head = of_list % num_key_heads * num_sharing + packed // num_nodes
+    splits, dims = tl.arange(0, block_s), tl.arange(0, block_v)
+    at = (of_list * num_splits + splits) * num_packed + packed
+    totals = tl.load(totals_of_all + at, mask=splits < num_splits, other=0.0)
+    peaks = tl.load(peaks_of_all + at, mask=splits < num_splits, other=_LOWEST)
+    summed = tl.load(
+        summed_of_all + at[:, None] * value_dim + dims[None, :],
+        mask=(totals > 0.0)[:, None] & (dims < value_dim)[None, :],
+        other=0.0,
+    )
+    peak = tl.max(peaks, axis=0)
+    if has_sinks:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        peak = tl.maximum(peak, sink)
+    scales = tl.exp2(peaks - peak)
+    total = tl.sum(totals * scales, axis=0)
+    if has_sinks:
+        total += tl.exp2(sink - peak)
+    result = tl.sum(summed * scales[:, None], axis=0) / total  # not 0: a node sees itself
+    node = (row * num_nodes + packed % num_nodes) * (num_key_heads * num_sharing) + head
+    tl.store(
+        attended + node * value_dim + dims,
+        result.to(attended.dtype.element_ty),
+        mask=dims < value_dim,
+    )

@@ -1,0 +1,386 @@
+"""The Triton kernels against the version in plain torch, in float64.
+
+On a GPU they run compiled. Everywhere they run in Triton's interpreter, which is chosen when
+kernels are decorated, those of Triton's own library among them: with the first import of triton.
+Torch may have imported it in this process, and a process that interprets compiles nothing any more.
+So the interpreter is a process of its own: this file run as a program, one case a line.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lade import tree_attention
+from lade.tree_attention import Seen
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+CUDA = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+
+
+class Case(NamedTuple):
+    dtype: str = "float32"
+    head_dim: int = 64
+    value_dim: int | None = None  # None for that of keys
+    num_key_heads: int = 2
+    num_sharing: int = 3
+    num_nodes: int = 5
+    lengths: tuple[int, ...] = (70, 0)  # of the prefixes
+    num_slots: int = 300
+    padding: int = 0  # slots of it in front of the first row
+    window: int | None = None  # which each node has at another slot
+    softcap: float | None = None
+    has_sinks: bool = False
+    is_tokens_first: bool = False  # keys lie in memory as [rows, num_slots, num_key_heads, dim]
+    num_processors: int = 8
+
+
+CASES = [
+    # Head dimensions: powers of two and others, of values other than of keys, tiny ones.
+    Case(),
+    Case("bfloat16"),
+    Case("float16", num_sharing=1),
+    Case(head_dim=8, num_nodes=3),
+    Case("bfloat16", head_dim=80, num_sharing=4, num_nodes=9),
+    Case(head_dim=80, num_sharing=1, num_nodes=1),
+    Case("bfloat16", head_dim=96, num_key_heads=1),
+    Case(head_dim=96, num_sharing=8, num_nodes=7, lengths=(65,)),
+    Case("bfloat16", head_dim=128, num_sharing=4, num_nodes=8, lengths=(257,)),
+    Case(head_dim=128, num_sharing=4, num_nodes=1, lengths=(33, 128)),
+    Case("bfloat16", head_dim=192, value_dim=128, num_sharing=1, num_key_heads=4),
+    Case(head_dim=192, value_dim=128, num_sharing=1, num_nodes=3),
+    Case("bfloat16", head_dim=256, num_sharing=8, num_nodes=2),
+    Case(head_dim=256, num_key_heads=1, num_sharing=4, num_nodes=6),
+    Case("bfloat16", head_dim=20, value_dim=48, num_nodes=2),
+    # Trees of one and of several blocks, and lists of queries that end within a block.
+    Case("bfloat16", num_nodes=64, num_key_heads=1, num_sharing=1, lengths=(5,)),
+    Case(num_nodes=65, num_key_heads=1, num_sharing=3, lengths=(40,)),
+    Case("bfloat16", num_nodes=70, num_key_heads=1, num_sharing=8, lengths=(130,)),
+    # Lengths: empty, ragged, of exactly a split, far below the capacity, more splits than keys.
+    Case(lengths=(0, 0, 0)),
+    Case("bfloat16", lengths=(0,), num_nodes=1),
+    Case(lengths=(1, 63, 64, 65, 127, 128, 129, 256)),
+    Case("bfloat16", lengths=(900, 10), num_slots=1000, num_processors=132),
+    Case(lengths=(901,), num_slots=1000, num_key_heads=1, num_nodes=2, num_processors=1),
+    Case(lengths=(3,), num_slots=20_000, num_key_heads=1, num_nodes=2, num_processors=132),
+    Case(lengths=(2_000,), num_slots=2_048, num_key_heads=1, num_nodes=1, num_processors=20),
+    # Padding, windows, soft caps, sinks, and all of it at once.
+    Case(padding=37),
+    Case("bfloat16", padding=70, num_nodes=3),
+    Case(window=16, lengths=(250, 3)),
+    Case("bfloat16", window=1, lengths=(200, 40), num_nodes=8),
+    Case(softcap=3.0),
+    Case("bfloat16", softcap=30.0, head_dim=128),
+    Case(has_sinks=True),
+    Case("bfloat16", has_sinks=True, lengths=(0, 130)),
+    Case("float16", has_sinks=True, softcap=5.0, window=9, padding=4, lengths=(100, 20)),
+    Case(is_tokens_first=True),
+    Case("bfloat16", is_tokens_first=True, head_dim=80, window=30, has_sinks=True),
+]
+
+
+def named(case: Case) -> str:
+    """Return what is special in a case."""
+    return "-".join(
+        f"{name}={value}".replace(" ", "")
+        for name, value in case._asdict().items()
+        if value != Case._field_defaults[name]
+    )
+
+
+def worst_error(case: Case, device: str) -> float:
+    """Return the greatest difference from the exact result, as a share of what is tolerated."""
+    from lade import triton_attention
+
+    made = inputs(case, device)
+    num_processors = case.num_processors if device == "cpu" else None
+    options = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": made.sinks}
+    got = triton_attention.attend(
+        made.query, made.key, made.value, *made.seen, num_processors=num_processors, **options
+    )
+    exact = tree_attention.attend(
+        made.query.double(), made.key.double(), made.value.double(), made.seen, **options
+    )
+    assert got.shape == exact.shape
+    assert got.dtype == made.query.dtype
+    assert got.is_contiguous()
+    errors = (got - exact).abs() / (1 + exact.abs()) / TOLERANCES[case.dtype]
+    return float(errors.nan_to_num(nan=torch.inf).max())
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seen: Seen
+    sinks: Tensor | None
+
+
+def inputs(case: Case, device: str) -> Inputs:
+    """Return random inputs; where no node looks, keys are NaN and values infinite."""
+    generator = torch.Generator().manual_seed(len(repr(case)))
+    rows, num_nodes, num_slots = len(case.lengths), case.num_nodes, case.num_slots
+    num_heads = case.num_key_heads * case.num_sharing
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(getattr(torch, case.dtype))
+
+    query = draw(rows, num_nodes, num_heads, case.head_dim).transpose(1, 2)
+    key = draw(rows, case.num_key_heads, num_slots, case.head_dim)
+    value = draw(rows, case.num_key_heads, num_slots, case.value_dim or case.head_dim)
+    num_cached = torch.tensor(case.lengths, dtype=torch.int32)
+    starts = torch.zeros(rows, num_nodes, dtype=torch.int32)
+    starts[0] = case.padding
+    if case.window is not None:
+        depths = torch.randint(0, 2 * case.window, (rows, num_nodes), generator=generator)
+        first = (num_cached[:, None] - case.window + depths).int()  # beyond the prefix for some
+        starts = torch.maximum(starts, first)
+    ancestors = torch.rand(rows, num_nodes, num_nodes, generator=generator) < 0.4
+    ancestors = ancestors.tril() | torch.eye(num_nodes, dtype=torch.bool)
+    for row, length in enumerate(case.lengths):
+        unseen = [slice(0, min(length, int(starts[row].min()))), slice(length + num_nodes, None)]
+        for slots in unseen:
+            key[row, :, slots], value[row, :, slots] = torch.nan, torch.inf
+    if case.is_tokens_first:
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    sinks = 2 * draw(num_heads) if case.has_sinks else None
+    on_device = [x.to(device) for x in (query, key, value, num_cached, starts, ancestors)]
+    query, key, value, *seen = on_device
+    return Inputs(query, key, value, Seen(*seen), None if sinks is None else sinks.to(device))
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
+    """Run cases in a process of Triton's interpreter."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.lade.test_triton_attention"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        to_worker, from_worker = process.stdin, process.stdout
+        assert to_worker is not None
+        assert from_worker is not None
+
+        def run(case: Case) -> dict[str, Any]:
+            print(json.dumps(case), file=to_worker, flush=True)
+            report: dict[str, Any] = json.loads(from_worker.readline())
+            return report
+
+        yield run
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_in_the_interpreter_it_attends_as_plain_torch_does(
+    case: Case, interpreted: Callable[[Case], dict[str, Any]]
+) -> None:
+    report = interpreted(case)
+    if "only 0-dimensional arrays" in report.get("raised", ""):
+        pytest.skip("the interpreter of this old triton cannot loop with this new numpy")
+    assert "raised" not in report, report["raised"]
+    assert report["error"] < 1
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_compiled_it_attends_as_plain_torch_does(case: Case, device: str) -> None:
+    assert worst_error(case, device) < 1
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_captured_graph_serves_all_lengths(device: str) -> None:
+    from lade import triton_attention
+
+    made = inputs(Case("bfloat16", num_slots=900, lengths=(700, 20)), device)
+
+    def attend() -> Tensor:
+        return triton_attention.attend(made.query, key, value, *made.seen, scaling=0.2)
+
+    key, value = torch.randn_like(made.key), torch.randn_like(made.value)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for length in (800, 3, 0):
+        made.seen.num_cached.fill_(length)
+        graph.replay()
+        assert torch.equal(captured, attend())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "num_packed", "capability"),
+    [
+        ("bfloat16", 128, 128, 80),
+        ("bfloat16", 256, 64, 90),
+        ("bfloat16", 192, 16, 86),
+        ("float16", 80, 1, 90),
+        ("float32", 256, 64, 80),
+    ],
+)
+def test_it_compiles_into_the_shared_memory_of_gpus(
+    dtype: str,
+    head_dim: int,
+    num_packed: int,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter takes Python that the compiler refuses; compiling needs no GPU.
+
+    A program may have 99 KiB of shared memory with compute capability 8.6, 8.9 and 12.0, the least
+    of all from 8.0 on; 9.0 has 227, and its products take more.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile
+
+    from lade import triton_attention
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    blocks = triton_attention._blocks(num_packed, head_dim, head_dim, getattr(torch, dtype))
+    constants = {
+        **dict.fromkeys(("has_softcap", "has_sinks"), True),
+        **dict.fromkeys(("head_dim", "value_dim"), head_dim),
+        **dict.fromkeys(("query_dim", "key_dim", "value_dim_"), 1),  # strides
+        "block_m": blocks.queries,
+        "block_n": blocks.keys,
+        "block_k": blocks.key_dims,
+        "block_v": blocks.value_dims,
+        "block_s": 64,
+    }
+    for kernel in (triton_attention._attend_to_split, triton_attention._merge_splits):
+        done = compile(
+            source_of(kernel, constants, dtype),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+        )
+        assert done.asm["cubin"]
+        assert done.metadata.shared <= (227 if capability == 90 else 99) * 1024
+
+
+def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
+    """Return what a launch has compiled: pointers and most strides are multiples of 16."""
+    import triton
+    from packaging.version import Version
+    from triton.backends import compiler
+    from triton.compiler import ASTSource
+
+    of_model = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
+    types = {
+        **dict.fromkeys(("query", "key", "value", "sinks", "attended"), of_model),
+        **dict.fromkeys(("num_cached", "starts"), "*i32"),
+        **dict.fromkeys(("summed_of_all", "totals_of_all", "peaks_of_all"), "*fp32"),
+        **dict.fromkeys(("scaling", "softcap"), "fp32"),
+        "ancestors": "*u8",
+    }
+    names: list[str] = kernel.arg_names
+    fixed = {name: constants[name] for name in names if name in constants}
+    signature = {name: types.get(name, "i32") for name in names if name not in fixed}
+    aligned = [
+        names.index(name)
+        for name, type_ in signature.items()
+        if type_.startswith("*") or name.startswith(("query_", "key_", "value_"))
+    ]
+    if Version(triton.__version__) < Version("3.3"):
+        hints = compiler.AttrsDescriptor.from_hints(dict.fromkeys(aligned, 16))
+        return ASTSource(kernel, signature, fixed, hints)
+    signature = {name: signature.get(name, "constexpr") for name in names}
+    return ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in aligned})
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_slots", "num_processors", "expected"),
+    [
+        (8, 2048, 132, 17),  # one for each 128 slots, and that of the tree
+        (8, 32_768, 132, 34),  # two programs a processor
+        (8, 100, 132, 2),
+        (1, 32_768, 132, 64),
+        (512, 32_768, 132, 2),  # a large batch is enough work without any splits
+    ],
+)
+def test_splits_follow_shapes_and_the_device(
+    num_programs: int, num_slots: int, num_processors: int, expected: int
+) -> None:
+    from lade import triton_attention
+
+    assert triton_attention._num_splits(num_programs, num_slots, num_processors) == expected
+
+
+def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lade import triton_attention
+
+    made = inputs(Case(has_sinks=True), "cpu")
+    calls: list[Any] = []
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        calls.append((args, options))
+        return made.query
+
+    monkeypatch.setattr(triton_attention, "attend", attend)
+    monkeypatch.setattr(tree_attention, "_is_for_triton", lambda *tensors: True)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
+    got, _ = tree_attention.tree_attention(
+        torch.nn.Module(),
+        made.query,
+        made.key,
+        made.value,
+        tree_attention.with_seen(mask, made.seen),
+        scaling=0.5,
+        softcap=2.0,
+        s_aux=made.sinks,
+    )
+    assert got is made.query
+    [(args, options)] = calls
+    assert [*map(id, args)] == [*map(id, (made.query, made.key, made.value, *made.seen))]
+    assert options == {"scaling": 0.5, "softcap": 2.0, "sinks": made.sinks}
+
+
+def mend_interpreter() -> None:
+    """Make products of bfloat16 what they are: the interpreter multiplies their bits."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != tl.bfloat16 or operand.data.dtype != np.uint16:
+            return operand
+        bits = operand.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+    builder.create_dot = lambda self, a, b, *rest: create_dot(self, widened(a), widened(b), *rest)
+
+
+def main() -> None:
+    """Read cases and print how far each is off."""
+    torch.set_num_threads(1)
+    mend_interpreter()
+    for line in sys.stdin:
+        try:
+            report: dict[str, Any] = {"error": worst_error(Case(*json.loads(line)), "cpu")}
+        except Exception:
+            report = {"raised": traceback.format_exc()}
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
