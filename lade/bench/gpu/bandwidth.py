@@ -1,0 +1,55 @@
+"""How fast the device copies its own memory: the measure of all steps.
+
+Next file: `steps.py`.
+"""
+
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from lade.bench.gpu.stage import Stage
+
+# Much more than any cache holds; a smaller card copies less.
+_COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
+_NUM_COPIES = 8  # in a row, so that launching them takes no time beside
+_NUM_REPEATS = 9
+
+
+def measure_bandwidth(device: torch.device, stage: Stage) -> None:
+    """Copy a large block within the device's memory; what is read and what is written count.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for two blocks.
+    """
+    num_bytes = _COPY_BYTES[device.type]
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        num_bytes = min(num_bytes, free // 4)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = [_time_copies(source, target) for _ in range(1 + _NUM_REPEATS)][1:]
+    sec = median(times) / _NUM_COPIES
+    stage.rows.append(
+        {
+            "copied_bytes": num_bytes,
+            "num_repeats": len(times),
+            "sec": sec,
+            "bytes_per_sec": 2 * num_bytes / sec,
+        }
+    )
+
+
+def _time_copies(source: torch.Tensor, target: torch.Tensor) -> float:
+    wait_for(source.device)
+    start = perf_counter()
+    for _ in range(_NUM_COPIES):
+        target.copy_(source)
+    wait_for(source.device)
+    return perf_counter() - start
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,143 @@
+"""A drafter that is right as often as it is told to be.
+
+Next file: `stage.py`.
+"""
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lade.drafting import PoolDrafter
+from lade.harvest import Successors
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool
+
+# A tree grows as if the first child of every node came with this probability, and each further one
+# with so much of the one before it.
+_FIRST = 0.6
+_NEXT = 0.25
+
+
+class _Outline(NamedTuple):
+    """A tree without tokens, best node first; its spine is the path that will be accepted."""
+
+    parents: NDArray[np.int32]
+    depths: NDArray[np.int32]
+    probs: NDArray[np.float64]
+    #: For the token of each node, its parent, and how many tokens it lies behind the right one.
+    places: list[tuple[int, int]]
+
+
+class ReplayedDrafter:
+    """Proposes trees of a fixed number of nodes, of which each step accepts a given number.
+
+    A pool does all the work that it would do for lade; only what it drafts is thrown away.
+
+    Args:
+        successors: [vocab_size], the token that the target says behind each.
+        counts: how many draft tokens successive steps of a sequence accept; then it begins anew.
+        num_draft_tokens: nodes of every tree, as far as the end of the text leaves room.
+    """
+
+    num_successors = DEFAULT_NUM_SUCCESSORS
+
+    def __init__(
+        self, successors: Sequence[int], counts: Sequence[int], num_draft_tokens: int
+    ) -> None:
+        self._successors = successors
+        self._counts = counts
+        self._outlines = {
+            num_accepted: _outline(num_accepted, num_draft_tokens) for num_accepted in {*counts}
+        }
+        self._pool = PoolDrafter(NGramPool())
+        self._num_observed: dict[int, int] = {}  # by sequence; the prefill's token is the first
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin with the first count."""
+        sequence = self._pool.open(prompt_ids)
+        self._num_observed[sequence] = 0
+        return sequence
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        """Propose a tree whose path of so many right tokens leads to wrong ones alone.
+
+        The path is not the front of the tree: the nodes beside it have to be moved away.
+        """
+        self._pool.draft(sequence, committed, max_nodes)
+        step = max(0, self._num_observed[sequence] - 1)
+        outline = self._outlines[self._counts[step % len(self._counts)]]
+        successors, vocab_size = self._successors, len(self._successors)
+        token_ids = [committed[-1]]
+        for parent, offset in outline.places:
+            token_ids.append((successors[token_ids[parent + 1]] + offset) % vocab_size)
+        drafted = np.array(token_ids[1:], np.int32)
+        return Draft(drafted, outline.parents, outline.depths, outline.probs).first(max_nodes)
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Count the steps."""
+        self._pool.observe(sequence, token_ids)
+        self._num_observed[sequence] += 1
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        """Let the pool learn what the target found likely."""
+        self._pool.harvest(sequence, committed, token_ids, parents, successors)
+
+    def close(self, sequence: int) -> None:
+        """Forget the sequence."""
+        self._pool.close(sequence)
+        del self._num_observed[sequence]
+
+
+class _Node(NamedTuple):
+    """A node of a growing tree; those with higher probabilities come first, parents before all."""
+
+    minus_prob: float
+    number: int
+    parent: int  # its number
+    depth: int
+    rank: int  # among the children of its parent
+    is_right: bool
+
+
+def _outline(num_accepted: int, num_nodes: int) -> _Outline:
+    """Grow a tree best first; the path to be accepted is in it even where it goes deeper."""
+    numbers = count()
+    chosen: dict[int, _Node] = {}
+    heap = [_Node(-_FIRST, next(numbers), -1, 1, 0, num_accepted > 0)]
+    num_right = 0
+    while len(chosen) < num_nodes:
+        node = heapq.heappop(heap)
+        num_left = num_nodes - len(chosen)
+        if not node.is_right and num_left <= num_accepted - num_right:
+            continue  # all that is left is for the path
+        chosen[node.number] = node
+        num_right += node.is_right
+        child_is_right = node.is_right and node.depth < num_accepted
+        prob, depth = node.minus_prob, node.depth
+        child = _Node(prob * _FIRST, next(numbers), node.number, depth + 1, 0, child_is_right)
+        heapq.heappush(heap, child)
+        next_rank = node.rank + 1
+        heapq.heappush(
+            heap, _Node(prob * _NEXT, next(numbers), node.parent, depth, next_rank, False)
+        )
+    nodes = [*chosen.values()]  # in order of probability, as they were popped
+    index = {node.number: place for place, node in enumerate(nodes)} | {-1: -1}
+    parents = [index[node.parent] for node in nodes]
+    # The first child of a wrong node, or behind the path, is the first wrong token.
+    offsets = [0 if node.is_right else node.rank + 1 for node in nodes]
+    return _Outline(
+        np.array(parents, np.int32).reshape(-1),
+        np.array([node.depth for node in nodes], np.int32).reshape(-1),
+        np.array([-node.minus_prob for node in nodes]).reshape(-1),
+        [*zip(parents, offsets, strict=True)],
+    )

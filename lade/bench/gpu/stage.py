@@ -1,0 +1,108 @@
+"""One stage of the benchmark: what it found so far, and what it left out and why.
+
+Next file: `bandwidth.py`.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+
+NO_TIME = "no time was left for it (--minutes)"
+NO_MODEL = "there is no model to measure"
+
+_NUM_DIGITS = 6
+
+
+@dataclass
+class Stage:
+    """A stage, filled as it goes, so that nothing is lost with what comes after."""
+
+    name: str
+    shape: str | None  # the model's, where it has one
+    ends_at: float  # by `perf_counter`; no part begins later
+    say: Callable[[str], None]  # told what is being done
+    rows: list[dict[str, Any]] = field(default_factory=list)  # ready for JSON
+    left_out: dict[str, str] = field(default_factory=dict)  # what was not run, and why
+    failure: str | None = None  # what ended it before its time
+    traceback: str = ""  # of the failure; for the eye, not for files, as it has paths
+    sec: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """The stage in words."""
+        return self.name if self.shape is None else f"{self.name} {self.shape}"
+
+    @property
+    def has_time(self) -> bool:
+        """Whether another part may begin."""
+        return perf_counter() < self.ends_at
+
+    def run(self, work: Callable[["Stage"], None]) -> "Stage":
+        """Do the work of the stage; whatever goes wrong in it ends the stage and no other one."""
+        self.say(self.title)
+        start = perf_counter()
+        try:
+            if not self.has_time:
+                self.left_out["all"] = NO_TIME
+            else:
+                with self.part("the rest"):
+                    work(self)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {_first_line(error)}"
+            self.traceback = traceback.format_exc()
+        finally:
+            self.sec = perf_counter() - start
+        return self
+
+    def may_begin(self, what: str) -> bool:
+        """Tell whether there is time for a part of the stage, and where not, note it."""
+        if self.has_time:
+            self.say(f"{self.title}: {what}")
+            return True
+        self.left_out[what] = NO_TIME
+        return False
+
+    @contextmanager
+    def part(self, what: str, *others: type[Exception]) -> Iterator[None]:
+        """Leave a part out that the device has no memory for, or that fails in other given ways."""
+        kinds: tuple[type[Exception], ...] = (torch.OutOfMemoryError, *others)
+        try:
+            yield
+        except kinds as error:
+            self.left_out[what] = _reason(error)
+            torch.cuda.empty_cache()  # does nothing where there is none
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all that was found, ready for JSON."""
+        return {
+            "stage": self.name,
+            "shape": self.shape,
+            "sec": round(self.sec, 3),
+            "rows": [_shortened(row) for row in self.rows],
+            "left_out": self.left_out,
+            "failure": self.failure,
+        }
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with floating-point numbers of as many digits as mean something."""
+    return {
+        name: float(f"{value:.{_NUM_DIGITS}g}") if isinstance(value, float) else value
+        for name, value in row.items()
+    }
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        # Further sentences count the memory of other processes and name settings of torch.
+        return ". ".join(_first_line(error).split(". ")[:2]).rstrip(".")
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,213 @@
+"""How long a step takes, by the nodes of its tree and by the text before it.
+
+A step is what the decoding loop does between a draft and its verification: the tree's tensors, the
+forward, and the target's choices, until they are on the host. Next file: `speed.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.bench.gpu.bandwidth import wait_for
+from lade.bench.gpu.drafter import ReplayedDrafter
+from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
+from lade.bench.gpu.stage import Stage
+from lade.choose import GreedyChoice
+from lade.fixed import FixedTarget
+from lade.internals import Model
+from lade.probing import choose_way, make_target, usual_execution
+from lade.target import Target
+from lade.tree import ROOT, Tree
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft
+
+_NUM_WARM_UPS = 3  # of each size: kernels are chosen, compiled or captured
+_MIN_ROUNDS = 5
+_MAX_ROUNDS = 15
+_MAX_SEC = 6.0  # of rounds at one context, beyond the least
+_ROW = 0
+
+
+@contextmanager
+def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterator[Target]:
+    """Yield a model set up to verify drafts, the prompt already run, as `lade.decode` does it.
+
+    Raises:
+        UnsupportedModelError: whole trees cannot be verified here, with the reason.
+    """
+    prepared: dict[str, Any] = {}
+
+    def keep(_: Model, input_ids: Tensor, **kwargs: Any) -> Tensor:
+        prepared.update(kwargs)
+        return input_ids
+
+    type(model).generate(
+        model,
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        custom_generate=keep,
+    )
+    config: GenerationConfig = prepared.pop("generation_config")
+    for unwanted in ("logits_processor", "stopping_criteria"):
+        prepared.pop(unwanted, None)
+    with torch.no_grad():
+        chosen = choose_way(model, asked="tree", execution=usual_execution(model))
+        target = make_target(model, input_ids, prepared, chosen, max_new_tokens, config)
+        try:
+            target.prefill()
+            yield target
+        finally:
+            target.close()
+        target.release()
+
+
+class _Timing(NamedTuple):
+    """One step."""
+
+    sec: float
+    host_sec: float  # until the forward was launched; the rest is waiting
+    num_cached: int  # tokens before its root
+    why_eager: str | None  # why it was not a recorded step replayed
+
+
+def measure_steps(
+    known: KnownModel, shape: Shape, bytes_per_sec: float | None, stage: Stage
+) -> None:
+    """Time steps of all tree sizes at all contexts; the prompts are run for it, untimed.
+
+    Args:
+        known: the model.
+        shape: says which sizes and contexts.
+        bytes_per_sec: what the device copies, if that is known.
+        stage: gets a row for each size and context.
+    """
+    longest = shape.config["max_position_embeddings"]
+    most = _num_most(len(shape.tree_sizes))
+    for context in shape.contexts:
+        what = f"context {context}"
+        if context + most + max(shape.tree_sizes) > longest:
+            stage.left_out[what] = f"the model has {longest} positions"
+        elif stage.may_begin(what):
+            with stage.part(what):
+                # Half of the steps are taken before the context is reached, half of them after it.
+                prompt = random_prompt(shape, max(1, context - most // 2), seed=context)
+                root = int(prompt[0, -1])
+                trees = {size: _tree(known, root, size) for size in shape.tree_sizes}
+                timings = _time_steps(known, context, prompt, trees, stage)
+                stage.rows += _rows(known, context, timings, bytes_per_sec)
+
+
+def _time_steps(
+    known: KnownModel, context: int, prompt: Tensor, trees: Mapping[int, Tree], stage: Stage
+) -> dict[int, list[_Timing]]:
+    """Return the timed steps of each tree size, taken in turn so that all see the same drift.
+
+    Every step commits its root, so the text grows by a token a step.
+    """
+    while trees:
+        room = _num_most(len(trees)) + max(trees)
+        fitting: dict[int, Tree] = {}
+        with open_target(known.model, prompt.to(known.model.device), room) as target:
+            for size, tree in trees.items():
+                if not _warm_up(target, tree, context, stage):
+                    break
+                fitting[size] = tree
+            else:
+                return _rounds(target, trees, stage)
+        # A step that ran out of memory leaves nothing to go on from: anew, with what fits.
+        del target
+        trees = fitting
+    return {}
+
+
+def _rounds(target: Target, trees: Mapping[int, Tree], stage: Stage) -> dict[int, list[_Timing]]:
+    timings: dict[int, list[_Timing]] = {size: [] for size in trees}
+    start = perf_counter()
+    for num_round in range(_MAX_ROUNDS):
+        is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
+        if is_over and num_round >= _MIN_ROUNDS:
+            break
+        for size, tree in trees.items():
+            timings[size].append(_time_step(target, tree))
+    return timings
+
+
+def _warm_up(target: Target, tree: Tree, context: int, stage: Stage) -> bool:
+    """Run steps of a size, untimed; tell whether there is memory for it, and where not, note it."""
+    what = f"context {context}, {len(tree)} nodes or more"
+    with stage.part(what):
+        for _ in range(_NUM_WARM_UPS):
+            _time_step(target, tree)
+    return what not in stage.left_out
+
+
+def _num_most(num_sizes: int) -> int:
+    """Return how many steps there are at most at a context."""
+    return (_NUM_WARM_UPS + _MAX_ROUNDS) * num_sizes
+
+
+def _tree(known: KnownModel, root: int, size: int) -> Tree:
+    """Return a tree of wrong tokens, the shape of a draft."""
+    if size == 1:
+        return Tree.build(root, Draft.empty())
+    drafter = ReplayedDrafter(known.successors, [0], size - 1)
+    sequence = drafter.open([root])
+    return Tree.build(root, drafter.draft(sequence, [root], size - 1))
+
+
+def _time_step(target: Target, tree: Tree) -> _Timing:
+    """Take a step as the decoding loop does; what it leaves behind is waited for, untimed."""
+    choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
+    (num_cached,) = target.num_cached
+    start = perf_counter()
+    output = target.forward(target.inputs([tree]))
+    launched = perf_counter()
+    choice.look_at(output.logits, {_ROW: tree})
+    choice.wait()
+    stop = perf_counter()
+    target.commit([[ROOT]])
+    wait_for(target.device)
+    why_eager: str | None = "it is not of fixed shape"
+    if isinstance(target, FixedTarget):
+        why_eager = target.why_not_recorded if target.records else "nothing is recorded here"
+    return _Timing(stop - start, launched - start, num_cached, why_eager)
+
+
+def _rows(
+    known: KnownModel,
+    context: int,
+    timings: dict[int, list[_Timing]],
+    bytes_per_sec: float | None,
+) -> list[dict[str, Any]]:
+    """Return what was measured at a context, as medians."""
+    of_one = median(timing.sec for timing in timings[1]) if timings.get(1) else None
+    rows = []
+    for size, of_size in timings.items():
+        sec = median(timing.sec for timing in of_size)
+        num_cached = fmean(timing.num_cached for timing in of_size)
+        read = known.weight_bytes + known.bytes_per_cached_token * (num_cached + size)
+        rows.append(
+            {
+                "context": context,
+                "num_nodes": size,
+                "num_repeats": len(of_size),
+                "mean_num_cached": num_cached,
+                "sec": sec,
+                "least_sec": min(timing.sec for timing in of_size),
+                "host_sec": median(timing.host_sec for timing in of_size),
+                "why_eager": of_size[-1].why_eager,
+                "ratio_to_one_node": None if of_one is None else sec / of_one,
+                "read_bytes": int(read),
+                "share_of_copy_bandwidth": (
+                    None if bytes_per_sec is None else read / sec / bytes_per_sec
+                ),
+            }
+        )
+    return rows
