@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting import Drafter as Drafter
+    from lade.errors import EagerExecutionWarning as EagerExecutionWarning
     from lade.errors import LadeError as LadeError
     from lade.errors import PlainDecodingWarning as PlainDecodingWarning
     from lade.errors import UnsupportedModelError as UnsupportedModelError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lade.prewarming import prewarm as prewarm
     from lade.probing import Probe as Probe
     from lade.probing import probe as probe
+    from lade.probing import release as release
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
     from ngram_pool import NGramPool as NGramPool
@@ -41,6 +43,7 @@ _HOMES = {
     "Config": "lade.config",
     "DecodeStats": "lade.stats",
     "Drafter": "lade.drafting",
+    "EagerExecutionWarning": "lade.errors",
     "GenerateOutput": "lade.hf",
     "LadeError": "lade.errors",
     "Lookahead": "lade.config",
@@ -55,6 +58,7 @@ _HOMES = {
     "generate": "lade.hf",
     "prewarm": "lade.prewarming",
     "probe": "lade.probing",
+    "release": "lade.probing",
     "unwrap": "lade.hf",
     "wrap": "lade.hf",
 }
@@ -63,6 +67,7 @@ __all__ = [
     "Config",
     "DecodeStats",
     "Drafter",
+    "EagerExecutionWarning",
     "GenerateOutput",
     "LadeError",
     "Lookahead",
@@ -78,6 +83,7 @@ __all__ = [
     "generate",
     "prewarm",
     "probe",
+    "release",
     "unwrap",
     "wrap",
 ]

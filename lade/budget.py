@@ -43,7 +43,7 @@ class Budget(Protocol):
         self,
         num_rows: int,
         num_nodes: int,
-        forward_sec: float,
+        forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
@@ -52,7 +52,7 @@ class Budget(Protocol):
         Args:
             num_rows: rows of the batch.
             num_nodes: draft nodes it verified in each row, pending tokens included.
-            forward_sec: time of its forward.
+            forward_sec: time of its forward; None where that says nothing of others.
             outcomes: of the rows that emitted.
             num_emitted: tokens so far, by row, of the rows that the next step asks about, in order.
         """
@@ -72,7 +72,7 @@ class FixedBudget:
         self,
         num_rows: int,
         num_nodes: int,
-        forward_sec: float,
+        forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
@@ -109,7 +109,7 @@ class PricedBudget:
         self,
         num_rows: int,
         num_nodes: int,
-        forward_sec: float,
+        forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
@@ -202,12 +202,13 @@ class MeasuredBudget:
         self,
         num_rows: int,
         num_nodes: int,
-        forward_sec: float,
+        forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
         """Learn what a forward of this size costs, and how often nodes of each promise came."""
-        self._costs_of(num_rows).record(num_nodes + 1, forward_sec)
+        if forward_sec is not None:
+            self._costs_of(num_rows).record(num_nodes + 1, forward_sec)
         if num_rows > 1:
             self._record_rows(outcomes, num_emitted)
         if outcomes:

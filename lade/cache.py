@@ -4,10 +4,14 @@ transformers' own dynamic cache concatenates, and so copies, all keys and values
 a step writes its nodes behind the committed ones, and a commit moves the few accepted rows up. Each
 row of a batch has a length of its own. A layer with a window forgets what has left it.
 
+Where shapes must not change from step to step, steps write at slots that a tensor tells
+(`TreeCache.fix`), and all layers show a number of slots that the caller chooses.
+
 What a model's own cache is made of, and how it goes back to an earlier state, is in `rollback.py`.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -47,6 +51,13 @@ def kind_of(layer: Any) -> LayerKind | None:
     return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
 
 
+class FixedSlots(NamedTuple):
+    """Where the layers with one window write in a forward of fixed shape, and what they show."""
+
+    of_new: Tensor  # int64 [rows, num_new], counted from the first slot that they hold
+    num_shown: int  # slots, from that one on; more than any row has
+
+
 class _Store:
     """One tensor for the keys (or the values) of all layers of one shape: one copy moves them all.
 
@@ -54,10 +65,14 @@ class _Store:
     [num_layers, rows, heads, num_slots, head_dim].
     """
 
-    def __init__(self, num_layers: int, states: Tensor, num_slots: int, max_slots: int) -> None:
-        rows, heads, _, head_dim = states.shape
+    def __init__(
+        self, num_layers: int, states: Tensor, num_slots: int, max_slots: int, is_fixed: bool
+    ) -> None:
+        rows, heads, num_new, head_dim = states.shape
         self._max_slots = max_slots
-        self.whole = _allocated(states, (num_layers, rows, heads, num_slots, head_dim))
+        self._is_fixed = is_fixed
+        like = states[None].expand(num_layers, rows, heads, num_new, head_dim)
+        self.whole = self._allocated(like, min(num_new, num_slots), num_slots)
         self.use(rows)
 
     def use(self, num_rows: int) -> None:
@@ -82,7 +97,7 @@ class _Store:
     def write(self, layer: int, states: Tensor, slots: "_Slots", offset: int) -> Tensor:
         """Put new states behind each row's own; return a view of all states of the layer."""
         stop = slots.stop - offset
-        self._reserve(stop)
+        self.reserve(stop)
         mine = self.buffer[layer]
         if slots.index is None:
             mine[:, :, stop - states.shape[2] : stop] = states
@@ -91,11 +106,21 @@ class _Store:
             mine[rows, :, slots.index.to(mine.device) - offset] = states.transpose(1, 2)
         return mine[:, :, :stop]
 
+    def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
+        """Put new states at slots that the device alone knows; return a view of those shown."""
+        mine = self.buffer[layer]
+        if mine.shape[0] == 1:
+            mine.index_copy_(2, slots.of_new[0], states)
+        else:
+            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
+            mine[rows, :, slots.of_new] = states.transpose(1, 2)
+        return mine[:, :, : slots.num_shown]
+
     def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
         """Return the states held and new ones behind them; keep the last of both alone."""
         held = self.buffer[layer][:, :, :num_held]
         all_states = torch.cat([held, states], dim=2) if num_held else states
-        self._reserve(num_kept)
+        self.reserve(num_kept)
         self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
         return all_states
 
@@ -103,23 +128,43 @@ class _Store:
         """Forget the first slots of every layer; those before `stop` move up."""
         self.whole[:, :, :, : stop - num_slots] = self.whole[:, :, :, num_slots:stop].clone()
 
-    def _reserve(self, stop: int) -> None:
+    def reserve(self, stop: int) -> None:
+        """Have room for so many slots; those held move to other memory where there is too little.
+
+        Raises:
+            torch.OutOfMemoryError: there is not even memory for those; nothing was changed.
+        """
         num_slots = self.whole.shape[3]
         if stop <= num_slots:
             return
         roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
-        shape = list(self.whole.shape)
-        shape[3] = max(stop, min(roomy, self._max_slots))
-        larger = _allocated(self.whole, tuple(shape))
+        larger = self._allocated(self.whole, stop, max(stop, min(roomy, self._max_slots)))
         larger[:, :, :, :num_slots] = self.whole
         self.whole = larger
         self.use(self.buffer.shape[1])
 
-
-def _allocated(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # What is hidden by a mask is still multiplied by 0, and memory never written to may hold NaN.
-    # One row alone never has hidden slots that were not written.
-    return like.new_zeros(shape) if shape[1] > 1 else like.new_empty(shape)
+    def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
+        """Return memory for so many slots, or for the least number where there is not so much."""
+        shape = list(like.shape)
+        for wanted in (num_slots, least):
+            shape[3] = wanted
+            try:
+                # Not an inference tensor, which nothing outside of that mode may write to: the
+                # memory may outlive the call.
+                with torch.inference_mode(False):
+                    # What is hidden by a mask is still multiplied by 0, and memory never written to
+                    # may hold NaN. One row alone has hidden slots only where shapes are fixed.
+                    is_hidden = self._is_fixed or shape[1] > 1
+                    return like.new_zeros(shape) if is_hidden else like.new_empty(shape)
+            except torch.OutOfMemoryError as error:
+                if wanted == least:
+                    num_bytes = math.prod(shape) * like.element_size()
+                    raise torch.OutOfMemoryError(
+                        f"no memory is left for the keys or values of {least} tokens in "
+                        f"{shape[0]} layers and {shape[1]} rows ({num_bytes / 2**20:.0f} MiB); "
+                        "shorten the text or the batch"
+                    ) from error
+        raise AssertionError("expected memory or an error")
 
 
 class _Slots:
@@ -135,14 +180,18 @@ class _Slots:
 class _Group:
     """The stores of all layers with one window (or with none), and the first slot they hold."""
 
-    def __init__(self, window: int | None, num_layers: int, num_slots: int, max_slots: int) -> None:
+    def __init__(
+        self, window: int | None, num_layers: int, num_slots: int, max_slots: int, is_fixed: bool
+    ) -> None:
         self.window = window
         self.offset = 0
+        self.fixed: FixedSlots | None = None  # of the forwards from now on
+        self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(_MAX_SLACK, window) if window is not None else 0
         if window is not None:
             max_slots = min(max_slots, window + self._slack + _FIRST_NUM_SLOTS)
-            num_slots = min(num_slots, window + self._slack)
+            num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
         self._num_slots, self._max_slots = num_slots, max_slots
         self._stores: dict[str, list[_Store]] = {"keys": [], "values": [], "indexer": []}
 
@@ -158,11 +207,14 @@ class _Group:
         stores = self._stores[what]
         if not stores and self._num_layers > 1:
             # The first layer speaks for the others: most models' layers are alike.
-            stores.append(_Store(self._num_layers, states, self._num_slots, self._max_slots))
+            stores.append(self._new_store(self._num_layers, states))
         if self._num_layers > 1 and stores[0].fits(states):
             return stores[0], layer
-        stores.append(_Store(1, states, self._num_slots, self._max_slots))
+        stores.append(self._new_store(1, states))
         return stores[-1], 0
+
+    def _new_store(self, num_layers: int, states: Tensor) -> _Store:
+        return _Store(num_layers, states, self._num_slots, self._max_slots, self._is_fixed)
 
     def first_slot(self, length: int) -> int:
         """Return the first slot that a token behind `length` others can see."""
@@ -188,10 +240,21 @@ class _Storage:
         self._rows: list[int] = []  # which row lies where, those in use first
         self._parked: dict[int, int] = {}  # committed slots of the rows not in use
         self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
+        self.length: Tensor | None = None  # of the longest row, where the device has to look
 
     def __iter__(self) -> Iterator[_Store]:
         for group in self._groups:
             yield from group
+
+    def reset(self) -> None:
+        """Forget all but the memory."""
+        self.is_prefilling, self.length = True, None
+        self.lengths, self._rows, self._parked, self._slots = [], [], {}, {}
+        for group in self._groups:
+            group.offset, group.fixed = 0, None
+        for store in self:
+            store.whole.zero_()
+            store.use(store.whole.shape[1])
 
     def begin(self, num_rows: int) -> None:
         """Take the number of rows from the first states that come."""
@@ -269,12 +332,14 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         # Not the base class's __init__: it would assign `keys` and `values`, properties here.
         self.is_initialized = False
         self.is_indexer_initialized = False
+        self._has_place = False
         self.is_sliding = group.window is not None
         self._storage = storage
         self._group = group
         self._index = index  # in the group
         self.num_pending = 0  # slots written behind the committed ones
         self._num_indexed = 0  # the same of the indexer's keys
+        self._indexer_place: tuple[_Store, int] | None = None
 
     @property
     def offset(self) -> int:
@@ -298,6 +363,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """[rows, length, index_head_dim] of a layer that indexes its keys."""
         if not self.is_indexer_initialized:
             return None
+        assert self._indexer_place is not None
         states: Tensor = self._held(*self._indexer_place)
         return states[:, 0]
 
@@ -305,8 +371,10 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Find a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._storage.begin(key_states.shape[0])
-        self._key_place = self._group.place("keys", self._index, key_states)
-        self._value_place = self._group.place("values", self._index, value_states)
+        if not self._has_place:
+            self._key_place = self._group.place("keys", self._index, key_states)
+            self._value_place = self._group.place("values", self._index, value_states)
+            self._has_place = True
         self.is_initialized = True
 
     def update(
@@ -325,8 +393,10 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         states = indexer_key_states[:, None]
         if not self.is_indexer_initialized:
             self._storage.begin(states.shape[0])
-            self._indexer_place = self._group.place("indexer", self._index, states)
+            if self._indexer_place is None:
+                self._indexer_place = self._group.place("indexer", self._index, states)
             self.is_indexer_initialized = True
+        assert self._indexer_place is not None
         indexer_keys = self._put(*self._indexer_place, states, self._num_indexed)[:, 0]
         self._num_indexed += states.shape[2]
         return indexer_keys
@@ -347,8 +417,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if getattr(layer, "is_indexer_initialized", False):
             self.update_indexer(layer.indexer_keys)
 
-    def hand_over(self, layer: Any) -> None:
-        """Let a layer of a transformers cache hold what this one holds, without a copy."""
+    def hand_over(self, layer: Any, copies: bool) -> None:
+        """Let a layer of a transformers cache hold what this one holds, or a copy of it."""
         if not self.is_initialized:
             return
         length = self.get_seq_length()
@@ -358,24 +428,41 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not layer.is_initialized:
             layer.lazy_initialization(self.keys, self.values)
         layer.keys, layer.values = self.keys[:, :, first:], self.values[:, :, first:]
+        indexer_keys = self.indexer_keys
+        if copies:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+            indexer_keys = None if indexer_keys is None else indexer_keys.clone()
         if self._group.window is not None:
             layer.cumulative_length = length
-        if self.is_indexer_initialized:
-            layer.indexer_keys, layer.is_indexer_initialized = self.indexer_keys, True
+        if indexer_keys is not None:
+            layer.indexer_keys, layer.is_indexer_initialized = indexer_keys, True
 
     def commit(self) -> None:
         """Begin to count pending slots anew."""
         self.num_pending = self._num_indexed = 0
 
-    def get_seq_length(self) -> int:
-        """Return the number of slots of the longest row, also those no longer held."""
+    def forget(self) -> None:
+        """Be as new, with memory that is there already."""
+        self.is_initialized = self.is_indexer_initialized = False
+        self.commit()
+
+    def get_seq_length(self) -> Any:
+        """Return the number of slots of the longest row, also those no longer held.
+
+        An int; an int64 tensor [] while a forward is recorded that will be run at other lengths, so
+        that what depends on it is recorded, too, or cannot be.
+        """
         if not self.is_initialized:  # a layer that no token has come to, as for images
             return 0
+        if self._storage.length is not None:
+            return self._storage.length
         return max(self._storage.lengths, default=0) + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that `update` will return, and the first one's slot."""
         offset = self.offset
+        if self._group.fixed is not None:
+            return self._group.fixed.num_shown, offset
         return self.get_seq_length() + query_length - offset, offset
 
     def get_max_length(self) -> int:
@@ -387,6 +474,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _put(self, store: _Store, index: int, states: Tensor, num_pending: int) -> Tensor:
         storage, group, num_new = self._storage, self._group, states.shape[2]
+        if group.fixed is not None:
+            return store.put(index, states, group.fixed)
         if group.window is None or not storage.is_prefilling:
             slots = storage.slots(num_pending, num_new)
             return store.write(index, states, slots, group.offset)
@@ -406,18 +495,30 @@ class TreeCache(Cache):  # type: ignore[misc]
         max_slots: tokens that can be needed at all; memory grows in steps, and not beyond this
             unless more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
+        is_fixed: whether steps will be of fixed shape; all memory is taken at first then.
     """
 
     def __init__(
-        self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int, *, share: bool = True
+        self,
+        kinds: Sequence[LayerKind],
+        num_slots: int,
+        max_slots: int,
+        *,
+        share: bool = True,
+        is_fixed: bool = False,
     ) -> None:
         first = min(num_slots + _FIRST_NUM_SLOTS, max(max_slots, num_slots))
+        if is_fixed:
+            first = max_slots
         held: list[LayerKind] = [kind for kind in kinds if kind.kind != "empty"]
         windows = [kind.window for kind in held]
         groups = {
-            window: _Group(window, windows.count(window) if share else 1, first, max_slots)
+            window: _Group(
+                window, windows.count(window) if share else 1, first, max_slots, is_fixed
+            )
             for window in windows
         }
+        self._groups = groups
         self._storage = _Storage([*groups.values()])
         self._held: list[TreeCacheLayer] = []
         layers: list[Any] = []
@@ -435,12 +536,69 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Committed slots of each row in use; empty before the first forward."""
         return self._storage.lengths
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The windows of the layers, each once; None for layers that keep all."""
+        return [*self._groups]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the memory lies; what recorded them must not be run when they have changed."""
+        return tuple(store.whole.data_ptr() for store in self._storage)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the memory lies; None before the first forward."""
+        return next((store.whole.device for store in self._storage), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory."""
+        return sum(store.whole.nbytes for store in self._storage)
+
     def first_slot(self, window: int | None) -> int:
         """Return the first slot that layers with this window hold."""
         for layer in self._held:
             if layer._group.window == window:
                 return layer.offset
         return 0
+
+    def reserve(self, num_new: int) -> dict[int | None, int]:
+        """Have room for so many slots behind those of the longest row.
+
+        Returns:
+            By window how many slots its layers have room for.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for them.
+        """
+        stop = max(self.lengths) + num_new
+        rooms = {}
+        for window, group in self._groups.items():
+            for store in group:
+                store.reserve(stop - group.offset)
+            rooms[window] = min((store.whole.shape[3] for store in group), default=0)
+        return rooms
+
+    def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
+        """Let forwards write at these slots, given by window, until they are fixed anew.
+
+        Args:
+            slots: of every window.
+            length: of the longest row, int64 []: what layers are to tell a forward that is recorded
+                to be run at other lengths, too.
+        """
+        for window, group in self._groups.items():
+            group.fixed = slots[window]
+        self._storage.length = length
+        for layer in self._held:
+            layer.commit()  # what was written before, and not committed, is written anew
+
+    def reset(self) -> None:
+        """Forget all but the memory, for another prompt with as many rows."""
+        self._storage.reset()
+        for layer in self._held:
+            layer.forget()
 
     def keep_all(self) -> None:
         """Commit every slot of the prompt, those of padding too; what comes now may be rejected."""
@@ -479,10 +637,10 @@ class TreeCache(Cache):  # type: ignore[misc]
         num_pending = max(layer.num_pending for layer in self._held)
         self._commit([length + num_pending for length in self.lengths])
 
-    def hand_over(self, cache: DynamicCache) -> None:
-        """Let a dynamic cache hold what this one holds, without a copy; rows are of one length.
+    def hand_over(self, cache: DynamicCache, *, copies: bool = False) -> None:
+        """Let a dynamic cache hold what this one holds; rows are of one length.
 
-        Its keys and values then are views of memory that all layers share.
+        Unless it gets copies, its keys and values then are views of memory that all layers share.
         """
         assert len(set(self.lengths)) == 1
         for index, mine in enumerate(self.layers):
@@ -494,7 +652,7 @@ class TreeCache(Cache):  # type: ignore[misc]
                     keys[:, :, :0], values[:, :, :0], index
                 )  # it makes layers as they come
             if index < len(cache.layers):
-                mine.hand_over(cache.layers[index])
+                mine.hand_over(cache.layers[index], copies)
 
     def _commit(self, lengths: list[int]) -> None:
         self._storage.commit(lengths)

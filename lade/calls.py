@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.cache import kind_of
 from lade.config import SPECULATING, Way
-from lade.internals import Model
+from lade.internals import Model, mesh_of
 from lade.probing import WITHOUT_CACHE, CacheKind, has_usual_outputs
 from lade.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 from lade.rules import Lengths, longest_draft, why_no_snapshot, why_no_tree, why_not_speculate
@@ -42,6 +42,7 @@ class Call(NamedTuple):
     cache: CacheKind
     is_padded: bool  # whether rows have padding, or may come to be of different lengths
     max_length: int  # how long the text may get with a draft
+    why_eager: str | None = None  # why its steps cannot be of fixed shape
 
 
 def examine(
@@ -89,7 +90,20 @@ def examine(
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
-    return Call(excluded, kind, lengths.is_padded or lengths.num_rows > 1, min(limits))
+    is_padded = lengths.is_padded or lengths.num_rows > 1
+    return Call(excluded, kind, is_padded, min(limits), _why_eager(model, model_kwargs))
+
+
+def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
+    """Return why steps cannot be of fixed shape, or None."""
+    for name in ("hidden_states", "attentions"):
+        if model_kwargs.get(f"output_{name}"):
+            return f"{name.replace('_', ' ')} were asked for"
+    if mesh_of(model) is not None:
+        return "several processes run it together"
+    if len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+        return "its layers are on several devices"
+    return None
 
 
 def _exclude_by_outputs(

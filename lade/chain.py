@@ -112,7 +112,16 @@ class ChainTarget:
         forward: Forward = output
         return forward
 
-    def inputs(self, trees: Sequence[Tree]) -> dict[str, Any]:
+    @property
+    def is_typical(self) -> bool:
+        """True: none is prepared for the next."""
+        return True
+
+    def width_of(self, num_tokens: int) -> int:
+        """Return the same: no forward is larger than it has to be."""
+        return num_tokens
+
+    def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the arguments of the model's forward for a path behind each row's tokens."""
         if self.is_joint:
             paths = [[*range(len(tree))] for tree in trees]
@@ -140,7 +149,7 @@ class ChainTarget:
         input_ids = torch.cat([before, token_ids.to(self.device)], dim=1)
         return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
 
-    def forward(self, inputs: dict[str, Any]) -> Forward:
+    def forward(self, inputs: Any) -> Forward:
         """Run the model on such inputs; bring what comes back into the order of the nodes."""
         layout = self._layout
         if self._cache is not None:
@@ -226,6 +235,9 @@ class ChainTarget:
         """Let the cache forget again what it need not keep."""
         if self._cache is not None and self._is_recording:
             record_past(self._cache[1], False)
+
+    def release(self) -> None:
+        """Do nothing: all goes with the call."""
 
     def _count_slots(self) -> int:
         """Return how many keys the prompt has left, where there are keys at all."""

@@ -14,6 +14,7 @@ from lade.harvest import Ranked, first_of_highest, rank
 from lade.processors import Processors
 from lade.rejection import try_children
 from lade.text import Text
+from lade.transfer import Sent
 from lade.tree import Tree
 from ngram_pool import SampledDraft
 
@@ -39,12 +40,15 @@ class Choice(Protocol):
         """The likeliest tokens of all nodes looked at last, if it ranked them to choose."""
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Take in the logits of a step and wait for the device; not called where all is padding.
+        """Take in the logits of a step; not called where all is padding.
 
         Args:
-            logits: [rows, width, vocab_size].
+            logits: [rows, width, vocab_size]; the device may still be at it.
             trees: by row, in the order of the rows of `logits`.
         """
+
+    def wait(self) -> None:
+        """Wait until the device has come so far that tokens can be asked for."""
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the next token of each place's row, whose last committed token is the node's.
@@ -61,7 +65,8 @@ class GreedyChoice:
     """The likeliest token, the first of equals, as `generate(do_sample=False)` takes it.
 
     Args:
-        num_ranked: how many of the likeliest tokens to rank for others to look at.
+        num_ranked: how many of the likeliest tokens to rank for others to look at. Only on a CPU,
+            where one ranking for both saves time; elsewhere it would keep the choice waiting.
     """
 
     max_lead = None
@@ -76,13 +81,20 @@ class GreedyChoice:
         # four times as long on a CPU (9 rows of 49 152: 0.85 ms, not 0.23).
         if logits.dtype == torch.float64:
             logits = logits.float()
+        is_cpu = logits.device.type == "cpu"
         token_ids = None
-        if self._num_ranked > 1:
+        if self._num_ranked > 1 and is_cpu:
             self.ranked = rank(logits, self._num_ranked)
             token_ids = first_of_highest(self.ranked)
         if token_ids is None:
-            token_ids = logits.float().argmax(dim=-1)
-        self._token_ids = dict(zip(trees, token_ids.tolist(), strict=True))
+            token_ids = (logits.float() if is_cpu else logits).argmax(dim=-1)
+        self._rows = [*trees]
+        self._sent = Sent(token_ids)
+
+    def wait(self) -> None:
+        """Fetch the tokens of all nodes."""
+        (token_ids,) = self._sent.get()
+        self._token_ids = dict(zip(self._rows, token_ids.tolist(), strict=True))
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest tokens."""
@@ -240,7 +252,10 @@ class _ScoredChoice:
         self._logits = logits
         self._trees = trees
         self._index = {row: index for index, row in enumerate(trees)}
-        logits[0, 0, 0].item()  # wait, or the time of the forward would be counted elsewhere
+
+    def wait(self) -> None:
+        """Wait, or the time of the forward would be counted elsewhere."""
+        self._logits[0, 0, 0].item()
 
     def _scores_at(self, places: Sequence[Place]) -> Tensor:
         """Return processed scores, float32 [len(places), vocab_size]."""
@@ -300,7 +315,7 @@ class ChoiceAtOnce(ProcessedChoice):
     """
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Process and pick everywhere; one wait for the device."""
+        """Process and pick everywhere."""
         rows, width, vocab_size = logits.shape
         first_times = [self._text.num_emitted(row) for row in trees]
         self._pick.begin_step(min(first_times))
@@ -315,7 +330,11 @@ class ChoiceAtOnce(ProcessedChoice):
             times += [first_time + depth for depth in depths]
         picked = self._pick(scores, of_nodes, times)
         self._scores = scores.view(rows, width, vocab_size)
-        self._token_ids, self._is_valid = (part.view(rows, width).tolist() for part in picked)
+        self._sent = Sent(*(part.view(rows, width) for part in picked))
+
+    def wait(self) -> None:
+        """Fetch what was picked."""
+        self._token_ids, self._is_valid = (part.tolist() for part in self._sent.get())
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return what was picked."""

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 Verifier = Literal["exact", "rejection"]
 Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
 
+Execution = Literal["eager", "fixed", "graphs", "compiled"]
+
 WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
 SPECULATING = WAYS[:-1]
 
@@ -78,6 +80,12 @@ class Config:
     #: "snapshot": the same, by a copy of the state from before the draft; "plain": not at all. None
     #: takes the best that a check of the model finds exact (`lade.probe`).
     target: Way | None = None
+    #: How forwards that verify trees are executed. "eager": each as large as it has to be. "fixed":
+    #: padded to a few shapes, on memory that is kept with the model between calls (`lade.release`).
+    #: "graphs": those recorded as CUDA graphs and replayed, where the model allows it. "compiled":
+    #: the same, of what `torch.compile` makes of the model, which takes minutes at the first calls;
+    #: on other devices without graphs. None is "graphs" on CUDA and "eager" elsewhere.
+    execution: Execution | None = None
     #: The window of lookahead decoding, run in every forward beside the draft: the pool learns
     #: n-grams from it that no text has had yet. Only for models that verify whole trees. None runs
     #: none.
@@ -107,7 +115,11 @@ class Config:
                 )
         if not isinstance(self.uses_table, bool):
             raise TypeError(f"expected Config(uses_table=…) to be a bool, got {self.uses_table!r}")
-        for name, known in (("verifier", get_args(Verifier)), ("target", (*WAYS, None))):
+        for name, known in (
+            ("verifier", get_args(Verifier)),
+            ("target", (*WAYS, None)),
+            ("execution", (*get_args(Execution), None)),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"expected Config({name}=…) of {', '.join(map(repr, known))}, "

@@ -8,6 +8,7 @@ Nothing here knows of generation options; `hf.py` translates those. Next file: `
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from lade.budget import Budget, Outcome
 from lade.choose import Choice
 from lade.config import Lookahead
 from lade.drafting import Proposer, chain
-from lade.harvest import PromptHarvester, rank, with_probs
+from lade.harvest import PromptHarvester, SentSuccessors, rank, with_probs
 from lade.lookahead import Window, likeliest_tokens
 from lade.outputs import Outputs
 from lade.ranks import Ranks
@@ -65,6 +66,8 @@ class Decoder:
         ranks: the processes that run the target together, if there are several.
         lookahead: of the windows to run beside the drafts; the target must verify trees.
         prompt_harvester: looks at the prefill of the target's model, for the drafter.
+        overlaps: whether what the next draft does not wait for is done while the device is at the
+            next forward. Without it all is done at once, as where the host computes itself.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Decoder:
         ranks: Ranks | None = None,
         lookahead: Lookahead | None = None,
         prompt_harvester: PromptHarvester | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=text.num_rows)
         self._text = text
@@ -96,6 +100,8 @@ class Decoder:
         self._prompt_harvester = prompt_harvester
         self._rows = list(range(text.num_rows))  # those in the target's batch
         self._is_filling = False  # all is said, and the cache is filled up
+        self._overlaps = overlaps
+        self._put_off: list[Callable[[], None]] = []  # of the step before
         # Rows begin with tokens of their own: samples of one prompt would see the same otherwise.
         self._windows = {
             row: Window(lookahead, contexts[row], target.vocab_size, seed=row)
@@ -106,8 +112,6 @@ class Decoder:
     def run(self) -> DecodeStats:
         """Decode to the end and return the counts and times; the text is in `text`."""
         try:
-            for row in self._rows:
-                self._proposer.open(row, self._contexts[row])
             self._prefill()
             self._steps()
             if self._rules.fills_cache:
@@ -115,6 +119,7 @@ class Decoder:
                 self._target.rejoin()
                 self._rows = list(range(self._text.num_rows))
                 self._steps()
+            self._do_put_off()
             return self.stats
         finally:
             with ExitStack() as stack:  # one that raises does not keep the others open
@@ -137,6 +142,10 @@ class Decoder:
             with self._prompt_harvester.watching() if self._prompt_harvester else nullcontext():
                 output = self._target.prefill()
             self._choice.look_at(output.logits[:, -1:], trees)
+        for row in self._rows:  # while the device is at it
+            self._proposer.open(row, self._contexts[row])
+        with self.stats.timed("prefill"):
+            self._choice.wait()
             self._outputs.add_prefill(output)
             self._harvest_prompts(output.logits[:, -1:])
         self._harvest(output.logits[:, -1:], trees)
@@ -169,18 +178,38 @@ class Decoder:
             logits = output.logits[:, : max(map(len, trees.values()))]
             if not self._is_filling:  # padding needs no choice
                 self._choice.look_at(logits, trees)
+            successors = self._ranked(logits) if self._overlaps else None
+            self._do_put_off()
+            if not self._is_filling:
+                self._choice.wait()
         self._look_ahead(output.logits, trees, windows)
-        self._harvest(logits, trees)
+        self._harvest(logits, trees, successors)
         steps, paths = self._verify(trees)
         with self.stats.timed("commit"):
             self._commit(output, paths)
             self.stats.num_steps += 1
             for step in steps:
                 self.stats.count_row_step(step)
-            width = max(map(len, whole))
+            width = self._target.width_of(max(map(len, whole)))
             num_rows = len(trees)  # more than are left now, where one has finished
-            self._learn_costs(steps, proposed, num_rows, width - 1 + num_pending, forward.sec)
-        self._on_step(steps)
+            sec = forward.sec if self._target.is_typical else None
+            num_run = width - 1 + num_pending
+            self._later(partial(self._learn_costs, steps, proposed, num_rows, num_run, sec))
+        self._later(partial(self._on_step, steps))
+
+    # --- what the next draft does not wait for ------------------------------------------------
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Do something while the device is at the next forward, or now where the host does all."""
+        if self._overlaps:
+            self._put_off.append(work)
+        else:
+            work()
+
+    def _do_put_off(self) -> None:
+        put_off, self._put_off = self._put_off, []
+        for work in put_off:
+            work()
 
     # --- draft ------------------------------------------------------------------------------
 
@@ -235,7 +264,9 @@ class Decoder:
         if not probs:
             return self._budget.max_nodes
         num_cells = max((window.num_cells for window in windows.values()), default=0)
-        return self._budget.num_nodes(probs, self._target.num_pending + num_cells)
+        num_nodes = self._budget.num_nodes(probs, self._target.num_pending + num_cells)
+        # What a forward of that size runs anyway may as well be nodes.
+        return self._target.width_of(1 + num_nodes + num_cells) - 1 - num_cells
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.
@@ -298,22 +329,46 @@ class Decoder:
                     steps.append(_step_of(row, trees[row], paths[row], emitted))
         return steps, paths
 
-    def _harvest(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Tell the drafter what the target finds likely behind every node of rows that go on."""
+    def _ranked(self, logits: Tensor) -> SentSuccessors | None:
+        """Let the device find what the target finds likely behind every node."""
         num_successors = self._proposer.num_successors
         if num_successors == 0 or self._is_filling:
-            return
+            return None
+        known = logits[..., : self._target.vocab_size]
+        # Ranks of wider logits may name tokens that the model has no embeddings for.
+        is_whole = known.shape == logits.shape
+        ranked = (self._choice.ranked if is_whole else None) or rank(known, num_successors)
+        return with_probs(ranked, known)
+
+    def _harvest(
+        self,
+        logits: Tensor,
+        trees: Mapping[int, Tree],
+        successors: SentSuccessors | None = None,
+    ) -> None:
+        """Tell the drafter what the target finds likely behind every node of rows that go on."""
         with self.stats.timed("commit"):
-            known = logits[..., : self._target.vocab_size]
-            # Ranks of wider logits may name tokens that the model has no embeddings for.
-            is_whole = known.shape == logits.shape
-            ranked = (self._choice.ranked if is_whole else None) or rank(known, num_successors)
-            of_rows = with_probs(ranked, known)
-            for index, (row, tree) in enumerate(trees.items()):
-                if self._contexts[row] and not self._text.is_finished[row]:
-                    self._proposer.harvest(
-                        row, self._contexts[row], tree, of_rows.of_row(index, len(tree))
-                    )
+            successors = successors or self._ranked(logits)
+            if successors is None:
+                return
+            lengths = {
+                row: len(self._contexts[row])
+                for row in trees
+                if self._contexts[row] and not self._text.is_finished[row]
+            }
+            self._later(partial(self._feed_harvest, successors, trees, lengths))
+
+    def _feed_harvest(
+        self, successors: SentSuccessors, trees: Mapping[int, Tree], lengths: Mapping[int, int]
+    ) -> None:
+        """Feed it; `lengths` are those that the contexts of rows had then."""
+        of_rows = successors.get()
+        for index, (row, tree) in enumerate(trees.items()):
+            if row in lengths and row in self._rows:  # one that has finished since may be closed
+                context = self._contexts[row]
+                if len(context) > lengths[row]:
+                    context = context[: lengths[row]]
+                self._proposer.harvest(row, context, tree, of_rows.of_row(index, len(tree)))
 
     def _harvest_prompts(self, logits: Tensor) -> None:
         """Tell the drafter what the target finds likely behind the last tokens of the prompts."""
@@ -378,7 +433,7 @@ class Decoder:
         proposed: Mapping[int, Draft],
         num_rows: int,
         num_nodes: int,
-        forward_sec: float,
+        forward_sec: float | None,
     ) -> None:
         """Tell the budget what the step cost, and what became of all that was proposed."""
         text = self._text

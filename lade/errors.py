@@ -17,6 +17,10 @@ class PlainDecodingWarning(UserWarning):
     """A model or a call leaves no way to verify drafts, and is decoded one token a forward."""
 
 
+class EagerExecutionWarning(UserWarning):
+    """Steps cannot be of fixed shape, or not be recorded; the text is the same."""
+
+
 class ModelFetchError(LadeError):
     """An embedded model could not be fetched, checked, converted or stored."""
 

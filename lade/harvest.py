@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lade.transfer import Sent
+
 
 class Successors(NamedTuple):
     """The target's likeliest next tokens behind each of several nodes, likeliest first."""
@@ -68,7 +70,19 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
 _SAMPLED = 16
 
 
-def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Successors:
+class SentSuccessors:
+    """Successors on their way to the host."""
+
+    def __init__(self, token_ids: Tensor, probs: Tensor) -> None:
+        self._sent = Sent(token_ids, probs)
+
+    def get(self) -> Successors:
+        """Return them, after waiting until they are there."""
+        token_ids, probs = self._sent.get()
+        return Successors(token_ids.to(torch.int32).numpy(), probs.numpy())
+
+
+def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SentSuccessors:
     """Return the likeliest tokens of each row of logits, with about their probabilities.
 
     Args:
@@ -86,7 +100,7 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     of_others = step * others - highest.shape[-1] * least_powers
     # What is no number is not likely: a drafter may learn nothing of it, and must not fail by it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
-    return Successors(ranked.token_ids.to(torch.int32).cpu().numpy(), probs.cpu().numpy())
+    return SentSuccessors(ranked.token_ids, probs)
 
 
 # The last tokens of a prompt whose successors are harvested. All of them accepted 1 % more tokens
@@ -155,7 +169,7 @@ class PromptHarvester:
             if not float((of_last - logits).abs().max()) <= tolerance:
                 return None
             before = self._head(states[:, -1 - num_tokens : -1])[..., : self._vocab_size]
-            return with_probs(rank(before, self._num_successors), before)
+            return with_probs(rank(before, self._num_successors), before).get()
         except RuntimeError:  # more layers in between, of other sizes or dtypes, or no memory left
             return None
 

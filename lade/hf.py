@@ -34,7 +34,7 @@ from lade.choose import (
     Race,
     RejectionChoice,
 )
-from lade.config import Config, Way
+from lade.config import Config, Execution, Way
 from lade.decoding import Decoder, Rules
 from lade.drafting import (
     Drafter,
@@ -45,17 +45,32 @@ from lade.drafting import (
     harvests_prompts,
     num_successors_of,
 )
-from lade.errors import PlainDecodingWarning, UnsupportedOptionError
+from lade.errors import EagerExecutionWarning, PlainDecodingWarning, UnsupportedOptionError
+from lade.fixed import FixedTarget
 from lade.grammar import foresight_of
 from lade.harvest import PromptHarvester
-from lade.internals import Model, decode_plainly, mesh_of, without_compiler
+from lade.internals import (
+    Model,
+    decode_plainly,
+    device_of_inputs,
+    mesh_of,
+    without_compiler,
+)
 from lade.options import (
     refuse_unsupported_arguments,
     refuse_unsupported_options,
     take_stop_strings,
 )
 from lade.outputs import Outputs
-from lade.probing import ChosenWay, Profile, choose_way, make_target, prior_of, profile_of
+from lade.probing import (
+    ChosenWay,
+    Profile,
+    choose_way,
+    make_target,
+    prior_of,
+    profile_of,
+    usual_execution,
+)
 from lade.processors import Processors
 from lade.ranks import Ranks
 from lade.rollback import cache_in
@@ -201,6 +216,7 @@ def decode(
     refuse_encoder_decoder(model)
     refuse_unsupported_options(model, generation_config)
     _check_drafter(pool, drafter, config)
+    execution = _wished_execution(model, config)
     call = examine(model, input_ids, generation_config, model_kwargs)
     num_rows, device = input_ids.shape[0], input_ids.device
     way = choose_way(
@@ -209,6 +225,8 @@ def decode(
         cache=call.cache,
         asked=config.target if config is not None else None,
         excluded=call.excluded,
+        execution=execution,
+        why_eager=call.why_eager,
     )
     lookahead = config.lookahead if config is not None else None
     if lookahead is not None:
@@ -285,11 +303,15 @@ def decode(
         Ranks.of(model),
         lookahead,
         _prompt_harvester(model, drafter, target),
+        overlaps=_is_waited_for(device),
     )
     stats = decoder.run()
     stream.end()
     if rules.fills_cache:
         cache = target.hand_over(cache)
+    target.release()
+    if execution != "eager":
+        _warn_of_eager_steps(model, way, target)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return GenerateOutput(
@@ -326,10 +348,41 @@ def _warn_once(model: Model, way: ChosenWay) -> None:
         return  # asked for
     reasons = "; ".join(f"{name}: {reason}" for name, reason in way.reasons.items())
     text = f"lade decodes {type(model).__name__} plainly, one token a forward. {reasons}"
+    _say_once(model, text, PlainDecodingWarning)
+
+
+def _say_once(model: Model, text: str, category: type[Warning]) -> None:
     warned = profile_of(model).warned
     if text not in warned:
         warned.add(text)
-        warnings.warn(text, PlainDecodingWarning, stacklevel=2)
+        warnings.warn(text, category, stacklevel=3)
+
+
+def _wished_execution(model: Model, config: Config | None) -> Execution:
+    """Return how a call's forwards are to be executed.
+
+    Raises:
+        UnsupportedOptionError: graphs were asked for where there are none.
+    """
+    asked = config.execution if config is not None else None
+    usual = usual_execution(model)
+    if asked == "graphs" and usual != "graphs":
+        raise UnsupportedOptionError(
+            "lade does not support Config(execution='graphs') on "
+            f"{device_of_inputs(model).type!r}: CUDA graphs need a CUDA device; "
+            "'fixed' runs the same steps eagerly"
+        )
+    return asked or usual
+
+
+def _warn_of_eager_steps(model: Model, way: ChosenWay, target: Target) -> None:
+    """Say why steps were not executed as wished for; the text is not affected."""
+    what, reason = "of fixed shape", way.why_eager
+    if isinstance(target, FixedTarget):
+        what, reason = "recorded", target.why_not_recorded
+    if reason is not None:
+        text = f"lade executes steps of {type(model).__name__} eagerly, not {what}: {reason}"
+        _say_once(model, text, EagerExecutionWarning)
 
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

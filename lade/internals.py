@@ -4,14 +4,13 @@ Where a public function does, that one is called. These are tested on the oldest
 supported version. Next file: `rollback.py`.
 """
 
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-
-from lade.attention import PACKED_SDPA
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 
@@ -47,25 +46,67 @@ def decode_plainly(
     )
 
 
+class _Switched(NamedTuple):
+    """A model's own attention while calls, of several threads it may be, use another one."""
+
+    of_text: str | None
+    of_parts: dict[str, str | None]
+    num_calls: int
+
+
+_switching = Lock()
+
+
 def attention_of(model: Model) -> str | None:
-    """Return the name of the attention implementation of the text part."""
-    return _own_name(model.config.get_text_config(decoder=True)._attn_implementation)
+    """Return the name of the text part's own attention implementation."""
+    switched: _Switched | None = getattr(model, "_lade_switched", None)
+    if switched is not None:
+        return switched.of_text
+    name: str | None = model.config.get_text_config(decoder=True)._attn_implementation
+    return name
 
 
-def attentions_of(model: Model) -> dict[str, str | None]:
+def switch_attention(model: Model, attention: str) -> None:
+    """Let a model use another attention implementation, until it is switched back as often."""
+    with _switching:
+        switched: _Switched | None = getattr(model, "_lade_switched", None)
+        if switched is None:
+            switched = _Switched(attention_of(model), _attentions_of(model), 0)
+            model.set_attn_implementation(attention)
+        model._lade_switched = switched._replace(num_calls=switched.num_calls + 1)
+
+
+def switch_attention_back(model: Model) -> None:
+    """Give a model its own attention back, once nobody uses another one any more."""
+    with _switching:
+        switched: _Switched = model._lade_switched
+        if switched.num_calls > 1:
+            model._lade_switched = switched._replace(num_calls=switched.num_calls - 1)
+        else:
+            model.set_attn_implementation(switched.of_parts)
+            del model._lade_switched
+
+
+def _attentions_of(model: Model) -> dict[str, str | None]:
     """Return the attention of all parts, in the form that `set_attn_implementation` takes."""
     config = model.config
-    names = {"": _own_name(config._attn_implementation)}
+    names = {"": config._attn_implementation}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            names[name] = _own_name(part._attn_implementation)
+            names[name] = part._attn_implementation
     return names
 
 
-def _own_name(attention: str | None) -> str | None:
-    """Return the model's own attention, also while another thread verifies trees with ours."""
-    return "sdpa" if attention == PACKED_SDPA else attention
+def runs_experts_eagerly(model: Model) -> bool:
+    """Tell whether a model loops over the experts that tokens are routed to, on the host.
+
+    That is where transformers has other implementations of its experts, and this one is in use.
+    """
+    can_choose = getattr(model, "_can_set_experts_implementation", None)
+    if can_choose is None or not can_choose():
+        return False
+    return "eager" in model.get_experts_implementation().values()
 
 
 def without_compiler(model: Model) -> Model:

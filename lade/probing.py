@@ -7,6 +7,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,14 +18,17 @@ from transformers import GenerationConfig, LogitsProcessor
 from lade.attention import PACKED_SDPA
 from lade.budget import Budget, MeasuredBudget
 from lade.chain import MAX_ROWS, ChainTarget
-from lade.config import SPECULATING, Way
+from lade.config import SPECULATING, Execution, Way
 from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError
+from lade.fixed import FixedTarget, Shelf
+from lade.graphs import Graphs, recorder_of, why_not_recorded
 from lade.internals import Model, attention_of, device_of_inputs, without_compiler
 from lade.rules import refuse_encoder_decoder, tree_layout
 from lade.tables import table_for
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
+from lade.tree_attention import TREE_ATTENTION
 from ngram_pool import Draft, SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
@@ -46,13 +50,18 @@ class Profile:
     """What is known of a model on its device; kept with the model, as `model._lade_profile`."""
 
     setting: tuple[object, ...]  # attention, dtype, device and mode it is true for
-    #: By way, kind of cache, and whether rows are padded or of different lengths.
-    findings: dict[tuple[Way, CacheKind, bool], Finding] = field(default_factory=dict)
+    #: By way, kind of cache, whether rows are padded or of different lengths, and whether forwards
+    #: are of fixed shape.
+    findings: dict[tuple[Way, CacheKind, bool, bool], Finding] = field(default_factory=dict)
     budgets: dict[Way, Budget] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
     #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
     prior: list[SuccessorTable | None] = field(default_factory=list)
+    #: Memory of the last call and steps recorded on it.
+    shelf: Shelf = field(default_factory=Shelf)
+    #: What `torch.compile` made of the model, in a list once it was asked for.
+    compiled: list[Any] = field(default_factory=list)
 
     def budget(self, way: Way) -> Budget:
         """Return what has been learned of the costs of steps."""
@@ -65,6 +74,8 @@ class ChosenWay(NamedTuple):
     way: Way
     attention: str | None
     reasons: dict[Way, str]
+    execution: Execution = "eager"
+    why_eager: str | None = None  # where another execution was wished for
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,8 @@ def choose_way(
     cache: CacheKind = "dynamic",
     asked: Way | None = None,
     excluded: Mapping[Way, str] | None = None,
+    execution: Execution = "eager",
+    why_eager: str | None = None,
 ) -> ChosenWay:
     """Return the best way of verifying that is exact, checking those not yet checked.
 
@@ -147,6 +160,8 @@ def choose_way(
         cache: of the call.
         asked: the only way to consider.
         excluded: ways that this call cannot take, and why.
+        execution: of trees, wished for.
+        why_eager: why this call cannot have it, if so.
 
     Raises:
         UnsupportedModelError: the way asked for is not exact, with the reason.
@@ -158,12 +173,17 @@ def choose_way(
     for way in SPECULATING if asked is None else (asked,):
         reason = (excluded or {}).get(way)
         if reason is None:
+            if way == "tree" and execution != "eager" and why_eager is None:
+                finding = _finding(model, profile, way, cache, is_padded, is_fixed=True)
+                if finding.reason is None:
+                    return ChosenWay(way, finding.attention, reasons, execution)
+                why_eager = finding.reason
             finding = _finding(model, profile, way, cache, is_padded)
             if way == "rows" and is_padded and finding.reason is None:
                 # A batch has one path a row; a single row with padding has several.
                 finding = _finding(model, profile, way, cache, False)
             if finding.reason is None:
-                return ChosenWay(way, finding.attention, reasons)
+                return ChosenWay(way, finding.attention, reasons, why_eager=why_eager)
             reason = finding.reason
         reasons[way] = reason
     if asked is not None:
@@ -174,10 +194,15 @@ def choose_way(
 
 
 def _finding(
-    model: Model, profile: Profile, way: Way, cache: CacheKind, is_padded: bool
+    model: Model,
+    profile: Profile,
+    way: Way,
+    cache: CacheKind,
+    is_padded: bool,
+    is_fixed: bool = False,
 ) -> Finding:
     """Return what the check of a way finds, or has found."""
-    key = (way, cache, is_padded)
+    key = (way, cache, is_padded, is_fixed)
     finding = profile.findings.get(key) or _check(model, *key)
     if finding.is_lasting:
         profile.findings[key] = finding
@@ -194,32 +219,71 @@ def make_target(
 ) -> Target:
     """Return the model set up to verify drafts behind these prompts in the way chosen."""
     if chosen.way == "tree":
-        layout = tree_layout(model)
-        return TreeTarget(
-            model,
-            input_ids,
-            model_kwargs,
-            layout,
-            max_new_tokens,
-            generation_config,
-            chosen.attention,
+        settings = (
+            *(model, input_ids, model_kwargs, tree_layout(model), max_new_tokens),
+            *(generation_config, chosen.attention),
+        )
+        if chosen.execution == "eager":
+            return TreeTarget(*settings)
+        profile = profile_of(model)
+        return FixedTarget(
+            *settings,
+            shelf=profile.shelf,
+            **_recording(model, chosen.execution),
+            call=_compiled(model, profile) if chosen.execution == "compiled" else None,
         )
     max_candidates = MAX_ROWS if chosen.way == "rows" else 1
     restores = chosen.way == "snapshot"
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
 
 
+def usual_execution(model: Model) -> Execution:
+    """Return how trees are executed where nothing else is asked for."""
+    return "graphs" if device_of_inputs(model).type == "cuda" else "eager"
+
+
+def _recording(model: Model, execution: Execution) -> dict[str, Any]:
+    """Return what a target takes to record a model's steps, or why it does not."""
+    recorder = recorder_of(device_of_inputs(model)) if execution != "fixed" else None
+    if recorder is None:
+        return {}
+    reason = why_not_recorded(model)
+    if reason is not None:
+        return {"why_not_recorded": reason}
+    return {"new_graphs": partial(Graphs, recorder, _limit(model))}
+
+
+def _compiled(model: Model, profile: Profile) -> Any:
+    if not profile.compiled:
+        profile.compiled.append(torch.compile(model))
+    return profile.compiled[0]
+
+
+def release(model: Model) -> None:
+    """Give back the memory that lade keeps with a model between calls.
+
+    That is keys and values, and recorded steps, of `Config(execution=…)` other than "eager". The
+    next call takes it anew. Call it, too, after changing how the model computes by other means than
+    its weights, attention, dtype, device or mode: recorded steps would not know.
+    """
+    known: Profile | None = getattr(without_compiler(model), "_lade_profile", None)
+    if known is not None:
+        known.shelf.clear()
+        known.compiled.clear()
+
+
 # --- the self-check -------------------------------------------------------------------------
 
 
-def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding:
+def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool, is_fixed: bool) -> Finding:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
-    attentions = _attentions_for(model) if way == "tree" else [None]
+    attentions = _attentions_for(model, is_fixed) if way == "tree" else [None]
     reason = None
     for attention in attentions:
         try:
             with _unchanged_random_state(model):
-                error = _error_of(model, ChosenWay(way, attention, {}), cache, is_padded)
+                chosen = ChosenWay(way, attention, {}, "fixed" if is_fixed else "eager")
+                error = _error_of(model, chosen, cache, is_padded)
         except UnsupportedModelError as failure:
             return Finding(str(failure))  # a rule, whatever the attention
         except torch.OutOfMemoryError:
@@ -239,9 +303,12 @@ def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool) -> Finding
     return Finding(reason)
 
 
-def _attentions_for(model: Model) -> list[str | None]:
+def _attentions_for(model: Model, is_fixed: bool) -> list[str | None]:
     """Return what trees may be verified with, best first; None for the model's own attention."""
     own = attention_of(model)
+    if is_fixed and device_of_inputs(model).type == "cuda":
+        # Its cost follows the keys there are, not the slots shown.
+        return [TREE_ATTENTION, *_attentions_for(model, False)]
     if own is not None and own not in MASK_IS_ADDED:
         return ["sdpa", "eager"]
     # As a dict: where layers differ, asking the config for one number of all is an error.

@@ -13,15 +13,22 @@ from transformers import GenerationConfig
 from lade.attention import PACKED_SDPA
 from lade.cache import Kind, LayerKind, TreeCache, kind_of
 from lade.inputs import extended
-from lade.internals import Model, attention_of, attentions_of, prefill
+from lade.internals import (
+    Model,
+    attention_of,
+    prefill,
+    switch_attention,
+    switch_attention_back,
+)
 from lade.masks import FULL, TreeSlots
 from lade.rollback import cache_in
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.tree import Tree, TreeBatch
+from lade.tree_attention import TREE_ATTENTION
 
 # Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
 # (Flex attention would too, but compiles anew for trees of other sizes.)
-MASK_IS_ADDED = {"sdpa": False, PACKED_SDPA: False, "eager": True}
+MASK_IS_ADDED = {"sdpa": False, PACKED_SDPA: False, TREE_ATTENTION: False, "eager": True}
 
 
 class Forward(Protocol):
@@ -52,6 +59,10 @@ class Target(Protocol):
     is_joint: bool  # whether all rows must be of one length between steps
 
     @property
+    def is_typical(self) -> bool:
+        """Whether the last forward took as long as others of its size will."""
+
+    @property
     def num_cached(self) -> list[int]:
         """Tokens before the root of each row there is now."""
 
@@ -66,11 +77,14 @@ class Target(Protocol):
     def prefill(self) -> Forward:
         """Run the prompts."""
 
-    def inputs(self, trees: Sequence[Tree]) -> dict[str, Any]:
-        """Return what the model's forward takes for a tree behind each row's committed tokens."""
+    def width_of(self, num_tokens: int) -> int:
+        """Return how many tokens of each row a forward runs for so many."""
 
-    def forward(self, inputs: dict[str, Any]) -> Forward:
-        """Run the model on such inputs."""
+    def inputs(self, trees: Sequence[Tree]) -> Any:
+        """Return what `forward` takes for a tree behind each row's committed tokens."""
+
+    def forward(self, inputs: Any) -> Forward:
+        """Run the model on such inputs; a device may still be at it when this returns."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes run last, keep those on each row's accepted path, the root first."""
@@ -86,6 +100,9 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Leave the model as it was; called once, also after an error."""
+
+    def release(self) -> None:
+        """Let a later call have what it can use; called last, and not after an error."""
 
 
 class TreeTarget:
@@ -130,12 +147,8 @@ class TreeTarget:
         embeds = model_kwargs.get("inputs_embeds")
         num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
         num_slots += past.get_seq_length() if past is not None else 0
-        devices = set((getattr(model, "hf_device_map", None) or {}).values())
-        self.cache = TreeCache(
-            _kinds_held(layout.kinds, past),
-            num_slots,
-            num_slots + max_new_tokens + MAX_OVERHANG,
-            share=len(devices) <= 1,
+        self.cache = self._make_cache(
+            _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
         )
         if past is not None and past.get_seq_length():
             held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
@@ -156,11 +169,15 @@ class TreeTarget:
             if model_kwargs.get(name)
         }
         self._attention = attention
-        self._own_attentions: dict[str, str | None] | None = None  # while another one is in use
+        self._is_switched = False  # whether another attention than the model's own is in use
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask is made in a tenth of the time.
         self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
+
+    def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
+        devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
+        return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
 
     @property
     def num_cached(self) -> list[int]:
@@ -183,15 +200,24 @@ class TreeTarget:
             last = positions[..., -1].to(self.device).expand(*positions.shape[:-2], rows)
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
         self._learn_habits(last)
-        self._rows = torch.arange(rows, device=self.device)  # those there are now
+        self._rows = [*range(rows)]  # those there are now
         self._place_rows()
         if self._attention is not None:
-            self._own_attentions = attentions_of(self._model)
-            self._model.set_attn_implementation(self._attention)
+            switch_attention(self._model, self._attention)
+            self._is_switched = True
         forward: Forward = output
         return forward
 
-    def inputs(self, trees: Sequence[Tree]) -> dict[str, Any]:
+    @property
+    def is_typical(self) -> bool:
+        """True: none is prepared for the next."""
+        return True
+
+    def width_of(self, num_tokens: int) -> int:
+        """Return the same: no forward is larger than it has to be."""
+        return num_tokens
+
+    def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the arguments of the model's forward for trees behind the committed tokens."""
         batch = TreeBatch.stack(trees, self.device)
         return {
@@ -205,7 +231,7 @@ class TreeTarget:
             **self._token_types(batch),
         }
 
-    def forward(self, inputs: dict[str, Any]) -> Forward:
+    def forward(self, inputs: Any) -> Forward:
         """Run the model on such inputs."""
         output: Forward = self._model(**inputs)
         return output
@@ -218,13 +244,13 @@ class TreeTarget:
     def select(self, places: Sequence[int]) -> None:
         """Leave the other rows out; what the cache holds of them stays."""
         self.cache.select(places)
-        self._rows = self._rows[torch.tensor(places, device=self.device)]
+        self._rows = [self._rows[place] for place in places]
         self._place_rows()
 
     def rejoin(self) -> None:
         """Take back the rows that were left out."""
         self.cache.rejoin()
-        self._rows = torch.arange(self._position_offsets.shape[-1], device=self.device)
+        self._rows = [*range(self._position_offsets.shape[-1])]
         self._place_rows()
 
     def hand_over(self, cache: Any) -> Any:
@@ -234,9 +260,12 @@ class TreeTarget:
 
     def close(self) -> None:
         """Give the model its own attention back."""
-        if self._own_attentions is not None:
-            self._model.set_attn_implementation(self._own_attentions)
-            self._own_attentions = None
+        if self._is_switched:
+            self._is_switched = False
+            switch_attention_back(self._model)
+
+    def release(self) -> None:
+        """Do nothing: all goes with the call."""
 
     def _learn_habits(self, last: Tensor) -> None:
         """Learn what the model itself makes of the inputs of tokens behind the prompt."""
@@ -280,7 +309,7 @@ class TreeTarget:
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
             mask[0, 0, :, cached[0] :] = trees.ancestors[0]
             return mask
-        slots = torch.arange(max(cached), device=self.device)
+        slots = torch.arange(max(cached) + trees.width, device=self.device)
         visible = slots < self._num_cached[:, None]
         num_padding = None if self._num_padding is None else self._num_padding[self._rows]
         if self._padding is not None:

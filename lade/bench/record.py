@@ -91,7 +91,7 @@ def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> 
         with torch.inference_mode():
             output = model(input_ids=chunk, **options)
         logits = output.logits[0, :, :vocab_size]
-        parts.append(with_probs(rank(logits, num_successors), logits, sampled=1))
+        parts.append(with_probs(rank(logits, num_successors), logits, sampled=1).get())
         options["past_key_values"] = getattr(output, "past_key_values", None)
         if options["past_key_values"] is None and start + size < len(token_ids):
             raise UnsupportedModelError(

@@ -454,6 +454,60 @@ def bench_memory(
     run(*loading, prompts, names, settings, limit, repeats, max_draft_tokens, json)
 
 
+@bench.command("gpu")
+def bench_gpu(
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B, and "
+            "tiny, to try the command out."
+        ),
+    ] = "1b,8b",
+    device: Annotated[
+        str | None,
+        typer.Option(help="cuda, cuda:1, …, or cpu with --shapes tiny. Without it, cuda."),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Begin nothing new after so long; what was not run is listed. Every stage has its "
+            "share, and what it leaves of it is for those behind it.",
+        ),
+    ] = 8.0,
+    mat: Annotated[
+        float,
+        typer.Option(min=1.0, help="Accept so many tokens a step in the mean, bonus included."),
+    ] = 2.5,
+    nodes: Annotated[
+        int, typer.Option(min=2, help="Nodes of each tree of whole answers, the root included.")
+    ] = 32,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Accept as many tokens as drafts in these traces of bench record, replayed, their "
+            "frequencies changed to the MAT asked for. Without it, as in answers to the demo's "
+            "prompts.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure verify steps on a GPU: against its memory bandwidth, and against plain generate.
+
+    The models have random weights, so nothing is downloaded (but for the default model, at the end,
+    where it can be had), and drafts are accepted as in recorded decoding. In turn: the copy
+    bandwidth of the device; the time of a step by tree size and context, what share of that
+    bandwidth reading weights, keys and values once makes of it, and how much of it the host needs
+    until the forward is launched; tokens per second of generate, of generate with a compiled static
+    cache and of lade; and a small real model, greedy and sampled.
+    """
+    from lade.cli.bench_gpu import run
+
+    run(shapes, device, minutes, mat, nodes, trace, json)
+
+
 @bench.command("pool")
 def bench_pool(
     max_tokens: Annotated[
@@ -509,6 +563,13 @@ def support(
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of weights, prompts, drafts and samples.")
     ] = 0,
+    fixed_shapes: Annotated[
+        bool,
+        typer.Option(
+            "--fixed-shapes",
+            help="Verify trees in forwards of a few fixed shapes, as CUDA graphs need them.",
+        ),
+    ] = False,
     json: JsonOption = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Also write the table as Markdown.", dir_okay=False)
@@ -523,11 +584,14 @@ def support(
     from lade.cli.support import run, show
 
     if results:
-        if names or json:
-            raise ValueError("expected --results without model types and without --json")
+        if names or json or fixed_shapes:
+            raise ValueError(
+                "expected --results without model types, --fixed-shapes and --json, which are of "
+                "a check"
+            )
         is_fine = show(results, markdown)
     else:
-        is_fine = run(names or [], seed, json, markdown)
+        is_fine = run(names or [], seed, "fixed" if fixed_shapes else "eager", json, markdown)
     if not is_fine:
         raise typer.Exit(1)
 

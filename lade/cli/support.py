@@ -2,14 +2,24 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from lade.cli.bench import check_writable, progress_bar
 from lade.cli.loading import console
 
+if TYPE_CHECKING:
+    from lade.config import Execution
 
-def run(names: list[str], seed: int, json_path: Path | None, markdown_path: Path | None) -> bool:
+
+def run(
+    names: list[str],
+    seed: int,
+    execution: "Execution",
+    json_path: Path | None,
+    markdown_path: Path | None,
+) -> bool:
     """Check architectures; print and write what was found, also after an interruption.
 
     Returns:
@@ -33,6 +43,7 @@ def run(names: list[str], seed: int, json_path: Path | None, markdown_path: Path
             run_all(
                 names,
                 seed=seed,
+                execution=execution,
                 rows=rows,
                 on_start=lambda name: bars.update(task, description=name, completed=len(rows)),
             )
@@ -42,7 +53,7 @@ def run(names: list[str], seed: int, json_path: Path | None, markdown_path: Path
             torch.set_num_threads(num_threads)
     if stopped_by is not None and not rows:
         raise stopped_by
-    results = results_of(rows, CASES, seed, stopped_by is not None)
+    results = results_of(rows, CASES, seed, stopped_by is not None, execution)
     out = Console()
     out.print(table(rows))
     out.print(summary(rows), highlight=False)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lade.bench.environment import environment
-from lade.config import Way
+from lade.config import Execution, Way
 from lade.support.run import (
     CASES,
     MAX_DRAFT_TOKENS,
@@ -195,10 +195,17 @@ def _short(text: str) -> str:
 # --- JSON -----------------------------------------------------------------------------------
 
 
-def results_of(rows: Sequence[Row], cases: Sequence[Case], seed: int, stopped: bool) -> Results:
+def results_of(
+    rows: Sequence[Row],
+    cases: Sequence[Case],
+    seed: int,
+    stopped: bool,
+    execution: Execution = "eager",
+) -> Results:
     """Return rows with what they were found by."""
     settings = {
         "seed": seed,
+        "execution": execution,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
         "cases": {
             case.name: {"prompts": [*case.lengths], "max_new_tokens": case.num_new}

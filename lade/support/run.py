@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from lade.config import Config, Way
+from lade.config import Config, Execution, Way
 from lade.hf import generate
-from lade.probing import probe
+from lade.probing import choose_way, probe
 from lade.stats import DecodeStats
 from lade.support.drafter import AnswerDrafter
 from lade.support.tiny import (
@@ -102,6 +102,8 @@ class Row:
     batch_way: Way | None = None
     reasons: dict[Way, str] = field(default_factory=dict)  # why it is none of the better ways
     batch_reasons: dict[Way, str] = field(default_factory=dict)
+    #: Where trees were to be run in fixed shapes: why they are not, for one row or a batch.
+    why_eager: str | None = None
     compared: list[str] = field(default_factory=list)  # cases
     in_float32: list[str] = field(default_factory=list)  # of those, where float64 cannot run
     speculated: list[str] = field(default_factory=list)  # those in which drafts were verified
@@ -153,6 +155,7 @@ def run_all(
     *,
     cases: Sequence[Case] = CASES,
     seed: int = 0,
+    execution: Execution = "eager",
     rows: list[Row] | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
@@ -162,6 +165,7 @@ def run_all(
         names: of `all_names`.
         cases: what to compare.
         seed: of weights, prompts, drafts and samples.
+        execution: of forwards that verify trees.
         rows: gets each row as it is done, so that a caller keeps them if it is interrupted.
         on_start: called with each name before its turn.
 
@@ -173,11 +177,13 @@ def run_all(
     rows = [] if rows is None else rows
     for name in names:
         on_start(name)
-        rows.append(run_one(name, cases=cases, seed=seed))
+        rows.append(run_one(name, cases=cases, seed=seed, execution=execution))
     return rows
 
 
-def run_one(name: str, *, cases: Sequence[Case] = CASES, seed: int = 0) -> Row:
+def run_one(
+    name: str, *, cases: Sequence[Case] = CASES, seed: int = 0, execution: Execution = "eager"
+) -> Row:
     """Check one architecture in float64, and in float32 what it cannot do in float64."""
     started = perf_counter()
     model_type = VARIANTS.get(name, (name,))[0]
@@ -187,7 +193,7 @@ def run_one(name: str, *, cases: Sequence[Case] = CASES, seed: int = 0) -> Row:
         for dtype in (torch.float64, torch.float32):
             left = [case for case in cases if case.name not in (*row.compared, *row.failures)]
             if left and row.kind != "not a text model":
-                _check(row, dtype, left, seed, stats)
+                _check(row, dtype, left, seed, execution, stats)
     row.num_drafted, row.num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
     row.mat = stats.mean_accepted_tokens if stats.num_row_steps else None
     row.sec = perf_counter() - started
@@ -195,7 +201,12 @@ def run_one(name: str, *, cases: Sequence[Case] = CASES, seed: int = 0) -> Row:
 
 
 def _check(
-    row: Row, dtype: torch.dtype, cases: Sequence[Case], seed: int, stats: DecodeStats
+    row: Row,
+    dtype: torch.dtype,
+    cases: Sequence[Case],
+    seed: int,
+    execution: Execution,
+    stats: DecodeStats,
 ) -> None:
     """Make a model and compare cases; write what was found into the row."""
     try:
@@ -213,11 +224,25 @@ def _check(
     if not row.is_built:
         row.kind, row.batch_way, row.why_not = one.target, batch.target, None
         row.reasons, row.batch_reasons = dict(one.reasons), dict(batch.reasons)
+        if execution != "eager":
+            row.why_eager = _why_eager(model, execution)
     for case in cases:
-        _compare(model, case, seed, row, stats)
+        _compare(model, case, seed, row, execution, stats)
 
 
-def _compare(model: Model, case: Case, seed: int, row: Row, stats: DecodeStats) -> None:
+@torch.no_grad()
+def _why_eager(model: Model, execution: Execution) -> str | None:
+    """Return why trees of one row, or of a batch, are not run in fixed shapes."""
+    for is_padded in (False, True):
+        chosen = choose_way(model, is_padded=is_padded, execution=execution)
+        if chosen.way == "tree" and chosen.why_eager is not None:
+            return chosen.why_eager
+    return None
+
+
+def _compare(
+    model: Model, case: Case, seed: int, row: Row, execution: Execution, stats: DecodeStats
+) -> None:
     """Hold lade against plain `generate` in one case; write what was found into the row."""
     options = _inputs(case, seed)
     # A text alone runs to the full length, past every window; rows of a batch end early at times.
@@ -236,7 +261,7 @@ def _compare(model: Model, case: Case, seed: int, row: Row, stats: DecodeStats) 
         [*ids[mask.bool()].tolist(), *rest] for (ids, mask), rest in zip(prompts, new, strict=True)
     ]
     options["drafter"] = AnswerDrafter(answers, seed)
-    options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS)
+    options["config"] = Config(max_draft_tokens=MAX_DRAFT_TOKENS, execution=execution)
     try:
         output = _decode(generate, model, options, seed)
     except Exception as error:

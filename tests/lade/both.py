@@ -12,8 +12,17 @@ ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9, 9, 9, 9]])
 
 
+EIGHT = lade.Config(max_draft_tokens=8)
+
+
 def both(
-    model: Any, prompt: torch.Tensor, *, accept: float = 0.7, seed: int = 0, **options: Any
+    model: Any,
+    prompt: torch.Tensor,
+    *,
+    accept: float = 0.7,
+    seed: int = 0,
+    config: lade.Config = EIGHT,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Run plain `generate` and lade with drafts that are often right; compare the random state."""
     options = {
@@ -34,7 +43,6 @@ def both(
         answers.append([*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]])
     drafter = BatchDrafter(answers, np.random.default_rng(seed), accept)
     torch.manual_seed(seed)
-    config = lade.Config(max_draft_tokens=8)
     got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert torch.equal(torch.get_rng_state(), state)

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 import lade
 from lade.attention import PACKED_SDPA, packed_sdpa
-from lade.internals import attention_of, attentions_of
+from lade.internals import attention_of, switch_attention, switch_attention_back
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -105,6 +105,11 @@ def test_other_models_keep_their_attention(num_key_value_heads: int, attention: 
 
 def test_the_models_own_attention_is_told_while_another_thread_uses_ours() -> None:
     model = tiny_model("llama")
-    model.set_attn_implementation(PACKED_SDPA)
+    switch_attention(model, PACKED_SDPA)  # one thread
+    switch_attention(model, PACKED_SDPA)  # and another
     assert attention_of(model) == "sdpa"
-    assert attentions_of(model)[""] == "sdpa"
+    switch_attention_back(model)
+    assert attention_of(model) == "sdpa"
+    assert model.config._attn_implementation == PACKED_SDPA
+    switch_attention_back(model)
+    assert attention_of(model) == model.config._attn_implementation == "sdpa"

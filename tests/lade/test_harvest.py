@@ -168,7 +168,7 @@ def test_the_first_of_equal_logits_is_found_as_argmax_finds_it() -> None:
 def test_probabilities_are_about_those_of_the_softmax() -> None:
     logits = 3 * torch.randn(20, 40000, generator=torch.Generator().manual_seed(0))
     ranked = rank(logits, 8)
-    got = with_probs(ranked, logits)
+    got = with_probs(ranked, logits).get()
     expected = logits.softmax(-1).gather(-1, ranked.token_ids)
     assert got.token_ids.tolist() == ranked.token_ids.tolist()
     assert np.abs(np.log(got.probs) - expected.log().numpy()).max() < 0.6

@@ -12,7 +12,7 @@ import lade
 from tests.lade.both import ONE, THREE, both
 from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
 
-ALL_OUTPUTS = {
+ALL_OUTPUTS: dict[str, Any] = {
     "output_scores": True,
     "output_logits": True,
     "output_hidden_states": True,
@@ -76,7 +76,7 @@ def test_all_outputs_are_those_of_generate(family: str, do_sample: bool, rows: s
 
 def test_attention_that_gives_no_weights_gives_none_as_in_generate() -> None:
     model = tiny_model("llama", seed=1, attention="sdpa")
-    options = {"output_hidden_states": True, "output_scores": True}
+    options: dict[str, Any] = {"output_hidden_states": True, "output_scores": True}
     expected, got = both(model, THREE, **options)
     assert got.attentions is None
     assert expected.attentions is None

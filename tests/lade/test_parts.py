@@ -49,6 +49,9 @@ class FixedChoice:
         self.token_ids = token_ids
         self.rounds: list[list[tuple[int, int]]] = []
 
+    def wait(self) -> None:
+        raise AssertionError("nothing to wait for")
+
     def look_at(self, logits: torch.Tensor, trees: Any) -> None:
         raise AssertionError("not needed here")
 
@@ -155,6 +158,7 @@ def test_a_finished_row_without_padding_goes_on_with_its_own_tokens() -> None:
 def look(choice: Any, logits: torch.Tensor, draft: Draft | None = None) -> None:
     tree = Tree.build(1, draft) if draft is not None else chain_with_branch()
     choice.look_at(logits, dict.fromkeys(range(logits.shape[0]), tree))
+    choice.wait()
 
 
 def test_greedy_choice_takes_the_first_of_equals() -> None:

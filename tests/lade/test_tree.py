@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import DynamicCache
 
 from lade.cache import LayerKind, TreeCache
@@ -79,10 +80,16 @@ def test_trees_of_a_batch_are_padded_with_nodes_that_see_themselves_alone() -> N
     ]
 
 
+def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeBatch, *more: Any) -> TreeSlots:
+    """With room for the nodes behind what is visible."""
+    visible = torch.nn.functional.pad(visible, (0, trees.width))
+    return TreeSlots(visible, num_cached, trees.ancestors, trees.depths, *more)
+
+
 def test_additive_mask_hides_with_the_lowest_finite_value() -> None:
     visible, num_cached = torch.tensor([[False, True]]), torch.tensor([2])
     trees = TreeBatch.stack([Tree.build(1, make_draft([-1]))], CPU)
-    slots = TreeSlots(visible, num_cached, trees.ancestors, trees.depths)
+    slots = tree_slots(visible, num_cached, trees)
     assert slots.mask(FULL, 0, None).int().tolist() == [[[[0, 1, 1, 0], [0, 1, 1, 1]]]]
     low = torch.finfo(torch.float16).min
     assert slots.mask(FULL, 0, torch.float16).tolist() == [[[[low, 0, 0, low], [low, 0, 0, 0]]]]
@@ -92,7 +99,7 @@ def test_nodes_of_a_ragged_batch_lie_behind_their_own_row() -> None:
     visible = torch.tensor([[True, True, True], [True, False, False]])
     tree = Tree.build(1, make_draft([-1]))
     trees = TreeBatch.stack([tree, tree], CPU)
-    slots = TreeSlots(visible, torch.tensor([3, 1]), trees.ancestors, trees.depths)
+    slots = tree_slots(visible, torch.tensor([3, 1]), trees)
     assert slots.mask(FULL, 0, None).int().tolist() == [
         [[[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]],
         [[[1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]],  # not [1, 0, 0, 1, 0]: slots follow the row's own
@@ -103,7 +110,7 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
     """Two branches of depth 2 behind five slots: what matters is a node's depth, not its slot."""
     trees = TreeBatch.stack([Tree.build(1, make_draft([-1, -1, 0, 1]))], CPU)
     visible = torch.ones((1, 5), dtype=torch.bool)
-    slots = TreeSlots(visible, torch.tensor([5]), trees.ancestors, trees.depths)
+    slots = tree_slots(visible, torch.tensor([5]), trees)
     expected_window = [
         [0, 0, 0, 1, 1, 1, 0, 0, 0, 0],  # the root, at 5, sees 3, 4 and itself
         [0, 0, 0, 0, 1, 1, 1, 0, 0, 0],
@@ -124,7 +131,7 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
     ]
     assert slots.mask(Reach(chunk=3), 0, None)[0, 0].int().tolist() == expected_chunk
     # One slot of padding in front moves the chunks.
-    padded = TreeSlots(visible, torch.tensor([5]), trees.ancestors, trees.depths, torch.tensor([1]))
+    padded = tree_slots(visible, torch.tensor([5]), trees, torch.tensor([1]))
     assert padded.mask(Reach(chunk=3), 0, None)[0, 0, 0].int().tolist() == [
         *[0, 0, 0, 0, 1, 1],
         *[0, 0, 0, 0],

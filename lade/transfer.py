@@ -1,0 +1,56 @@
+"""Small results on their way from a device to the host, without anybody waiting meanwhile.
+
+Next file: `harvest.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Sent:
+    """Tensors sent to the host in one copy, through pinned memory.
+
+    On a CPU, and on other devices than CUDA ones, nothing is sent before it is asked for.
+
+    Args:
+        parts: on one device, each of at most 32 bits in what it holds: int64 must fit int32.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        self._parts = parts
+        self._event: Any = None
+        if parts[0].device.type == "cuda":
+            self._send()
+
+    def get(self) -> list[Tensor]:
+        """Return them on the host, int32, bool or float32, after waiting until they are there."""
+        if self._event is None:
+            return [part.cpu() for part in self._parts]
+        self._event.synchronize()
+        sizes = [part.numel() for part in self._parts]
+        return [
+            _unpacked(packed, part).view(part.shape)
+            for packed, part in zip(torch.split(self._on_host, sizes), self._parts, strict=True)
+        ]
+
+    def _send(self) -> None:
+        packed = torch.cat([_packed(part) for part in self._parts])
+        self._on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self._on_host.copy_(packed, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+
+def _packed(part: Tensor) -> Tensor:
+    """Return a tensor as int32 [n]; floats keep their bits."""
+    if part.dtype.is_floating_point:
+        return part.float().contiguous().view(torch.int32).flatten()
+    return part.to(torch.int32).flatten()
+
+
+def _unpacked(packed: Tensor, like: Tensor) -> Tensor:
+    if like.dtype.is_floating_point:
+        return packed.view(torch.float32)
+    return packed.bool() if like.dtype == torch.bool else packed

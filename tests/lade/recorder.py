@@ -1,0 +1,70 @@
+"""What a CUDA graph does, on a CPU: operations are recorded, with the tensors they were given."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from lade.graphs import Recording, Run
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation; one that waits for the device is refused, as in a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.notes: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "local_scalar_dense" in name or "nonzero" in name or "_is_all_true" in name:
+            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+        output = func(*args, **(kwargs or {}))
+        self.notes.append((func, args, kwargs or {}, output))
+        return output
+
+    def play(self) -> None:
+        """Do it all again; results go where they went the first time."""
+        for func, args, kwargs, output in self.notes:
+            before, after = (tree_flatten(o)[0] for o in (output, func(*args, **kwargs)))
+            for old, new in zip(before, after, strict=True):
+                # What is a view of an input, or is one, is there already.
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class CpuRecorder:
+    """Records forwards on a CPU.
+
+    Args:
+        max_bytes: as of a `Recorder`; every recording counts as one byte.
+        failures: what the next recordings raise, in order; None for nothing.
+    """
+
+    def __init__(
+        self, max_bytes: int = 10**9, failures: list[Exception | None] | None = None
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.failures = failures if failures is not None else []
+        self.num_recorded = 0
+        self.num_replayed = 0
+
+    def record(self, run: Run) -> Recording:
+        failure = self.failures.pop(0) if self.failures else None
+        if failure is not None:
+            raise failure
+        run(is_recorded=False)
+        tape = _Tape()
+        with tape:
+            output = run(is_recorded=True)
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            tape.play()
+
+        return Recording(replay, output)
+
+    def num_bytes(self) -> int:
+        return self.num_recorded

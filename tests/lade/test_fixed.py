@@ -1,0 +1,354 @@
+"""Trees in forwards of a few fixed shapes, on memory that is kept between calls."""
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lade
+from lade.cache import LayerKind, TreeCache
+from lade.fixed import WIDTHS, FixedTarget, Shelf, slots_for
+from lade.probing import choose_way, profile_of
+from lade.rules import tree_layout
+from lade.tree import Tree
+from tests.lade.both import ONE, THREE, both
+from tests.lade.test_tree import check_cache, make_draft, path_to, random_parents
+from tests.lade.tiny import FAMILIES, BatchDrafter, tiny_model
+
+FIXED = lade.Config(execution="fixed", max_draft_tokens=8)
+LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+def widths_of(model: Any) -> list[int]:
+    """Tokens of every forward from now on."""
+    seen: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return seen
+
+
+# --- the same text --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_generate(family: str) -> None:
+    model = tiny_model(family)
+    for prompt in (ONE, THREE):
+        for do_sample in (False, True):
+            _, got = both(model, prompt, config=FIXED, do_sample=do_sample, **LONG)
+            assert got.stats.mean_accepted_tokens > 1.3
+
+
+def test_rows_leave_and_come_back() -> None:
+    model = tiny_model("gemma3_text")
+    for seed in range(6):
+        both(model, THREE, config=FIXED, seed=seed, num_return_sequences=2, max_new_tokens=30)
+
+
+def test_a_lookahead_window_and_rejection_sampling_run_in_fixed_shapes() -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    config = lade.Config(execution="fixed", lookahead=lade.Lookahead(3, 4))
+    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+    options = {**GREEDY, "do_sample": True, "temperature": 0.2}
+    texts = []
+    for execution in ("eager", "fixed"):
+        torch.manual_seed(0)
+        config = lade.Config(execution=execution, verifier="rejection", max_draft_tokens=7)
+        texts.append(lade.generate(model, ONE, config=config, **options))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mistral", "gemma3_text"])
+def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(family: str) -> None:
+    model = tiny_model(family, seed=2)
+    shelf = Shelf()
+    prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8]]
+
+    @settings(max_examples=15, deadline=None)
+    @given(steps=st.lists(st.tuples(random_parents, st.integers(0, 99)), min_size=2, max_size=6))
+    @torch.no_grad()
+    def check(steps: list[tuple[list[int], int]]) -> None:
+        ids, layout = torch.tensor(prompts), tree_layout(model)
+        target = FixedTarget(model, ids, {"use_cache": True}, layout, 60, shelf=shelf)
+        target.prefill()
+        committed = [[*prompt] for prompt in prompts]
+        for (parents, leaf), (others, other_leaf) in zip(steps[::2], steps[1::2], strict=False):
+            drafts = [make_draft(parents, 0), make_draft(others, 1)]
+            trees = [Tree.build(8, draft) for draft in drafts]
+            logits = target.forward(target.inputs(trees)).logits
+            assert logits.shape[1] in WIDTHS
+            paths = []
+            for row, (draft, end) in enumerate(zip(drafts, (leaf, other_leaf), strict=True)):
+                path = path_to(draft, end % (len(draft) + 1))
+                committed[row] += [trees[row].token_ids[node] for node in path]
+                alone = model(torch.tensor([committed[row]]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(logits[row, path[-1]], alone, rtol=1e-5, atol=1e-5)
+                paths.append(path)
+            target.commit(paths)
+        for row, of_row in enumerate(committed):
+            check_cache(model, target, row, of_row)
+        target.close()
+        target.release()
+
+    check()
+    assert len(shelf) == 1
+
+
+# --- shapes ---------------------------------------------------------------------------------
+
+
+def test_forwards_have_few_widths_and_are_filled_with_nodes() -> None:
+    model = tiny_model("llama")
+    seen = widths_of(model)
+    answer = model.generate(ONE, **{**GREEDY, "max_new_tokens": 100}, eos_token_id=None)
+    seen.clear()
+    drafter = BatchDrafter(answer.tolist(), np.random.default_rng(0), 0.8)
+    costs = {1: 1.0, 2: 1.01, 4: 1.02, 6: 1.03, 16: 2.0}  # five nodes and a root are best
+    config = lade.Config(execution="fixed", step_costs=costs)
+    got = lade.generate(
+        *(model, ONE),
+        **{**GREEDY, "max_new_tokens": 100, "eos_token_id": None},
+        drafter=drafter,
+        config=config,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(got.sequences, answer)
+    assert {*seen[-got.stats.num_steps :]} <= {*WIDTHS}
+    # Eight tokens cost what six do here, and so two nodes more are verified.
+    assert got.stats.nodes_per_step > 4
+
+
+@given(st.integers(0, 10**6))
+def test_attention_runs_over_at_most_a_quarter_more(num_slots: int) -> None:
+    assert num_slots <= slots_for(num_slots) <= max(256, 1.25 * num_slots + 1)
+    assert slots_for(slots_for(num_slots)) == slots_for(num_slots)
+
+
+def test_widths_are_padded_up() -> None:
+    model = tiny_model("llama")
+    target = FixedTarget(
+        *(model, ONE, {"use_cache": True}, tree_layout(model), 9), shelf=Shelf(), widths=(1, 4, 6)
+    )
+    assert [target.width_of(n) for n in (1, 2, 4, 5, 6, 7, 13)] == [1, 4, 4, 6, 6, 12, 18]
+
+
+def test_a_text_that_outgrows_its_memory_goes_on_in_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    model = tiny_model("mistral")
+    both(model, THREE, config=FIXED, max_new_tokens=300, do_sample=False, eos_token_id=None)
+
+
+# --- memory that is kept --------------------------------------------------------------------
+
+
+def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
+    return lade.generate(model, prompt, config=FIXED, **{**GREEDY, **options})
+
+
+def kept(model: Any) -> Any:
+    (entry,) = profile_of(model).shelf._kept
+    return entry[2]
+
+
+def test_the_next_call_uses_the_memory_of_the_last() -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    assert torch.equal(generate(model), expected)
+    first = kept(model)
+    addresses = first.cache.addresses
+    assert torch.equal(generate(model), expected)
+    assert kept(model) is first
+    assert first.cache.addresses == addresses
+    generate(model, THREE)  # other rows
+    assert kept(model) is not first
+
+
+def test_it_is_given_back_on_demand_and_goes_with_the_model() -> None:
+    model = tiny_model("llama")
+    generate(model)
+    cache = weakref.ref(kept(model).cache)
+    lade.release(model)
+    gc.collect()
+    assert cache() is None
+    lade.release(model)  # nothing there
+    lade.release(tiny_model("llama"))  # never used
+    generate(model)
+    cache = weakref.ref(kept(model).cache)
+    del model
+    gc.collect()
+    assert cache() is None
+
+
+def test_memory_that_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.fixed._MOST_KEPT_BYTES", 1000)
+    model = tiny_model("llama")
+    generate(model)
+    assert len(profile_of(model).shelf) == 0
+
+
+def test_a_call_inside_of_another_has_memory_of_its_own() -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    inner: list[Tensor] = []
+    got = generate(model, on_step=lambda step: inner.append(generate(model)))
+    assert torch.equal(got, expected)
+    assert all(torch.equal(each, expected) for each in inner)
+
+
+def test_a_cache_that_is_returned_is_the_callers() -> None:
+    model = tiny_model("gemma3_text")
+    options: dict[str, Any] = {"return_dict_in_generate": True, "eos_token_id": None}
+    plain = model.generate(ONE, **GREEDY, **options)
+    got = generate(model, **options)
+    generate(model, ONE + 3, max_new_tokens=20)  # writes where the first call wrote
+    longer = torch.cat([plain.sequences, torch.tensor([[3, 4]])], dim=1)
+    expected = model.generate(longer, past_key_values=plain.past_key_values, **GREEDY)
+    assert torch.equal(generate(model, longer, past_key_values=got.past_key_values), expected)
+
+
+def test_memory_taken_in_inference_mode_serves_outside_of_it() -> None:
+    model = tiny_model("mistral")
+    expected = model.generate(ONE, **GREEDY)
+    with torch.inference_mode():
+        assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model), expected)
+    with torch.inference_mode():
+        assert torch.equal(generate(model), expected)
+
+
+def test_nothing_is_left_of_numbers_that_are_none() -> None:
+    """What a mask hides is multiplied by 0, and NaN times 0 is NaN."""
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    generate(model)
+    for store in kept(model).cache._storage:
+        store.whole.fill_(float("nan"))
+    profile_of(model).shelf._kept[0][2].cache.reset()
+    assert torch.equal(generate(model), expected)
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+
+    def fail(step: Any) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        generate(model, on_step=fail)
+    assert len(profile_of(model).shelf) == 0
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(generate(model), expected)
+
+
+# --- where it is not possible ---------------------------------------------------------------
+
+
+def test_what_has_no_fixed_shape_is_run_eagerly_and_said_once(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = tiny_model("llama", attention="eager")
+    options = {**GREEDY, "return_dict_in_generate": True, "output_attentions": True}
+    expected = model.generate(ONE, **options)
+    with pytest.warns(lade.EagerExecutionWarning, match="attentions were asked for"):
+        got = lade.generate(model, ONE, config=FIXED, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert len(got.attentions) == len(expected.attentions)
+    lade.generate(model, ONE, config=FIXED, **options)  # another warning would be an error
+
+
+def test_a_check_that_fails_leaves_trees_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    right = TreeCache.fix
+
+    def wrong(self: TreeCache, slots: Any, length: Any = None) -> None:
+        right(
+            self, {window: each._replace(of_new=each.of_new * 0) for window, each in slots.items()}
+        )
+
+    monkeypatch.setattr(TreeCache, "fix", wrong)
+    with pytest.warns(lade.EagerExecutionWarning, match="not of fixed shape: its logits differ"):
+        got = generate(model, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected)
+    chosen = choose_way(model, execution="fixed")
+    assert (chosen.way, chosen.execution) == ("tree", "eager")
+
+
+def test_graphs_are_refused_where_there_are_none() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(lade.UnsupportedOptionError, match="CUDA graphs need a CUDA device"):
+        lade.generate(model, ONE, config=lade.Config(execution="graphs"), **GREEDY)
+    with pytest.raises(ValueError, match="execution"):
+        lade.Config(execution="quick")  # type: ignore[arg-type]
+
+
+def test_other_ways_of_verifying_know_no_shapes() -> None:
+    model = tiny_model("llama")
+    config = lade.Config(execution="fixed", target="chain")
+    expected = model.generate(ONE, **GREEDY)
+    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+
+
+# --- out of memory --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Let every allocation of more slots than `most` fail."""
+    limit = {"most": 10**9, "refused": 0}
+    real = torch.Tensor.new_zeros
+
+    def new_zeros(self: Tensor, shape: Any, **options: Any) -> Tensor:
+        if len(shape) == 5 and shape[3] > limit["most"]:
+            limit["refused"] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, shape, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    return limit
+
+
+def test_less_memory_is_taken_where_there_is_not_enough(little_memory: dict[str, int]) -> None:
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
+    expected = model.generate(ONE, **options)
+    choose_way(model, execution="fixed")
+    little_memory["most"] = 80
+    assert torch.equal(generate(model, **options), expected)
+    assert little_memory["refused"] > 2
+
+
+def test_what_cannot_be_held_at_all_is_said(little_memory: dict[str, int]) -> None:
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
+    expected = model.generate(ONE, **options)
+    choose_way(model, execution="fixed")
+    little_memory["most"] = 40
+    message = r"no memory is left for the keys or values of \d+ tokens in 3 layers and 1 rows"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        generate(model, **options)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model.generate(ONE, **options), expected)
+    little_memory["most"] = 10**9
+    assert torch.equal(generate(model, **options), expected)
+
+
+def test_a_cache_that_cannot_grow_loses_nothing(little_memory: dict[str, int]) -> None:
+    cache = TreeCache([LayerKind("full")], 4, 8, is_fixed=True)
+    states = torch.randn(1, 2, 8, 4)
+    cache.update(states, states, 0)
+    cache.keep_all()
+    little_memory["most"] = 8
+    with pytest.raises(torch.OutOfMemoryError, match="keys or values of 12 tokens"):
+        cache.reserve(4)
+    assert torch.equal(cache.layers[0].keys, states)

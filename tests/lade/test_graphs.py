@@ -1,0 +1,315 @@
+"""Recorded steps: on a CPU, a recorder that replays operations stands in for CUDA graphs."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import lade
+from lade import hf, probing
+from lade.graphs import CudaRecorder, Graphs, Recording, recorder_of, why_not_recorded
+from lade.probing import profile_of
+from tests.lade.both import ONE, THREE, both
+from tests.lade.recorder import CpuRecorder
+from tests.lade.tiny import FAMILIES, tiny_model
+
+RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
+UNDRAFTED = lade.Config(execution="graphs", max_draft_tokens=0)
+LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
+    """Record on the CPU."""
+    made = CpuRecorder()
+    monkeypatch.setattr(probing, "recorder_of", lambda device: made)
+    monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
+    return made
+
+
+def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
+    return lade.generate(model, prompt, config=RECORDED, **{**GREEDY, **options})
+
+
+def graphs_of(model: Any) -> Graphs:
+    (entry,) = profile_of(model).shelf._kept
+    graphs = entry[2].graphs
+    assert graphs is not None
+    return graphs
+
+
+# --- recorded and replayed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_generate(family: str, recorder: CpuRecorder) -> None:
+    """Replays know nothing of Python: what they need to know of a step has to be in its inputs."""
+    model = tiny_model(family)
+    for prompt in (ONE, THREE):
+        for do_sample in (False, True):
+            both(model, prompt, config=RECORDED, do_sample=do_sample, **LONG)
+    assert recorder.num_recorded > 4
+    assert recorder.num_replayed > 4 * recorder.num_recorded
+
+
+def test_experts_are_recorded_where_the_device_chooses_them(recorder: CpuRecorder) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+    model = tiny_model("qwen3_moe", head_dim=8, moe_intermediate_size=16, **sizes)
+    model.set_experts_implementation("eager")
+    with pytest.warns(lade.EagerExecutionWarning, match="experts"):
+        both(model, ONE, config=RECORDED, do_sample=False, **LONG)
+    assert recorder.num_recorded == 0
+    model.set_experts_implementation("batched_mm")
+    both(model, ONE, config=RECORDED, do_sample=False, **LONG)
+    assert recorder.num_replayed > 0
+
+
+def test_a_shape_is_recorded_when_it_comes_again_and_once(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    for num_replayed in (
+        37 + 1,
+        37 + 1 + 39,
+    ):  # of 39 steps the first is eager; a check is a replay
+        got = lade.generate(model, ONE, config=UNDRAFTED, **GREEDY)
+        assert torch.equal(got, expected)
+        assert recorder.num_recorded == 1
+        assert recorder.num_replayed == num_replayed
+    assert len(graphs_of(model)) == 1
+
+
+def test_recordings_outlive_longer_texts_and_other_lengths(recorder: CpuRecorder) -> None:
+    model = tiny_model("gemma3_text")
+    for length in (3, 30, 11, 60):
+        prompt = torch.arange(2, 2 + length)[None]
+        got = lade.generate(model, prompt, config=UNDRAFTED, **GREEDY)
+        assert torch.equal(got, model.generate(prompt, **GREEDY))
+    assert recorder.num_recorded == 1
+    assert recorder.num_replayed > 140
+
+
+def test_keys_and_values_that_move_are_recorded_anew(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 420}
+    got = lade.generate(model, ONE, config=UNDRAFTED, **options)
+    assert torch.equal(got, model.generate(ONE, **options))
+    assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
+
+
+def test_weights_that_move_are_recorded_anew(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    generate(model)
+    first = recorder.num_recorded
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.25
+    assert torch.equal(generate(model), model.generate(ONE, **GREEDY))
+    assert recorder.num_recorded > first
+
+
+class Counting(LlamaForCausalLM):  # type: ignore[misc]
+    """Looks at the length of its cache, as some models do to count positions."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        length = kwargs["past_key_values"].get_seq_length()
+        self.length.copy_(torch.as_tensor(length))
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_asks_for_the_length_of_its_cache_gets_it_at_every_replay(
+    recorder: CpuRecorder,
+) -> None:
+    model = tiny_model("llama")
+    model.__class__ = Counting
+    model.length = torch.zeros((), dtype=torch.int64)
+    seen: list[int] = []
+    lade.generate(
+        model,
+        ONE,
+        config=UNDRAFTED,
+        on_step=lambda step: seen.append(int(model.length)),
+        **GREEDY,
+    )
+    first = ONE.shape[1]
+    assert seen == [0, *range(first, first + len(seen) - 1)]
+    assert recorder.num_replayed > 30
+
+
+# --- what cannot be recorded ----------------------------------------------------------------
+
+
+class Waiting(LlamaForCausalLM):  # type: ignore[misc]
+    """Waits for its device in every forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not output.logits[0, 0, 0].item() < float("inf"):
+            raise ArithmeticError
+        return output
+
+
+def test_a_model_that_waits_for_its_device_is_run_eagerly(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    model.__class__ = Waiting
+    expected = model.generate(ONE, **GREEDY)
+    with pytest.warns(lade.EagerExecutionWarning, match="cannot be recorded .*not permitted"):
+        assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(model), expected)  # said once; another warning is an error
+    assert recorder.num_replayed == 0
+
+
+def _hook(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: None)
+
+
+def _adapters(model: Any) -> None:
+    model.peft_config = {}
+
+
+def _spread(model: Any) -> None:
+    model.model.layers[1]._hf_hook = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_hook, r"model\.layers\.1 has a hook"),
+        (_spread, r"model\.layers\.1 has a hook"),
+        (_adapters, "adapters"),
+    ],
+)
+def test_models_that_must_not_be_recorded_say_why(
+    change: Callable[[Any], None], reason: str, recorder: CpuRecorder
+) -> None:
+    model = tiny_model("llama")
+    assert why_not_recorded(model) is None
+    expected = model.generate(ONE, **GREEDY)
+    change(model)
+    with pytest.warns(lade.EagerExecutionWarning, match=f"not recorded: .*{reason}"):
+        assert torch.equal(generate(model), expected)
+    assert recorder.num_recorded == 0
+
+
+def test_a_hook_that_comes_later_is_called(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    generate(model)
+    assert len(graphs_of(model)) > 0
+    num_calls = 0
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    handle = model.model.layers[1].register_forward_hook(count)
+    with pytest.warns(lade.EagerExecutionWarning, match="has a hook"):
+        got = generate(model, return_dict_in_generate=True)
+    assert num_calls == 1 + got.stats.num_steps
+    handle.remove()
+    before = recorder.num_replayed
+    generate(model)
+    assert recorder.num_replayed > before
+
+
+def test_rotary_embeddings_that_the_host_changes_are_not_recorded(recorder: CpuRecorder) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model("llama", rope_parameters=rope)
+    assert "rotary" in str(why_not_recorded(model))
+
+
+def test_a_recording_that_is_wrong_is_not_used(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = CpuRecorder.record
+
+    def record(self: CpuRecorder, run: Any) -> Recording:
+        recording = right(self, run)
+
+        def replay() -> None:
+            recording.replay()
+            recording.output.neg_()
+
+        return Recording(replay, recording.output)
+
+    monkeypatch.setattr(CpuRecorder, "record", record)
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    with pytest.warns(lade.EagerExecutionWarning, match="a recorded step differs"):
+        assert torch.equal(generate(model), expected)
+    assert len(graphs_of(model)) == 0
+
+
+def test_without_memory_for_a_recording_steps_are_run_eagerly(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    recorder.failures[:] = [None, torch.OutOfMemoryError("CUDA out of memory.")]
+    with pytest.warns(lade.EagerExecutionWarning, match="no memory was left to record a step"):
+        assert torch.equal(generate(model), expected)
+    assert len(graphs_of(model)) == 0  # what they held is free again
+    assert torch.equal(generate(model), expected)
+    assert torch.equal(model.generate(ONE, **GREEDY), expected)
+    lade.release(model)  # and after that, it is tried again
+    assert torch.equal(generate(model), expected)
+    assert len(graphs_of(model)) > 0
+
+
+def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> None:
+    recorder.max_bytes = 1
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    with pytest.warns(lade.EagerExecutionWarning, match="2 recorded steps take 0 MiB"):
+        assert torch.equal(generate(model), expected)
+    assert recorder.num_recorded == 2
+    assert recorder.num_replayed > 2
+
+
+def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    generate(model)
+    graphs = graphs_of(model)
+    calls: list[bool] = []
+
+    def run(is_recorded: bool) -> Tensor:
+        calls.append(is_recorded)
+        return torch.arange(5.0)
+
+    typical = []
+    for _ in range(4):
+        graphs.run("some shape", run)
+        typical.append(graphs.is_typical)
+    assert typical == [False, False, True, True]
+    assert calls == [False, False, False, True]  # once eagerly; then eagerly and to be recorded
+
+
+def test_only_cuda_devices_record() -> None:
+    assert recorder_of(torch.device("cpu")) is None
+
+
+# --- on a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text", "deepseek_v3"])
+def test_cuda_graphs_give_the_text_of_generate(family: str) -> None:
+    """Seed for seed, in float32; tiny models have heads too small for some kernels."""
+    model = tiny_model(family, dtype=torch.float32).to("cuda")
+    assert isinstance(recorder_of(model.device), CudaRecorder)
+    config = lade.Config(max_draft_tokens=8)
+    for prompt in (ONE, THREE):
+        for do_sample in (False, True):
+            options = {"do_sample": do_sample, "pad_token_id": 0, **LONG}
+            ids = prompt.cuda()
+            inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+            torch.manual_seed(0)
+            expected = model.generate(**inputs, **options)
+            for _ in range(2):
+                torch.manual_seed(0)
+                got = lade.generate(model, **inputs, config=config, **options)
+                assert torch.equal(got, expected)
+    assert len(graphs_of(model)) > 0
