@@ -305,7 +305,13 @@ class Proposer:
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._foresight = foresight
-        self._rngs = rngs if isinstance(drafter, SamplingDrafter) else None
+        # Asked once: to look for the methods of a protocol takes 30 µs.
+        self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
+        self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
+        self._learning = drafter if isinstance(drafter, NgramDrafter) else None
+        #: How many of the target's likeliest tokens the drafter wants to be told of.
+        self.num_successors = num_successors_of(drafter)
+        self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # of each row
 
@@ -317,30 +323,25 @@ class Proposer:
         """Let the drafter learn what was emitted."""
         self._drafter.observe(self._sequences[row], token_ids)
 
-    @property
-    def num_successors(self) -> int:
-        """How many of the target's likeliest tokens the drafter wants to be told of."""
-        return num_successors_of(self._drafter)
-
     def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
         """Let the drafter learn what the target found likely behind the nodes of a row's tree."""
-        assert isinstance(self._drafter, HarvestingDrafter)
+        assert self._harvesting is not None
         parents = [-1, *(tree.draft.parents + 1).tolist()]
-        self._drafter.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
+        self._harvesting.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
 
     def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
         """Let the drafter learn what follows the last tokens of a prompt but the very last one."""
-        assert isinstance(self._drafter, HarvestingDrafter)
+        assert self._harvesting is not None
         num = successors.num_nodes
         parents = range(-1, num - 1)
         tokens = context[-1 - num : -1]
         committed = context[: len(context) - num]
-        self._drafter.harvest(self._sequences[row], committed, tokens, parents, successors)
+        self._harvesting.harvest(self._sequences[row], committed, tokens, parents, successors)
 
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
         """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
-        assert isinstance(self._drafter, NgramDrafter)
-        self._drafter.observe_ngrams(self._sequences[row], ngrams)
+        assert self._learning is not None
+        self._learning.observe_ngrams(self._sequences[row], ngrams)
 
     def close(self, row: int) -> None:
         """End a row."""
@@ -385,9 +386,9 @@ class Proposer:
         num_drawn = len(proposed) - len(forced)
         if self._rngs is None or num_drawn < 1:
             return proposed
-        assert isinstance(self._drafter, SamplingDrafter)
+        assert self._sampling is not None
         context = [*context, *forced] if forced else context
-        sampled: Draft = self._drafter.sample(
+        sampled: Draft = self._sampling.sample(
             self._sequences[row], context, num_drawn, self._rngs[row]
         )
         return self._possible(after(forced, sampled) if forced else sampled, room)

@@ -2,12 +2,14 @@
 
 A dense mask over all slots would be as large as the scores, and `sdpa` with one copies keys and
 values to all query heads. Here a mask only carries what nodes see (`Seen`): the prefix is an
-interval for each node, and only the tree has a mask, of nodes by nodes. This file has the version
-in plain torch, which runs everywhere; on a GPU that of `triton_attention.py` takes its place.
+interval for each node, less what nobody sees, and only the tree has a mask, of nodes by nodes. This
+file has the version in plain torch, which runs everywhere; on a GPU that of `triton_attention.py`
+takes its place. Masks that carry nothing, and none at all, are left to `sdpa`.
 """
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +18,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 TREE_ATTENTION = "lade_tree"
 
-# Passed by some layers; each changes what is attended to, so none may be dropped.
-_NOT_HONOURED = ("indices", "block_indices", "position_bias", "cache")
+# Passed by some layers; each changes what is attended to, so none may be dropped. `sdpa` would drop
+# the indices too: models write them into masks only where the attention's name is that or `eager`.
+# And it knows a paged cache only in the newer versions of transformers.
+_NOT_HONOURED = ("indices", "block_indices", "cache")
+_NOT_HONOURED_IN_TREES = (*_NOT_HONOURED, "position_bias")
+_NOT_HONOURED_BY_SDPA = ("softcap", "s_aux")
 
 # What the kernels are written for: the tensor cores they count on came with compute capability 8.0.
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TRITON_CAPABILITY = (8, 0)
 _TRITON_MAX_DIM = 256
+
+_sdpa = AttentionInterface()["sdpa"]
 
 
 class Seen(NamedTuple):
@@ -38,6 +46,9 @@ class Seen(NamedTuple):
     ancestors: (
         Tensor  # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself too
     )
+    # bool [rows, num_slots]: False for slots of the prefix that no node sees (padding, masked
+    # tokens); what it says of others does not count. None where all are seen.
+    visible: Tensor | None = None
 
 
 def with_seen(mask: Tensor, seen: Seen) -> Tensor:
@@ -45,21 +56,24 @@ def with_seen(mask: Tensor, seen: Seen) -> Tensor:
 
     It is kept as an attribute of this very tensor: a 4D mask passes through the code of models
     untouched (also compiled by dynamo, for which the attribute's tensors are inputs as others are);
-    where one is changed on its way, the attribute is lost and `tree_attention` raises.
+    where one is changed on its way, the attribute is lost.
 
     Args:
-        mask: [rows, 1, num_nodes, num_slots], of any values: it may be one element, expanded.
+        mask: [rows, 1, num_nodes, num_slots]. Its values count only where the attribute is lost:
+            `tree_attention` then leaves it to `sdpa`, so they should say the same.
         seen: of the layers that get this mask.
 
     Raises:
         ValueError: the two do not fit each other, or a dtype is another one.
     """
-    rows, _, num_nodes, _ = mask.shape
+    rows, _, num_nodes, num_slots = mask.shape
     expected = {
         "num_cached": (torch.int32, (rows,)),
         "starts": (torch.int32, (rows, num_nodes)),
         "ancestors": (torch.bool, (rows, num_nodes, num_nodes)),
     }
+    if seen.visible is not None:
+        expected["visible"] = (torch.bool, (rows, num_slots))
     for name, (dtype, shape) in expected.items():
         got = getattr(seen, name)
         if got.dtype != dtype or got.shape != shape:
@@ -131,22 +145,34 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attend as the mask's `Seen` says; the function that transformers calls.
 
+    Without a `Seen` this is no step of a tree: another thread may prefill a prompt on the same
+    model while this attention is switched on. Such a call is left to transformers' `sdpa`.
+
     Args:
         module: the layer.
-        query, key, value: as `attend` takes them.
-        attention_mask: from `with_seen`.
+        query, key, value: as `attend` takes them; without a `Seen`, as `sdpa` does.
+        attention_mask: from `with_seen`; or another, dense one, or None.
         dropout, scaling: as transformers passes them.
-        kwargs: `softcap` and `s_aux` (sinks) are honoured; windows are in the mask already.
+        kwargs: `softcap` and `s_aux` (sinks) are honoured with a `Seen`, in which windows are
+            already; without one, whatever `sdpa` honours.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: the layer passes what this attention cannot honour.
+        NotImplementedError: the layer passes what this attention (or `sdpa` in its place) cannot
+            honour, or the mask is not that of these queries and keys.
     """
+    seen: Seen | None = getattr(attention_mask, "_lade_seen", None)
+    if attention_mask is None or seen is None:
+        _refuse_options_of_sdpa(module, attention_mask, kwargs)
+        left: tuple[Tensor, None] = _sdpa(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return left
     sinks = kwargs.get("s_aux")
     _refuse_options(module, dropout, query.shape[1], sinks, kwargs)
-    seen = _seen_of(module, query, key, attention_mask)
+    _refuse_misfit(module, query, key, attention_mask)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = kwargs.get("softcap")
     if not _is_for_triton(query, key, value):
@@ -199,8 +225,10 @@ def _merged(parts: list[_Part]) -> Tensor:
 def _sees_prefix(seen: Seen, num_slots: int) -> Tensor:
     """Return bool [rows, num_nodes, num_slots]: which nodes see which slots of their prefix."""
     slots = torch.arange(num_slots, device=seen.starts.device)
-    is_cached = slots < seen.num_cached[:, None]
-    return (slots >= seen.starts[:, :, None]) & is_cached[:, None]
+    is_there = slots < seen.num_cached[:, None]
+    if seen.visible is not None:
+        is_there = is_there & seen.visible
+    return (slots >= seen.starts[:, :, None]) & is_there[:, None]
 
 
 def _zeroed(value: Tensor, sees: Tensor) -> Tensor:
@@ -217,11 +245,7 @@ def _at(slots: Tensor, index: Tensor) -> Tensor:
 def _refuse_options(
     module: nn.Module, dropout: float, num_heads: int, sinks: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
-    for name in _NOT_HONOURED:
-        if kwargs.get(name) is not None:
-            raise _refusal(module, f"cannot honour {name!r}")
-    if kwargs.get("output_attentions"):
-        raise _refusal(module, "has no weights to return for output_attentions=True")
+    _refuse_any(module, _NOT_HONOURED_IN_TREES, kwargs)
     if dropout > 0 and module.training:
         raise _refusal(module, f"has no dropout, got {dropout} in training")
     if sinks is not None and sinks.shape != (num_heads,):
@@ -231,20 +255,29 @@ def _refuse_options(
         )
 
 
-def _seen_of(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Seen:
-    """Return what a mask means.
+def _refuse_options_of_sdpa(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse what `sdpa` would ignore."""
+    got = "no mask" if mask is None else f"one of shape {list(mask.shape)} without"
+    unless = f" without a mask that carries what nodes see (with_seen), got {got}"
+    _refuse_any(module, _NOT_HONOURED, kwargs)
+    _refuse_any(module, _NOT_HONOURED_BY_SDPA, kwargs, unless)
 
-    Raises:
-        NotImplementedError: nobody told, or it is not that of these queries and keys.
-    """
-    seen: Seen | None = getattr(mask, "_lade_seen", None)
-    if mask is None or seen is None:
-        got = "no mask" if mask is None else f"one of shape {list(mask.shape)} without"
-        raise _refusal(module, f"needs a mask that carries what nodes see (with_seen), got {got}")
+
+def _refuse_any(
+    module: nn.Module, names: Sequence[str], kwargs: dict[str, Any], unless: str = ""
+) -> None:
+    for name in names:
+        if kwargs.get(name) is not None:
+            raise _refusal(module, f"cannot honour {name!r}{unless}")
+    if kwargs.get("output_attentions"):
+        raise _refusal(module, "has no weights to return for output_attentions=True")
+
+
+def _refuse_misfit(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor) -> None:
+    """Refuse a mask that is not that of these queries and keys."""
     expected = [query.shape[0], 1, query.shape[2], key.shape[2]]
     if list(mask.shape) != expected:
         raise _refusal(module, f"expected a mask of shape {expected}, got {list(mask.shape)}")
-    return seen
 
 
 def _refusal(module: nn.Module, reason: str) -> NotImplementedError:

@@ -48,6 +48,7 @@ def attend(
     num_cached: Tensor,
     starts: Tensor,
     ancestors: Tensor,
+    visible: Tensor | None = None,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -59,10 +60,11 @@ def attend(
     Args:
         query: [rows, num_heads, num_nodes, head_dim], float16, bfloat16 or float32.
         key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; what
-            lies behind a row's own nodes is never read.
+            lies behind a row's own nodes or is hidden is never read.
         num_cached: int32 [rows].
         starts: int32 [rows, num_nodes].
-        ancestors: bool [rows, num_nodes, num_nodes]; these three as in `tree_attention.Seen`.
+        ancestors: bool [rows, num_nodes, num_nodes].
+        visible: bool [rows, num_slots], or None; these four as in `tree_attention.Seen`.
         scaling, softcap, sinks: as in `tree_attention.attend`.
         num_processors: how many multiprocessors the work is split for; None for those of the
             device, which a CPU (in Triton's interpreter) has none of.
@@ -77,6 +79,8 @@ def attend(
     num_lists, num_packed = rows * num_key_heads, num_heads // num_key_heads * num_nodes
     blocks = _blocks(num_packed, head_dim, value_dim, query.dtype)
     num_blocks = triton.cdiv(num_packed, blocks.queries)
+    of_nodes = ancestors.contiguous().view(torch.uint8)
+    of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
     if num_processors is None:
         num_processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     num_splits = _num_splits(num_lists * num_blocks, num_slots, num_processors)
@@ -93,7 +97,8 @@ def attend(
             value,
             num_cached.contiguous(),
             starts.contiguous(),
-            ancestors.contiguous().view(torch.uint8),
+            of_nodes,
+            of_prefix,
             summed,
             totals,
             peaks,
@@ -103,9 +108,11 @@ def attend(
             num_key_heads,
             num_nodes,
             num_packed,
+            num_slots,
             scaling,
             1.0 if softcap is None else softcap,
             has_softcap=softcap is not None,
+            has_visible=visible is not None,
             head_dim=head_dim,
             value_dim=value_dim,
             block_m=blocks.queries,
@@ -164,6 +171,7 @@ def _attend_to_split(
     num_cached: tl.tensor,
     starts: tl.tensor,
     ancestors: tl.tensor,
+    visible: tl.tensor,
     summed_of_all: tl.tensor,
     totals_of_all: tl.tensor,
     peaks_of_all: tl.tensor,
@@ -182,9 +190,11 @@ def _attend_to_split(
     num_key_heads: tl.tensor,
     num_nodes: tl.tensor,
     num_packed: tl.tensor,
+    num_slots: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
+    has_visible: tl.constexpr,
     head_dim: tl.constexpr,
     value_dim: tl.constexpr,
     block_m: tl.constexpr,
@@ -234,6 +244,8 @@ def _attend_to_split(
     for first in range(begin, end_of_split, block_n):
         slots = first + tl.arange(0, block_n)
         is_there = slots < end_of_split
+        if has_visible:
+            is_there = tl.load(visible + row * num_slots + slots, mask=is_there, other=0) != 0
         some_keys = _loaded_keys(keys, slots, key_slot, is_key_dim, is_there)
         scores = _scores(queries, some_keys, scaling, softcap, has_softcap)
         sees = is_there[None, :] & (slots[None, :] >= start[:, None])

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -34,6 +35,15 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     old.copy_(new)
 
 
+class _NoWaiting(TorchFunctionMode):
+    """Refuses what reads a tensor on the host without an operation, as a CPU may."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__array__):
+            raise RuntimeError(f"{func.__name__}: operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
 class CpuRecorder:
     """Records forwards on a CPU.
 
@@ -56,7 +66,7 @@ class CpuRecorder:
             raise failure
         run(is_recorded=False)
         tape = _Tape()
-        with tape:
+        with _NoWaiting(), tape:
             output = run(is_recorded=True)
         self.num_recorded += 1
 

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 import lade
+from lade import hf, probing
 from lade.cli.app import app
 from lade.support import run as support
 from lade.support.drafter import AnswerDrafter
@@ -31,6 +32,7 @@ from lade.support.report import (
 )
 from lade.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
 from lade.support.tiny import VARIANTS, CannotBuild, NotText, causal_lm_types, tiny_model
+from tests.lade.recorder import CpuRecorder
 
 IS_NEWEST = version.parse(transformers.__version__) >= version.parse("5.23")
 
@@ -69,6 +71,29 @@ def test_no_architecture_gets_a_wrong_token() -> None:
     if IS_NEWEST:
         assert found["speculate"] >= 172
         assert found["tree"] >= 131
+
+
+def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where steps can be recorded they are; every tree runs in fixed shapes."""
+    recorder = CpuRecorder()
+    monkeypatch.setattr(probing, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
+    cases = [case._replace(num_new=16) for case in QUICK_CASES if case.name != "greedy padded"]
+    names = support.all_names()
+    recorded = set()
+    for name in names:
+        before = recorder.num_replayed
+        row = run_one(name, cases=cases, execution="graphs")
+        assert not row.is_bad, (name, text_of(row), row.failures)
+        if row.kind == "tree":
+            assert row.why_eager is None, name
+            if recorder.num_replayed > before:
+                recorded.add(name)
+    assert {"llama", "qwen3", "gemma3_text", "mistral", "gpt2", "phi3"} <= recorded
+    if IS_NEWEST:  # the others have experts that are eager here, or wait for their device
+        assert len(recorded) >= 85
 
 
 class FutureConfig(LlamaConfig):  # type: ignore[misc]

@@ -30,17 +30,28 @@ class Layer(nn.Module):
 
 
 def placeholder(rows: int, num_nodes: int, num_slots: int) -> Tensor:
-    """Return the mask that says nothing: one element, expanded."""
+    """Return a mask that says nothing true: only what it carries can be what is attended to."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(rows, 1, num_nodes, num_slots)
 
 
-def random_seen(rows: int, num_nodes: int, most_cached: int) -> Seen:
-    """Return ragged rows, the first one's prefix empty; some nodes see nothing of theirs."""
+def random_seen(rows: int, num_nodes: int, most_cached: int, hides: bool = False) -> Seen:
+    """Return ragged rows, the first one's prefix empty; some nodes see nothing of theirs.
+
+    Args:
+        rows, num_nodes, most_cached: the shape; there are slots for that many tokens.
+        hides: whether prefixes have holes; that of the third row is then hidden as a whole.
+    """
     num_cached = torch.randint(0, most_cached + 1, (rows,), dtype=torch.int32)
     num_cached[0] = 0
     starts = torch.randint(0, most_cached + 3, (rows, num_nodes), dtype=torch.int32)
     ancestors = (torch.rand(rows, num_nodes, num_nodes) < 0.5).tril()
-    return Seen(num_cached, starts, ancestors | torch.eye(num_nodes, dtype=torch.bool))
+    ancestors |= torch.eye(num_nodes, dtype=torch.bool)
+    if not hides:
+        return Seen(num_cached, starts, ancestors)
+    # Some of the nodes' own slots are hidden too, which must not count.
+    visible = torch.rand(rows, most_cached + num_nodes) < 0.6
+    visible[2:3] = False
+    return Seen(num_cached, starts, ancestors, visible)
 
 
 def dense(seen: Seen, num_slots: int) -> Tensor:
@@ -51,6 +62,8 @@ def dense(seen: Seen, num_slots: int) -> Tensor:
         end = int(seen.num_cached[row])
         for node in range(num_nodes):
             mask[row, 0, node, int(seen.starts[row, node]) : end] = True
+            if seen.visible is not None:
+                mask[row, 0, node] &= seen.visible[row]
             for other in range(num_nodes):
                 mask[row, 0, node, end + other] = seen.ancestors[row, node, other]
     return mask
@@ -65,19 +78,20 @@ SHAPES = [(1, 6, 2, 5, 8, 8), (3, 9, 3, 4, 8, 6), (2, 4, 1, 7, 6, 8), (2, 4, 4, 
 
 
 def inputs(
-    shape: Sequence[int], dtype: torch.dtype = torch.float64
+    shape: Sequence[int], dtype: torch.dtype = torch.float64, hides: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Seen]:
     rows, num_heads, num_key_heads, num_nodes, dim, value_dim = shape
     query = torch.randn(rows, num_nodes, num_heads, dim, dtype=dtype).transpose(1, 2)
     key = torch.randn(rows, num_key_heads, NUM_SLOTS, dim, dtype=dtype)
     value = torch.randn(rows, num_key_heads, NUM_SLOTS, value_dim, dtype=dtype)
-    return query, key, value, random_seen(rows, num_nodes, NUM_SLOTS - num_nodes)
+    return query, key, value, random_seen(rows, num_nodes, NUM_SLOTS - num_nodes, hides)
 
 
 def sdpa(*args: Any, **options: Any) -> Any:
     return AttentionInterface()["sdpa"](*args, **options)
 
 
+@pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("own", "is_added", "options", "tolerance"),
@@ -95,9 +109,10 @@ def test_it_attends_as_transformers_does_with_a_dense_mask(
     options: dict[str, Any],
     tolerance: float,
     shape: tuple[int, ...],
+    hides: bool,
 ) -> None:
     torch.manual_seed(0)
-    query, key, value, seen = inputs(shape)
+    query, key, value, seen = inputs(shape, hides=hides)
     sinks = torch.randn(query.shape[1], dtype=torch.float64)
     layer = Layer(query.shape[1] // key.shape[1], sinks)
     if "s_aux" in options:
@@ -133,10 +148,11 @@ def test_half_precision_is_rounded_only_in_the_end(dtype: torch.dtype) -> None:
     assert ((got - exact).abs() <= half_a_step * exact.abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_lies_where_nobody_looks_may_be_anything(dtype: torch.dtype) -> None:
+def test_what_lies_where_nobody_looks_may_be_anything(dtype: torch.dtype, hides: bool) -> None:
     torch.manual_seed(0)
-    query, key, value, seen = inputs(SHAPES[1], dtype=dtype)
+    query, key, value, seen = inputs(SHAPES[1], dtype=dtype, hides=hides)
     unseen = ~dense(seen, NUM_SLOTS).any(dim=2)[..., None]  # [rows, 1, num_slots, 1]
     for row, num_cached in enumerate(seen.num_cached.tolist()):
         unseen[row, :, num_cached : num_cached + 4] = False  # a node's keys are its own, always
@@ -163,8 +179,15 @@ def test_scores_far_apart_do_not_overflow() -> None:
 WINDOW = 8  # of the tiny models
 
 
-def seen_by_kind(num_cached: int, padding: list[int], parents: list[int]) -> dict[int | None, Seen]:
-    """Return what the nodes of a tree, the same in each row, see without a window and with one."""
+def seen_by_kind(
+    num_cached: int, padding: list[int], parents: list[int], hides: bool
+) -> dict[int | None, Seen]:
+    """Return what the nodes of a tree, the same in each row, see without a window and with one.
+
+    Args:
+        num_cached, padding, parents: slots of the prefixes, of the padding in front, and the tree.
+        hides: whether padding is told as slots that nobody sees; otherwise as where prefixes start.
+    """
     rows, num_nodes = len(padding), len(parents)
     depths = [0] * num_nodes
     ancestors = torch.eye(num_nodes, dtype=torch.bool)
@@ -175,6 +198,10 @@ def seen_by_kind(num_cached: int, padding: list[int], parents: list[int]) -> dic
     slots = num_cached + torch.tensor(depths)
     lengths = torch.full((rows,), num_cached, dtype=torch.int32)
     firsts = torch.tensor(padding)[:, None].expand(rows, num_nodes)
+    visible = None
+    if hides:
+        visible = torch.arange(NUM_SLOTS) >= firsts[:, :1]
+        firsts = torch.zeros_like(firsts)
     made = {}
     for window in (None, WINDOW):
         starts, near = firsts, torch.tensor(True)
@@ -182,7 +209,7 @@ def seen_by_kind(num_cached: int, padding: list[int], parents: list[int]) -> dic
             starts = torch.maximum(firsts, slots - window + 1)
             near = slots[:, None] - slots[None, :] < window
         of_nodes = (ancestors & near).expand(rows, -1, -1)
-        made[window] = Seen(lengths, starts.int(), of_nodes)
+        made[window] = Seen(lengths, starts.int(), of_nodes, visible)
     return made
 
 
@@ -225,12 +252,13 @@ def run(model: Any, prompt: Any, tree: Any, attention: str) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_with_it_has_the_logits_of_its_own_attention(name: str) -> None:
+def test_a_model_with_it_has_the_logits_of_its_own_attention(name: str, hides: bool) -> None:
     make, own = MODELS[name]
     model = make(name, dtype=torch.float64, attention=own)
     padding, num_cached, parents = [0, 3], 13, [-1, 0, 0, 1, 3, 2]
-    seen = seen_by_kind(num_cached, padding, parents)
+    seen = seen_by_kind(num_cached, padding, parents, hides)
     for window in layer_windows(model).values():
         assert window in seen
     rows, num_nodes = len(padding), len(parents)
@@ -275,7 +303,8 @@ def test_a_model_with_it_has_the_logits_of_its_own_attention(name: str) -> None:
     assert not torch.allclose(wrong, expected, atol=100 * tolerance, rtol=0)
 
 
-def test_compiled_models_find_what_is_seen_and_do_not_remember_it() -> None:
+@pytest.mark.parametrize("hides", [False, True])
+def test_compiled_models_find_what_is_seen_and_do_not_remember_it(hides: bool) -> None:
     """The attribute of the mask is an input of the compiled graph, like the mask itself."""
     model = tiny_model("llama")
     model.set_attn_implementation(TREE_ATTENTION)
@@ -288,6 +317,7 @@ def test_compiled_models_find_what_is_seen_and_do_not_remember_it() -> None:
             torch.zeros(1, dtype=torch.int32),
             torch.zeros(1, 3, dtype=torch.int32),
             ancestors.bool()[None],
+            torch.ones(1, 3, dtype=torch.bool) if hides else None,
         )
         given = {"input_ids": ids, "position_ids": torch.arange(3)[None], "use_cache": False}
         with torch.no_grad():
@@ -322,26 +352,95 @@ def test_weights_dropout_and_odd_sinks_are_refused() -> None:
         tree_attention(Layer(3), *given, s_aux=torch.zeros(2))
 
 
-def test_masks_that_nobody_explained_are_refused() -> None:
+def test_a_mask_of_other_queries_or_keys_is_refused() -> None:
     query, key, value, seen = inputs(SHAPES[0])
     mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
-    for other, message in [
-        (None, r"Layer: attention 'lade_tree' needs .*\(with_seen\), got no mask"),
-        (mask.clone(), r"got one of shape \[1, 1, 5, 24\] without"),
-        (mask[..., :-1], r"got one of shape \[1, 1, 5, 23\] without"),
-    ]:
-        with pytest.raises(NotImplementedError, match=message):
-            tree_attention(Layer(3), query, key, value, other)
     shorter = key[:, :, :-1], value[:, :, :-1]
     for given in [(query[:, :, :4], key, value), (query, *shorter)]:
         with pytest.raises(NotImplementedError, match=r"a mask of shape .*, got \[1, 1, 5, 24\]"):
             tree_attention(Layer(3), *given, mask)
 
 
-def test_a_prefill_without_a_tree_is_refused() -> None:
-    model = tiny_model("llama")
+def test_masks_that_nobody_explained_are_left_to_sdpa() -> None:
+    torch.manual_seed(0)
+    query, key, value, seen = inputs(SHAPES[1])
+    mask = dense(seen, NUM_SLOTS)
+    bias = torch.randn(1, query.shape[1], 4, NUM_SLOTS, dtype=torch.float64)
+    results = []
+    for other, options in [
+        (None, {}),
+        (None, {"is_causal": False, "softcap": None, "s_aux": None}),
+        (mask, {"scaling": 0.3, "sliding_window": 2}),
+        (added(mask, torch.float64), {}),
+        (with_seen(mask, seen).clone(), {"scaling": 0.4}),
+        (mask, {"position_bias": bias}),
+    ]:
+        given: tuple[Any, ...] = (query, key, value, other)
+        got, weights = tree_attention(Layer(3), *given, **options)
+        assert weights is None
+        assert torch.equal(got, sdpa(Layer(3), *given, **options)[0])
+        results.append(got)
+    for index, result in enumerate(results):  # each of the options was honoured
+        assert not any(torch.allclose(result, other) for other in results[:index])
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_what_sdpa_would_ignore_is_refused_where_nobody_explained_the_mask(name: str) -> None:
+    query, key, value, seen = inputs(SHAPES[0])
+    mask = with_seen(placeholder(1, 5, NUM_SLOTS), seen)
+    options: dict[str, Any] = {name: 2.0 if name == "softcap" else torch.zeros(6).double()}
+    tree_attention(Layer(3), query, key, value, mask, **options)
+    start = rf"Layer: attention 'lade_tree' cannot honour '{name}' without .*\(with_seen\), got "
+    for other, message in [
+        (None, "no mask"),
+        (mask.clone(), r"one of shape \[1, 1, 5, 24\] without"),
+        (mask[..., :-1], r"one of shape \[1, 1, 5, 23\] without"),
+    ]:
+        with pytest.raises(NotImplementedError, match=start + message):
+            tree_attention(Layer(3), query, key, value, other, **options)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "cache"])
+def test_what_neither_honours_is_refused_with_any_mask(name: str) -> None:
+    query, key, value, seen = inputs(SHAPES[0])
+    for mask in (None, dense(seen, NUM_SLOTS)):
+        with pytest.raises(NotImplementedError, match=f"'lade_tree' cannot honour '{name}'$"):
+            tree_attention(Layer(3), query, key, value, mask, **{name: torch.zeros(1)})  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="no weights to return"):
+            tree_attention(Layer(3), query, key, value, mask, output_attentions=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
+def test_a_prefill_beside_trees_is_that_of_sdpa(name: str) -> None:
+    """As another thread runs it on the same model: also with padding, and behind a cache."""
+    model = tiny_model(name, dtype=torch.float64, attention="sdpa")
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, 90, (2, 12), generator=generator)
+    padded = torch.ones_like(ids)
+    padded[1, :4] = 0
+    for mask in (None, padded):
+        made = []
+        for attention in ("sdpa", TREE_ATTENTION):
+            model.set_attn_implementation(attention)
+            new = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids) if mask is None else mask,
+                max_new_tokens=6,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            with torch.no_grad():
+                of_prompt = model(input_ids=ids, attention_mask=mask).logits
+            made.append((new.sequences, torch.stack(new.logits), of_prompt))
+        assert all(map(torch.equal, *made))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_a_prefill_that_sdpa_would_get_wrong_is_refused(name: str) -> None:
+    model = support.tiny_model(name, dtype=torch.float64, attention="eager")
     model.set_attn_implementation(TREE_ATTENTION)
-    with pytest.raises(NotImplementedError, match="LlamaAttention: attention 'lade_tree' needs"):
+    with pytest.raises(NotImplementedError, match="Attention: attention 'lade_tree' cannot honour"):
         model(input_ids=torch.tensor([[5, 6, 7]]))
 
 
@@ -359,6 +458,14 @@ def test_a_prefill_without_a_tree_is_refused() -> None:
         (
             {"ancestors": torch.ones(1, 5, 5)},
             r"ancestors of torch.bool \[1, 5, 5\], got torch.float",
+        ),
+        (
+            {"visible": torch.ones(1, 24)},
+            r"visible of torch.bool \[1, 24\], got torch.float32 \[1, 24\]",
+        ),
+        (
+            {"visible": torch.ones(1, 25, dtype=torch.bool)},
+            r"visible of torch.bool \[1, 24\], got torch.bool \[1, 25\]",
         ),
     ],
 )

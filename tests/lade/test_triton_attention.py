@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -32,6 +32,11 @@ CUDA = pytest.param(
 TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 
 
+# Slots that `visible` hides: none, for there is no such tensor; half of each prefix in front; every
+# other one or so; those of one row in all rows, one tensor expanded; all, which leaves the tree.
+Hidden = Literal["front", "some", "same", "all"] | None
+
+
 class Case(NamedTuple):
     dtype: str = "float32"
     head_dim: int = 64
@@ -42,6 +47,7 @@ class Case(NamedTuple):
     lengths: tuple[int, ...] = (70, 0)  # of the prefixes
     num_slots: int = 300
     padding: int = 0  # slots of it in front of the first row
+    hidden: Hidden = None
     window: int | None = None  # which each node has at another slot
     softcap: float | None = None
     has_sinks: bool = False
@@ -88,6 +94,16 @@ CASES = [
     Case(has_sinks=True),
     Case("bfloat16", has_sinks=True, lengths=(0, 130)),
     Case("float16", has_sinks=True, softcap=5.0, window=9, padding=4, lengths=(100, 20)),
+    # Hidden slots: in front and between, over several blocks and splits, whole blocks and prefixes.
+    Case(hidden="front", lengths=(70, 0, 299 - 5, 1)),
+    Case("bfloat16", hidden="front", lengths=(900, 310), num_slots=1000, num_processors=132),
+    Case(hidden="some"),
+    Case("bfloat16", hidden="some", num_nodes=70, num_key_heads=1, lengths=(130, 64)),
+    Case("float16", hidden="same", lengths=(200, 0, 33), head_dim=80),
+    Case(hidden="all", lengths=(130, 7)),
+    Case("bfloat16", hidden="some", window=16, lengths=(250, 3), num_nodes=8),
+    Case(hidden="some", window=1, padding=9, softcap=3.0, has_sinks=True, lengths=(200, 40)),
+    Case("bfloat16", hidden="all", has_sinks=True, num_nodes=1),
     Case(is_tokens_first=True),
     Case("bfloat16", is_tokens_first=True, head_dim=80, window=30, has_sinks=True),
 ]
@@ -151,16 +167,40 @@ def inputs(case: Case, device: str) -> Inputs:
         starts = torch.maximum(starts, first)
     ancestors = torch.rand(rows, num_nodes, num_nodes, generator=generator) < 0.4
     ancestors = ancestors.tril() | torch.eye(num_nodes, dtype=torch.bool)
+    visible = visible_of(case, generator)
     for row, length in enumerate(case.lengths):
-        unseen = [slice(0, min(length, int(starts[row].min()))), slice(length + num_nodes, None)]
-        for slots in unseen:
-            key[row, :, slots], value[row, :, slots] = torch.nan, torch.inf
+        unseen = torch.zeros(num_slots, dtype=torch.bool)
+        unseen[: min(length, int(starts[row].min()))] = True
+        unseen[length + num_nodes :] = True
+        if visible is not None:
+            unseen[:length] |= ~visible[row, :length]
+        key[row, :, unseen], value[row, :, unseen] = torch.nan, torch.inf
     if case.is_tokens_first:
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     sinks = 2 * draw(num_heads) if case.has_sinks else None
-    on_device = [x.to(device) for x in (query, key, value, num_cached, starts, ancestors)]
-    query, key, value, *seen = on_device
-    return Inputs(query, key, value, Seen(*seen), None if sinks is None else sinks.to(device))
+    made = (query, key, value, num_cached, starts, ancestors, visible, sinks)
+    query, key, value, *seen, sinks = (None if x is None else x.to(device) for x in made)
+    return Inputs(query, key, value, Seen(*seen), sinks)
+
+
+def visible_of(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Return which slots are not hidden, as a view where it can be one.
+
+    What it says of the nodes' own slots, and of those behind, is nonsense, and must not count.
+    """
+    if case.hidden is None:
+        return None
+    rows = len(case.lengths)
+    visible = torch.rand(rows, 2 * case.num_slots, generator=generator)[:, ::2] < 0.5
+    match case.hidden:
+        case "front":
+            for row, length in enumerate(case.lengths):
+                visible[row, :length] = torch.arange(length) >= length // 2
+        case "same":
+            return visible[:1].expand(rows, -1)
+        case "all":
+            visible[:] = False
+    return torch.stack([visible, ~visible], dim=-1)[..., 0]
 
 
 @pytest.fixture(scope="module")
@@ -205,10 +245,12 @@ def test_compiled_it_attends_as_plain_torch_does(case: Case, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", [CUDA])
-def test_a_captured_graph_serves_all_lengths(device: str) -> None:
+@pytest.mark.parametrize("hidden", [None, "some"])
+def test_a_captured_graph_serves_all_lengths(hidden: Hidden, device: str) -> None:
     from lade import triton_attention
 
-    made = inputs(Case("bfloat16", num_slots=900, lengths=(700, 20)), device)
+    case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden)
+    made = inputs(case, device)
 
     def attend() -> Tensor:
         return triton_attention.attend(made.query, key, value, *made.seen, scaling=0.2)
@@ -220,6 +262,8 @@ def test_a_captured_graph_serves_all_lengths(device: str) -> None:
         captured = attend()
     for length in (800, 3, 0):
         made.seen.num_cached.fill_(length)
+        if made.seen.visible is not None:
+            made.seen.visible.logical_not_()
         graph.replay()
         assert torch.equal(captured, attend())
 
@@ -257,7 +301,7 @@ def test_it_compiles_into_the_shared_memory_of_gpus(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     blocks = triton_attention._blocks(num_packed, head_dim, head_dim, getattr(torch, dtype))
     constants = {
-        **dict.fromkeys(("has_softcap", "has_sinks"), True),
+        **dict.fromkeys(("has_softcap", "has_visible", "has_sinks"), True),
         **dict.fromkeys(("head_dim", "value_dim"), head_dim),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim_"), 1),  # strides
         "block_m": blocks.queries,
@@ -289,7 +333,7 @@ def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
         **dict.fromkeys(("num_cached", "starts"), "*i32"),
         **dict.fromkeys(("summed_of_all", "totals_of_all", "peaks_of_all"), "*fp32"),
         **dict.fromkeys(("scaling", "softcap"), "fp32"),
-        "ancestors": "*u8",
+        **dict.fromkeys(("ancestors", "visible"), "*u8"),
     }
     names: list[str] = kernel.arg_names
     fixed = {name: constants[name] for name in names if name in constants}
@@ -327,7 +371,7 @@ def test_splits_follow_shapes_and_the_device(
 def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from lade import triton_attention
 
-    made = inputs(Case(has_sinks=True), "cpu")
+    made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
     calls: list[Any] = []
 
     def attend(*args: Any, **options: Any) -> Tensor:
