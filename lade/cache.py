@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lade.transfer import integers_on
+
 _FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
 _GROWTH = 4  # then a quarter more, up to the longest the generation can get
 _MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before it moves the rest up
@@ -287,7 +289,7 @@ class _Storage:
         for group in self._groups:
             first = start - group.offset
             for store in group:
-                index = torch.tensor(source, device=store.buffer.device) - group.offset
+                index = integers_on(store.buffer.device, source) - group.offset
                 mine = store.buffer[:, row]
                 mine[:, :, first : first + len(source)] = mine.index_select(2, index)
 

@@ -14,7 +14,7 @@ from lade.harvest import Ranked, first_of_highest, rank
 from lade.processors import Processors
 from lade.rejection import try_children
 from lade.text import Text
-from lade.transfer import Sent
+from lade.transfer import Sent, integers_on
 from lade.tree import Tree
 from ngram_pool import SampledDraft
 
@@ -184,12 +184,7 @@ class Race:
         is_valid = _is_distribution(probs)
         if not self._ahead and not bool(is_valid.all()):
             return Picked(torch.zeros_like(is_valid, dtype=torch.int64), is_valid)  # draw nothing
-        vocab_size = probs.shape[-1]
-        if list(rows) == list(range(self._num_rows)) and len(set(times)) == 1:
-            noise = self._noise_at(times[0], vocab_size)
-        else:
-            places = zip(rows, times, strict=True)
-            noise = torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
+        noise = self._noise_of(rows, times, probs.shape[-1])
         return Picked((probs / noise).argmax(dim=-1), is_valid)
 
     def begin_step(self, first_time: int) -> None:
@@ -203,6 +198,20 @@ class Race:
         if self._ahead and self._num_drawn > num_times:
             self._restore(self._states[num_times])
         self._noise, self._states = {}, {}
+
+    def _noise_of(self, rows: Sequence[int], times: Sequence[int], vocab_size: int) -> Tensor:
+        """Return the noise of places, [n, vocab_size]."""
+        several = sorted({*times})
+        if len(several) == 1 and list(rows) == list(range(self._num_rows)):
+            return self._noise_at(several[0], vocab_size)
+        if self._device.type == "cpu":
+            places = zip(rows, times, strict=True)
+            return torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
+        # Elsewhere each row would be an operation of its own, at 64 nodes as long as the draft.
+        of_times = [self._noise_at(time, vocab_size) for time in several]
+        first = {time: place * self._num_rows for place, time in enumerate(several)}
+        index = [first[time] + row for row, time in zip(rows, times, strict=True)]
+        return torch.cat(of_times)[integers_on(self._device, index)]
 
     def _noise_at(self, time: int, vocab_size: int) -> Tensor:
         while self._num_drawn <= time:

@@ -246,6 +246,7 @@ class FixedTarget(TreeTarget):
         )
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
+        self._must_show_rows = True
         self._reach_windows = {
             reach: reach.num_slots if reach.num_slots in self.cache.windows else None
             for reach in {*self._reaches.values()}
@@ -297,15 +298,10 @@ class FixedTarget(TreeTarget):
                 return width
         return -(-num_tokens // self._widths[-1]) * self._widths[-1]
 
-    def prefill(self) -> Forward:
-        """Run the prompts exactly as `generate` does."""
-        output = super().prefill()
-        self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
-        self._show_rows()
-        return output
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Tell the device about the trees behind the committed tokens."""
+        if self._must_show_rows:
+            self._show_rows()
         width = self.width_of(max(map(len, trees)))
         shape = self._shape(len(trees), width)
         inputs = self._workspace.inputs(shape, self.device)
@@ -341,12 +337,12 @@ class FixedTarget(TreeTarget):
     def select(self, places: Sequence[int]) -> None:
         """Leave the other rows out; what the cache holds of them stays."""
         super().select(places)
-        self._show_rows()
+        self._must_show_rows = True
 
     def rejoin(self) -> None:
         """Take back the rows that were left out."""
         super().rejoin()
-        self._show_rows()
+        self._must_show_rows = True
 
     def hand_over(self, cache: Any) -> Any:
         """Let a dynamic cache hold a copy of what this target's own holds."""
@@ -382,7 +378,13 @@ class FixedTarget(TreeTarget):
         """Do nothing: every step tells the device where its rows are."""
 
     def _show_rows(self) -> None:
-        """Tell which slots of the rows there are now are not padding."""
+        """Tell the device which slots of the rows there are now are not padding.
+
+        And learn what a step has to tell it of them. Not at the end of the prefill, which the
+        device may still be at.
+        """
+        self._must_show_rows = False
+        self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
         self._padding_in_front: NDArray[np.int64] | None = None
         self._last_types: NDArray[np.int64] | None = None
         if self._padding is not None:

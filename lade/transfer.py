@@ -1,8 +1,9 @@
-"""Small results on their way from a device to the host, without anybody waiting meanwhile.
+"""Small things on their way between a device and the host, without anybody waiting meanwhile.
 
 Next file: `harvest.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,17 @@ class Sent:
         self._on_host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         self._on_host.copy_(packed, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(packed.device))
+
+
+def integers_on(device: torch.device, values: Sequence[int]) -> Tensor:
+    """Return integers on a device, int64 [n].
+
+    Through pinned memory, where there is some: else torch waits until the device is idle.
+    """
+    is_cuda = device.type == "cuda"
+    on_host = torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda)
+    return on_host.to(device, non_blocking=is_cuda)
 
 
 def _packed(part: Tensor) -> Tensor:

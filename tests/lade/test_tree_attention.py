@@ -366,15 +366,16 @@ def test_masks_that_nobody_explained_are_left_to_sdpa() -> None:
     query, key, value, seen = inputs(SHAPES[1])
     mask = dense(seen, NUM_SLOTS)
     bias = torch.randn(1, query.shape[1], 4, NUM_SLOTS, dtype=torch.float64)
-    results = []
-    for other, options in [
+    cases: list[tuple[Tensor | None, dict[str, Any]]] = [
         (None, {}),
         (None, {"is_causal": False, "softcap": None, "s_aux": None}),
         (mask, {"scaling": 0.3, "sliding_window": 2}),
         (added(mask, torch.float64), {}),
-        (with_seen(mask, seen).clone(), {"scaling": 0.4}),
+        (with_seen(mask.clone(), seen).clone(), {"scaling": 0.4}),
         (mask, {"position_bias": bias}),
-    ]:
+    ]
+    results: list[Tensor] = []
+    for other, options in cases:
         given: tuple[Any, ...] = (query, key, value, other)
         got, weights = tree_attention(Layer(3), *given, **options)
         assert weights is None

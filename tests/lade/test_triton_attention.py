@@ -178,20 +178,21 @@ def inputs(case: Case, device: str) -> Inputs:
     if case.is_tokens_first:
         key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
     sinks = 2 * draw(num_heads) if case.has_sinks else None
-    made = (query, key, value, num_cached, starts, ancestors, visible, sinks)
-    query, key, value, *seen, sinks = (None if x is None else x.to(device) for x in made)
-    return Inputs(query, key, value, Seen(*seen), sinks)
+    on_device = [x.to(device) for x in (query, key, value, num_cached, starts, ancestors)]
+    query, key, value, *seen = on_device
+    visible, sinks = (None if x is None else x.to(device) for x in (visible, sinks))
+    return Inputs(query, key, value, Seen(*seen)._replace(visible=visible), sinks)
 
 
 def visible_of(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Return which slots are not hidden, as a view where it can be one.
+    """Return which slots are not hidden, as a view that is not contiguous.
 
     What it says of the nodes' own slots, and of those behind, is nonsense, and must not count.
     """
     if case.hidden is None:
         return None
     rows = len(case.lengths)
-    visible = torch.rand(rows, 2 * case.num_slots, generator=generator)[:, ::2] < 0.5
+    visible = torch.rand(rows, case.num_slots, generator=generator) < 0.5
     match case.hidden:
         case "front":
             for row, length in enumerate(case.lengths):
