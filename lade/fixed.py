@@ -452,7 +452,7 @@ class FixedTarget(TreeTarget):
             visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
         )
         mask = seen.mask(reach, 0, self._additive_dtype)
-        if self._attention != TREE_ATTENTION or not_padding is not None:
+        if self._attention != TREE_ATTENTION:
             return mask
         # The mask says the same, for whoever looks at that.
         return with_seen(
@@ -461,5 +461,6 @@ class FixedTarget(TreeTarget):
                 num_cached=(device["num_cached"] - first_slot).int(),
                 starts=seen.starts(reach).clamp(min=0).int(),
                 ancestors=seen.among_nodes(reach),
+                visible=not_padding,
             ),
         )

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lade
+from lade import probing
 from lade.cache import LayerKind, TreeCache
 from lade.fixed import WIDTHS, FixedTarget, Shelf, slots_for
 from lade.probing import choose_way, profile_of
 from lade.rules import tree_layout
 from lade.tree import Tree
+from lade.tree_attention import TREE_ATTENTION
 from tests.lade.both import ONE, THREE, both
 from tests.lade.test_tree import check_cache, make_draft, path_to, random_parents
 from tests.lade.tiny import FAMILIES, BatchDrafter, tiny_model
@@ -45,6 +47,20 @@ def test_the_text_is_that_of_generate(family: str) -> None:
         for do_sample in (False, True):
             _, got = both(model, prompt, config=FIXED, do_sample=do_sample, **LONG)
             assert got.stats.mean_accepted_tokens > 1.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_own_attention_gives_that_text_too(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tried first on CUDA; here in plain torch."""
+    monkeypatch.setattr(probing, "_attentions_for", lambda model, is_fixed: [TREE_ATTENTION])
+    model = tiny_model(family)
+    for prompt in (ONE, THREE):
+        both(model, prompt, config=FIXED, do_sample=False, **LONG)
+    for is_padded in (False, True):
+        chosen = choose_way(model, is_padded=is_padded, execution="fixed")
+        assert (chosen.way, chosen.execution, chosen.attention) == ("tree", "fixed", TREE_ATTENTION)
 
 
 def test_rows_leave_and_come_back() -> None:
