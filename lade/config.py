@@ -86,6 +86,12 @@ class Config:
     #: the same, of what `torch.compile` makes of the model, which takes minutes at the first calls;
     #: on other devices without graphs. None is "graphs" on CUDA and "eager" elsewhere.
     execution: Execution | None = None
+    #: Whether in half precision, too, a prompt gets the same text whatever the pool holds: all
+    #: steps are of one width (8 tokens, on CUDA 32, more if `max_draft_tokens` says so) and
+    #: attention sums in float64. Slower than without, and on text that nothing predicts slower than
+    #: plain decoding; the text is no nearer to that of `generate`. For models verified by trees,
+    #: without experts.
+    stable_text: bool = False
     #: The window of lookahead decoding, run in every forward beside the draft: the pool learns
     #: n-grams from it that no text has had yet. Only for models that verify whole trees. None runs
     #: none.
@@ -113,8 +119,12 @@ class Config:
                 raise ValueError(
                     "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
                 )
-        if not isinstance(self.uses_table, bool):
-            raise TypeError(f"expected Config(uses_table=…) to be a bool, got {self.uses_table!r}")
+        for name in ("uses_table", "stable_text"):
+            if not isinstance(getattr(self, name), bool):
+                got = getattr(self, name)
+                raise TypeError(f"expected Config({name}=…) to be a bool, got {got!r}")
+        if self.stable_text:
+            self._check_stable_text()
         for name, known in (
             ("verifier", get_args(Verifier)),
             ("target", (*WAYS, None)),
@@ -124,6 +134,19 @@ class Config:
                 raise ValueError(
                     f"expected Config({name}=…) of {', '.join(map(repr, known))}, "
                     f"got {getattr(self, name)!r}"
+                )
+
+    def _check_stable_text(self) -> None:
+        """Raise where other settings make text depend on drafts, or steps on what they cost."""
+        for name, allowed in (
+            ("verifier", ("exact",)),
+            ("target", (None, "tree")),
+            ("execution", (None, "fixed", "graphs", "compiled")),
+            ("step_costs", (None,)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"expected no Config({name}={getattr(self, name)!r}) beside stable_text=True"
                 )
 
 

@@ -118,6 +118,7 @@ class PoolDrafter:
         self._prior = prior
         self._open_prompts: dict[int, tuple[int, ...]] = {}
         self._harvests: dict[int, list[_Harvest]] = {}  # by sequence, those not in the pool yet
+        self._num_answered: dict[int, int] = {}  # by sequence, tokens observed behind its prompt
 
     @property
     def has_prior(self) -> bool:
@@ -140,6 +141,7 @@ class PoolDrafter:
             raise
         self._open_prompts[sequence] = prompt
         self._harvests[sequence] = []
+        self._num_answered[sequence] = 0
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
@@ -164,7 +166,8 @@ class PoolDrafter:
     ) -> None:
         """Keep what the target found likely behind the nodes, until the step is observed.
 
-        Before, the pool would learn to trust a table that knows the very answer.
+        Before, the pool would learn to trust a table that knows the very answer. Told after that,
+        it is fed at once.
         """
         last = np.array(token_ids)
         previous = last[parents]
@@ -175,11 +178,17 @@ class PoolDrafter:
         # The likeliest nodes stand first in a tree; of equal contexts the one put last stays.
         contexts = np.concatenate([pairs, singles])[::-1]
         ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
-        self._harvests[sequence].append(_Harvest(contexts, ids, probs))
+        harvest = _Harvest(contexts, ids, probs)
+        num_answered = len(committed) - len(self._open_prompts[sequence])
+        if 0 <= num_answered < self._num_answered[sequence]:
+            self.pool.harvest(*harvest)
+        else:
+            self._harvests[sequence].append(harvest)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Feed committed tokens, and what was harvested where they were chosen."""
         self.pool.observe(token_ids, sequence, is_answer=True)
+        self._num_answered[sequence] += len(token_ids)
         for harvest in self._harvests[sequence]:
             self.pool.harvest(*harvest)
         self._harvests[sequence].clear()
@@ -197,6 +206,7 @@ class PoolDrafter:
         """Let the sequence's handle go; its text stays."""
         self._open_prompts.pop(sequence, None)
         self._harvests.pop(sequence, None)
+        self._num_answered.pop(sequence, None)
         self.pool.close_sequence(sequence)
 
     def _is_open(self, prompt: tuple[int, ...]) -> bool:

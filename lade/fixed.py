@@ -24,7 +24,7 @@ from lade.masks import Reach, TreeSlots
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.target import Forward, TreeTarget
 from lade.tree import Tree, TreeBatch
-from lade.tree_attention import TREE_ATTENTION, Seen, with_seen
+from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION, Seen, with_seen
 
 # Tokens of a row in a forward; trees in between are padded. On a GPU a step costs about the same
 # up to 16 or 32 tokens, and each width is a recording of its own.
@@ -452,7 +452,7 @@ class FixedTarget(TreeTarget):
             visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
         )
         mask = seen.mask(reach, 0, self._additive_dtype)
-        if self._attention != TREE_ATTENTION:
+        if self._attention not in (TREE_ATTENTION, STABLE_ATTENTION):
             return mask
         # The mask says the same, for whoever looks at that.
         return with_seen(

@@ -4,7 +4,7 @@ Next file: `rules.py`.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,21 +20,25 @@ from lade.budget import Budget, MeasuredBudget
 from lade.chain import MAX_ROWS, ChainTarget
 from lade.config import SPECULATING, Execution, Way
 from lade.drafting import narrowed
-from lade.errors import UnsupportedModelError
-from lade.fixed import FixedTarget, Shelf
+from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.fixed import WIDTHS, FixedTarget, Shelf
 from lade.graphs import Graphs, recorder_of, why_not_recorded
 from lade.internals import Model, attention_of, device_of_inputs, without_compiler
-from lade.rules import refuse_encoder_decoder, tree_layout
+from lade.rules import refuse_encoder_decoder, tree_layout, why_not_stable
 from lade.tables import table_for
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
-from lade.tree_attention import TREE_ATTENTION
+from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION
 from ngram_pool import Draft, SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
 
 # Ways that a call without a cache cannot take.
 WITHOUT_CACHE: dict[Way, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+
+
+# Of forwards, in tokens of a row: any, a few, or one for text that must not depend on drafts.
+Widths = tuple[int, ...] | None
 
 
 class Finding(NamedTuple):
@@ -50,10 +54,9 @@ class Profile:
     """What is known of a model on its device; kept with the model, as `model._lade_profile`."""
 
     setting: tuple[object, ...]  # attention, dtype, device and mode it is true for
-    #: By way, kind of cache, whether rows are padded or of different lengths, and whether forwards
-    #: are of fixed shape.
-    findings: dict[tuple[Way, CacheKind, bool, bool], Finding] = field(default_factory=dict)
-    budgets: dict[Way, Budget] = field(default_factory=dict)
+    #: By way, kind of cache, whether rows are padded or of different lengths, and widths.
+    findings: dict[tuple[Way, CacheKind, bool, Widths], Finding] = field(default_factory=dict)
+    budgets: dict[tuple[Way, Execution], Budget] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
     #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
@@ -63,9 +66,9 @@ class Profile:
     #: What `torch.compile` made of the model, in a list once it was asked for.
     compiled: list[Any] = field(default_factory=list)
 
-    def budget(self, way: Way) -> Budget:
+    def budget(self, way: Way, execution: Execution) -> Budget:
         """Return what has been learned of the costs of steps."""
-        return self.budgets.setdefault(way, MeasuredBudget())
+        return self.budgets.setdefault((way, execution), MeasuredBudget())
 
 
 class ChosenWay(NamedTuple):
@@ -75,6 +78,7 @@ class ChosenWay(NamedTuple):
     attention: str | None
     reasons: dict[Way, str]
     execution: Execution = "eager"
+    widths: Widths = None  # of trees that are not executed eagerly
     why_eager: str | None = None  # where another execution was wished for
 
 
@@ -86,9 +90,11 @@ class Probe:
     target: Way  #: the way chosen
     attention: str | None  #: the implementation that drafts are verified with
     reasons: Mapping[Way, str]  #: why each better way fell out
+    execution: Execution = "eager"  #: of the forwards that verify drafts
 
     def __str__(self) -> str:
-        lines = [f"{self.model} verifies drafts by: {self.target} (attention: {self.attention})"]
+        how = f"attention: {self.attention}, execution: {self.execution}"
+        lines = [f"{self.model} verifies drafts by: {self.target} ({how})"]
         return "\n".join([*lines, *(f"  not {way}: {why}" for way, why in self.reasons.items())])
 
 
@@ -113,9 +119,15 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_way(model, is_padded=num_rows > 1, cache=cache, excluded=excluded)
+        chosen = choose_way(
+            model,
+            is_padded=num_rows > 1,
+            cache=cache,
+            excluded=excluded,
+            execution=usual_execution(model),
+        )
     attention = chosen.attention or attention_of(model)
-    return Probe(type(model).__name__, chosen.way, attention, chosen.reasons)
+    return Probe(type(model).__name__, chosen.way, attention, chosen.reasons, chosen.execution)
 
 
 def profile_of(model: Model) -> Profile:
@@ -151,6 +163,7 @@ def choose_way(
     excluded: Mapping[Way, str] | None = None,
     execution: Execution = "eager",
     why_eager: str | None = None,
+    stable_width: int | None = None,
 ) -> ChosenWay:
     """Return the best way of verifying that is exact, checking those not yet checked.
 
@@ -162,10 +175,13 @@ def choose_way(
         excluded: ways that this call cannot take, and why.
         execution: of trees, wished for.
         why_eager: why this call cannot have it, if so.
+        stable_width: of all forwards, where the text must not depend on drafts; no other will do.
 
     Raises:
         UnsupportedModelError: the way asked for is not exact, with the reason.
     """
+    if stable_width is not None:
+        return _choose_stable(model, is_padded, cache, excluded, execution, why_eager, stable_width)
     reasons: dict[Way, str] = {}
     if asked == "plain":
         return ChosenWay("plain", None, reasons)
@@ -174,9 +190,9 @@ def choose_way(
         reason = (excluded or {}).get(way)
         if reason is None:
             if way == "tree" and execution != "eager" and why_eager is None:
-                finding = _finding(model, profile, way, cache, is_padded, is_fixed=True)
+                finding = _finding(model, profile, way, cache, is_padded, WIDTHS)
                 if finding.reason is None:
-                    return ChosenWay(way, finding.attention, reasons, execution)
+                    return ChosenWay(way, finding.attention, reasons, execution, WIDTHS)
                 why_eager = finding.reason
             finding = _finding(model, profile, way, cache, is_padded)
             if way == "rows" and is_padded and finding.reason is None:
@@ -193,16 +209,41 @@ def choose_way(
     return ChosenWay("plain", None, reasons)
 
 
+def _choose_stable(
+    model: Model,
+    is_padded: bool,
+    cache: CacheKind,
+    excluded: Mapping[Way, str] | None,
+    execution: Execution,
+    why_eager: str | None,
+    width: int,
+) -> ChosenWay:
+    """Return how a call is decoded whose text must not depend on drafts.
+
+    Raises:
+        UnsupportedOptionError: that cannot be had, with the reason.
+    """
+    reason = (excluded or {}).get("tree") or why_eager or why_not_stable(model)
+    if reason is None:
+        finding = _finding(model, profile_of(model), "tree", cache, is_padded, (width,))
+        if finding.reason is None:
+            return ChosenWay("tree", finding.attention, {}, execution, (width,))
+        reason = finding.reason
+    raise UnsupportedOptionError(
+        f"lade does not support Config(stable_text=True) for {type(model).__name__} here: {reason}"
+    )
+
+
 def _finding(
     model: Model,
     profile: Profile,
     way: Way,
     cache: CacheKind,
     is_padded: bool,
-    is_fixed: bool = False,
+    widths: Widths = None,
 ) -> Finding:
     """Return what the check of a way finds, or has found."""
-    key = (way, cache, is_padded, is_fixed)
+    key = (way, cache, is_padded, widths)
     finding = profile.findings.get(key) or _check(model, *key)
     if finding.is_lasting:
         profile.findings[key] = finding
@@ -231,6 +272,7 @@ def make_target(
             shelf=profile.shelf,
             **_recording(model, chosen.execution),
             call=_compiled(model, profile) if chosen.execution == "compiled" else None,
+            widths=chosen.widths or WIDTHS,
         )
     max_candidates = MAX_ROWS if chosen.way == "rows" else 1
     restores = chosen.way == "snapshot"
@@ -275,15 +317,17 @@ def release(model: Model) -> None:
 # --- the self-check -------------------------------------------------------------------------
 
 
-def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool, is_fixed: bool) -> Finding:
+def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool, widths: Widths) -> Finding:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
-    attentions = _attentions_for(model, is_fixed) if way == "tree" else [None]
+    attentions = _attentions_for(model, widths) if way == "tree" else [None]
+    execution: Execution = "eager" if widths is None else "fixed"
     reason = None
     for attention in attentions:
         try:
             with _unchanged_random_state(model):
-                chosen = ChosenWay(way, attention, {}, "fixed" if is_fixed else "eager")
+                chosen = ChosenWay(way, attention, {}, execution, widths)
                 error = _error_of(model, chosen, cache, is_padded)
+                is_stable = not _is_single(widths) or _is_stable(model, chosen, cache, is_padded)
         except UnsupportedModelError as failure:
             return Finding(str(failure))  # a rule, whatever the attention
         except torch.OutOfMemoryError:
@@ -292,23 +336,32 @@ def _check(model: Model, way: Way, cache: CacheKind, is_padded: bool, is_fixed: 
             what = (str(failure).splitlines() or [""])[0][:200]
             found = f"its forward fails ({type(failure).__name__}: {what})"
         else:
-            if error <= _limit(model):
+            if error <= _limit(model) and is_stable:
                 return Finding(None, attention)
-            found = (
-                f"its logits differ from those of plain decoding by {error:.2g} of their standard "
-                f"deviation (expected at most {_limit(model):.2g})"
-                + ("; the model is in training mode, try model.eval()" if model.training else "")
-            )
+            if error <= _limit(model):
+                found = "its logits follow, in their last bits, what else is in a forward"
+            else:
+                found = (
+                    f"its logits differ from those of plain decoding by {error:.2g} of their "
+                    f"standard deviation (expected at most {_limit(model):.2g})"
+                    + ("; the model is in training mode, try model.eval()" * model.training)
+                )
         reason = reason or found
     return Finding(reason)
 
 
-def _attentions_for(model: Model, is_fixed: bool) -> list[str | None]:
+def _is_single(widths: Widths) -> bool:
+    return widths is not None and len(widths) == 1
+
+
+def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
     """Return what trees may be verified with, best first; None for the model's own attention."""
     own = attention_of(model)
-    if is_fixed and device_of_inputs(model).type == "cuda":
+    if _is_single(widths):
+        return [STABLE_ATTENTION]
+    if widths is not None and device_of_inputs(model).type == "cuda":
         # Its cost follows the keys there are, not the slots shown.
-        return [TREE_ATTENTION, *_attentions_for(model, False)]
+        return [TREE_ATTENTION, *_attentions_for(model)]
     if own is not None and own not in MASK_IS_ADDED:
         return ["sdpa", "eager"]
     # As a dict: where layers differ, asking the config for one number of all is an error.
@@ -389,7 +442,30 @@ def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_padded: bool
 
     The measure is the largest difference of two logits in units of the logits' standard deviation.
     """
-    tokens = _check_tokens(model)
+    plain = _plain_of(model, cache, is_padded)
+    logits = _logits_of(model, chosen, plain, _script)
+    paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
+    # Some models go wrong in batches, also in plain decoding: those are held against single rows.
+    error = _difference(logits, plain.logits_at(paths, together=True))
+    if not error <= _limit(model):
+        error = _difference(logits, plain.logits_at(paths, together=False))
+    return error
+
+
+@torch.no_grad()
+def _is_stable(model: Model, chosen: ChosenWay, cache: CacheKind, is_padded: bool) -> bool:
+    """Tell whether tokens have the very same logits in drafts and one by one."""
+    plain = _plain_of(model, cache, is_padded)
+    drafted, alone = (
+        _logits_of(model, chosen, plain, script) for script in (_script, _script_of_roots)
+    )
+    shared = drafted.keys() & alone.keys()
+    assert len(shared) >= _NUM_KEPT
+    return all(torch.equal(drafted[place], alone[place]) for place in shared)
+
+
+def _plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
+    """Return the prompts of the check with plain decoding of them."""
     masks = [[1] * _PROMPT_LENGTH]
     if is_padded:
         # Masked behind the first token, not before it: a query that sees nothing at all, as in left
@@ -397,16 +473,25 @@ def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_padded: bool
         masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
     device = device_of_inputs(model)
     mask = torch.tensor(masks, device=device)
-    input_ids = torch.tensor([tokens[:_PROMPT_LENGTH]] * len(masks), device=device)
-    plain = _Plain(model, input_ids, mask, cache)
-    scripts: list[list[_Step]] = []
+    input_ids = torch.tensor([_check_tokens(model)[:_PROMPT_LENGTH]] * len(masks), device=device)
+    return _Plain(model, input_ids, mask, cache)
+
+
+def _logits_of(
+    model: Model,
+    chosen: ChosenWay,
+    plain: "_Plain",
+    script: Callable[[Sequence[int], Target, int], list[_Step]],
+) -> dict[tuple[int, _Path], Tensor]:
+    """Return the logits behind every path of every row that a script runs, float64 [vocab_size]."""
+    tokens = _check_tokens(model)
     logits: dict[tuple[int, _Path], Tensor] = {}
 
     def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
         for unwanted in ("logits_processor", "stopping_criteria"):
             prepared.pop(unwanted, None)
         target = make_target(model, input_ids, prepared, chosen, len(tokens), generation_config)
-        scripts.extend(_script(tokens[_PROMPT_LENGTH:], target, row) for row in range(len(masks)))
+        scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in range(plain.num_rows)]
         try:
             target.prefill()
             for steps in zip(*scripts, strict=True):
@@ -421,12 +506,7 @@ def _error_of(model: Model, chosen: ChosenWay, cache: CacheKind, is_padded: bool
         return input_ids
 
     plain.generate(custom_generate=run)
-    paths = [[path for step in steps for path in step.paths] for steps in scripts]
-    # Some models go wrong in batches, also in plain decoding: those are held against single rows.
-    error = _difference(logits, plain.logits_at(paths, together=True))
-    if not error <= _limit(model):
-        error = _difference(logits, plain.logits_at(paths, together=False))
-    return error
+    return logits
 
 
 def _limit(model: Model) -> float:
@@ -458,6 +538,11 @@ class _Plain:
         self._input_ids = input_ids
         self._mask = mask
         self._cache = cache
+
+    @property
+    def num_rows(self) -> int:
+        """How many prompts there are."""
+        return len(self._input_ids)
 
     def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
         """Call the class's `generate` for some rows of the prompts."""
@@ -552,6 +637,20 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
     steps.append(_next(steps[-1], after, second, [0, 1]))
     steps.append(_next(steps[-1], last, Draft.empty(), [0]))
     return steps
+
+
+_NUM_KEPT = 5  # tokens that `_script` commits to the first row
+
+
+def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+    """Return steps without drafts that commit what those of `_script` do to the first row."""
+    drafted = _script(tokens, target, row)
+    kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
+    roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
+    return [
+        _Step(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
+        for place, root in enumerate(roots)
+    ]
 
 
 def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:

@@ -24,11 +24,17 @@ from lade.masks import FULL, TreeSlots
 from lade.rollback import cache_in
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.tree import Tree, TreeBatch
-from lade.tree_attention import TREE_ATTENTION
+from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION
 
 # Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
 # (Flex attention would too, but compiles anew for trees of other sizes.)
-MASK_IS_ADDED = {"sdpa": False, PACKED_SDPA: False, TREE_ATTENTION: False, "eager": True}
+MASK_IS_ADDED = {
+    "sdpa": False,
+    PACKED_SDPA: False,
+    TREE_ATTENTION: False,
+    STABLE_ATTENTION: False,
+    "eager": True,
+}
 
 
 class Forward(Protocol):

@@ -106,6 +106,12 @@ METHODS: dict[str, MethodInfo] = {
         drafter=lambda prior: PoolDrafter(NGramPool()),
         is_default=False,
     ),
+    "lade_stable": MethodInfo(
+        lambda config: Lade(replace(config or Config(), stable_text=True), NGramPool()),
+        "as lade, with text that does not depend on the pool, in half precision either",
+        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
+        is_default=False,
+    ),
     "lade_lookahead": MethodInfo(
         lambda config: Lade(replace(config or Config(), lookahead=Lookahead()), NGramPool()),
         "as lade, with a lookahead window of W=7, N=5 in every forward",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lade.bench.environment import environment
-from lade.bench.run import Result, Summary, passes_of, summarise
+from lade.bench.run import Result, Summary, passes_of, share_repeated, summarise
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 
@@ -60,21 +60,30 @@ def table(
     *,
     keep: bool = False,
 ) -> Sheet:
-    """Return the table of all groups and methods, with each pass apart if pools were kept."""
+    """Return the table of all groups and methods, with each pass apart if pools were kept.
+
+    Where there are several passes, the last column is the share of sequences with the same text in
+    all of them, or, of a pass apart, with the text of the first.
+    """
     sections = []
     for name, part in groups(results).items():
+        passes = passes_of(part)
         rows: list[tuple[str, ...]] = []
         for method in methods:
             if keep:
-                rows += [
-                    (name, f"{method}, pass {num_pass}", *cells(summarise(each, method)))
-                    for num_pass, each in enumerate(passes_of(part), start=1)
-                ]
+                for num_pass, each in enumerate(passes, start=1):
+                    repeated = share_repeated([*passes[0], *each], method) if num_pass > 1 else None
+                    named = (name, f"{method}, pass {num_pass}")
+                    rows.append((*named, *cells(summarise(each, method)), share_text(repeated)))
             else:
-                rows.append((name, method, *cells(summarise(part, method))))
+                repeated = share_repeated(part, method)
+                rows.append((name, method, *cells(summarise(part, method)), share_text(repeated)))
         sections.append(rows)
+    columns: tuple[str, ...] = (*_SUMMARY_COLUMNS, "repeated")
+    if len(passes_of(results)) < 2:
+        columns, sections = _SUMMARY_COLUMNS, [[row[:-1] for row in rows] for rows in sections]
     title = f"{_decoding(settings)}, loops apart"
-    return Sheet(title, ("category", "method", *_SUMMARY_COLUMNS), 2, sections, caption)
+    return Sheet(title, ("category", "method", *columns), 2, sections, caption)
 
 
 def table_of_files(paths: Sequence[Path]) -> Sheet:
@@ -146,6 +155,7 @@ def as_json(
             entry = rounded(summarise(part, method)._asdict())
             each = [rounded(summarise(p, method)._asdict()) for p in passes_of(part)]
             entry["speedup_of_each_pass"] = [of_pass["speedup"] for of_pass in each]
+            entry |= rounded({"share_repeated": share_repeated(part, method)})
             if settings.get("keep"):  # passes are no repeats of each other then
                 entry["each_pass"] = each
             summary[name][method] = entry

@@ -154,6 +154,18 @@ def summarise(results: Iterable[Result], method: str) -> Summary:
     return Summary(*(_median(values) for values in zip(*passes, strict=True)))
 
 
+def share_repeated(results: Iterable[Result], method: str) -> float | None:
+    """Return the share of sequences with the same text in all passes; None where there is one.
+
+    Passes differ in what pools hold, if those live on (`run_methods`, keep), and in timing.
+    """
+    texts = [[row for r in part for row in r.answers[method].rows] for part in passes_of(results)]
+    if len(texts) < 2:
+        return None
+    of_rows = [*zip(*texts, strict=True)]
+    return sum(all(row == of_row[0] for row in of_row) for of_row in of_rows) / len(of_rows)
+
+
 def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
     answers = [result.answers[method] for result in results]
     rows = [row for answer in answers for row in answer.rows]

@@ -29,6 +29,7 @@ from lade.bench.run import (
     Result,
     ends_in_loop,
     run_methods,
+    share_repeated,
     summarise,
     warm_up_methods,
 )
@@ -223,6 +224,27 @@ def test_settings_become_options_and_words() -> None:
 
 def tiny_loaded(seed: int = 4) -> LoadedModel:
     return LoadedModel(tiny_model("llama", seed=seed), LetterTokenizer(), "folder/tiny")
+
+
+def test_texts_that_come_again_in_every_pass_are_counted() -> None:
+    prompts = [Prompt("1", "all", "x")]
+
+    def of(num_pass: int, *rows: list[int]) -> Result:
+        answer = Answer([*rows], 1.0, 1, 1, 0)
+        return Result(prompts, num_pass, 7, {"plain": answer}, False)
+
+    results = [of(0, [1, 2]), of(0, [3], [4]), of(1, [1, 2]), of(1, [3], [5])]
+    assert share_repeated(results[:2], "plain") is None
+    assert share_repeated(results, "plain") == pytest.approx(2 / 3)
+    assert share_repeated([*results, of(2, [1]), of(2, [3], [4])], "plain") == pytest.approx(1 / 3)
+    for keep, column in ((False, ["67%"]), (True, ["", "67%"])):
+        sheet = table(results, ["plain"], Settings(4), keep=keep)
+        assert sheet.headings[-1] == "repeated"
+        assert [row[-1] for row in sheet.sections[-1]] == column
+    assert "repeated" not in table(results[:2], ["plain"], Settings(4)).headings
+    assert (
+        as_json(results, ["plain"], {})["summary"][OVERALL]["plain"]["share_repeated"] == 0.666667
+    )
 
 
 def test_batches_keep_the_order_and_are_padded_on_the_left() -> None:

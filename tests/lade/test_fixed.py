@@ -54,7 +54,7 @@ def test_our_own_attention_gives_that_text_too(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is tried first on CUDA; here in plain torch."""
-    monkeypatch.setattr(probing, "_attentions_for", lambda model, is_fixed: [TREE_ATTENTION])
+    monkeypatch.setattr(probing, "_attentions_for", lambda model, widths: [TREE_ATTENTION])
     model = tiny_model(family)
     for prompt in (ONE, THREE):
         both(model, prompt, config=FIXED, do_sample=False, **LONG)

@@ -1,0 +1,165 @@
+"""Text in half precision that does not depend on what the pool holds."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lade
+from ngram_pool import NGramPool
+from tests.lade.both import ONE, THREE
+from tests.lade.tiny import BatchDrafter, tiny_model
+
+STABLE = lade.Config(stable_text=True)
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text"]
+
+
+@pytest.fixture(autouse=True)
+def _single_thread() -> Iterator[None]:
+    """Tiny products are split among threads row by row, those of real models are not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def texts(model: Any, prompt: Tensor, config: lade.Config, **options: Any) -> list[list[Any]]:
+    """Answer with pools and drafters of all kinds: empty, knowing, wrong, none."""
+    options = {**GREEDY, "attention_mask": (prompt != 0).long(), **options}
+
+    def answer(**more: Any) -> Any:
+        torch.manual_seed(3)
+        got = lade.generate(model, prompt, **{"config": config, **options, **more})
+        return got.tolist()
+
+    pool = NGramPool()
+    found = [answer(pool=pool), answer(pool=pool), answer(pool=pool)]
+    masks = (prompt != 0).tolist()
+    known = [
+        [token for token, seen in zip(row, mask, strict=False) if seen] + row[len(mask) :]
+        for row, mask in zip(found[0], masks, strict=True)
+    ]
+    for seed, accept in enumerate((0.3, 0.6, 0.95)):
+        rng = np.random.default_rng(seed)
+        found.append(answer(drafter=_Unchecked(known, rng, accept)))
+    limited = lade.Config(stable_text=config.stable_text, max_draft_tokens=0)
+    found.append(answer(config=limited))
+    return found
+
+
+class _Unchecked(BatchDrafter):
+    """Goes on drafting where the text has left the answer that it knows."""
+
+    def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+        row = self._rows[sequence]
+        row.answer = [*committed, *row.answer[len(committed) :]]
+        return super().draft(sequence, committed, max_nodes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
+    """Random models have near-ties at every few tokens."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = tiny_model(family, dtype=dtype)
+        for prompt in (ONE, THREE, torch.arange(2, 60)[None]):
+            found = texts(model, prompt, STABLE, eos_token_id=None)
+            assert all(text == found[0] for text in found)
+
+
+def test_so_is_sampled_text() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    for prompt in (ONE, THREE):
+        found = texts(model, prompt, STABLE, do_sample=True, temperature=1.2)
+        assert all(text == found[0] for text in found)
+
+
+def test_without_it_the_text_differs() -> None:
+    """Otherwise the tests above would show nothing."""
+    num_different = 0
+    for seed in range(4):
+        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)
+        found = texts(model, ONE, lade.Config(), eos_token_id=None)
+        num_different += any(text != found[0] for text in found)
+    assert num_different > 0
+
+
+def test_in_float64_it_is_the_text_of_generate() -> None:
+    model = tiny_model("gemma3_text")
+    for prompt in (ONE, THREE):
+        options = {**GREEDY, "attention_mask": (prompt != 0).long()}
+        expected = model.generate(prompt, **options)
+        assert torch.equal(lade.generate(model, prompt, config=STABLE, **options), expected)
+
+
+def test_a_lookahead_window_makes_all_steps_wider() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    config = lade.Config(stable_text=True, lookahead=lade.Lookahead(2, 3), max_draft_tokens=6)
+    seen: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    first = lade.generate(model, ONE, config=config, pool=NGramPool(), **GREEDY)
+    seen.clear()
+    pool = NGramPool()
+    pool.observe(first[0].tolist())
+    assert torch.equal(lade.generate(model, ONE, config=config, pool=pool, **GREEDY), first)
+    assert {*seen[1:]} == {16}  # one root, six nodes and three cells: more than 8
+
+
+# --- where it cannot be had -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "call", "reason"),
+    [
+        ("qwen3_moe", {"head_dim": 8, "num_experts": 4}, {}, "experts"),
+        ("bloom", {"attention": "eager", "n_head": 4, "n_layer": 2}, {}, "forward fails"),
+        ("llama", {}, {"use_cache": False}, "use_cache=False"),
+        (
+            "llama",
+            {},
+            {"output_hidden_states": True, "return_dict_in_generate": True},
+            "hidden states were asked for",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    family: str, options: dict[str, Any], call: dict[str, Any], reason: str
+) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16, **options)
+    with pytest.raises(lade.UnsupportedOptionError, match=rf"stable_text=True.*{reason}"):
+        lade.generate(model, ONE, config=STABLE, **{**GREEDY, **call})
+
+
+def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> None:
+    """By little enough to be within what half precision may round."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+
+    def bend(module: Any, args: Any, output: Any) -> Any:
+        places = torch.arange(output.shape[1], dtype=output.dtype)[None, :, None]
+        return output + 0.01 * places * output.abs().max()
+
+    model.lm_head.register_forward_hook(bend)
+    with pytest.raises(lade.UnsupportedOptionError, match="in their last bits"):
+        lade.generate(model, ONE, config=STABLE, **GREEDY)
+    lade.generate(model, ONE, **GREEDY)  # without it, that is good enough
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"verifier": "rejection"},
+        {"target": "chain"},
+        {"execution": "eager"},
+        {"step_costs": {1: 1.0, 2: 1.1}},
+    ],
+)
+def test_settings_that_contradict_it_are_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="beside stable_text=True"):
+        lade.Config(stable_text=True, **other)
+    with pytest.raises(TypeError, match="stable_text"):
+        lade.Config(stable_text=1)  # type: ignore[arg-type]
