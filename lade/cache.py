@@ -286,10 +286,14 @@ class _Storage:
 
     def move(self, row: int, source: list[int], start: int) -> None:
         """Copy slots `source` of a row, in every layer, to those from `start` on."""
+        indices: dict[tuple[torch.device, int], Tensor] = {}
         for group in self._groups:
             first = start - group.offset
             for store in group:
-                index = integers_on(store.buffer.device, source) - group.offset
+                place = store.buffer.device, group.offset
+                if place not in indices:
+                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
+                index = indices[place]
                 mine = store.buffer[:, row]
                 mine[:, :, first : first + len(source)] = mine.index_select(2, index)
 

@@ -241,15 +241,16 @@ class Decoder:
             )
             for row in working
         }
-        # Padding that is known to come keeps step with the others and asks for no node more.
-        deepest = max(
-            (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
-            default=max_nodes,
-        )
-        for row in emitting:
-            if (padding := text.padding_of(row)) is not None:
-                length = max(0, min(self._room(row), deepest))
-                proposed[row] = chain([padding] * length)
+        if len(working) < len(emitting):
+            # Padding that is known to come keeps step with the others and asks for no node more.
+            deepest = max(
+                (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
+                default=max_nodes,
+            )
+            for row in emitting:
+                if (padding := text.padding_of(row)) is not None:
+                    length = max(0, min(self._room(row), deepest))
+                    proposed[row] = chain([padding] * length)
         return proposed
 
     def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:

@@ -415,5 +415,7 @@ class Proposer:
             impossible = np.flatnonzero((draft.depths > room) | outside.any(axis=1))
         else:
             unknown = (draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)
+            if len(draft) <= room and not unknown.any():
+                return draft
             impossible = np.flatnonzero((draft.depths > room) | unknown)
         return draft.first(int(impossible[0])) if len(impossible) else draft

@@ -23,7 +23,7 @@ from lade.internals import Model
 from lade.masks import Reach, TreeSlots
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.target import Forward, TreeTarget
-from lade.tree import Tree, TreeBatch
+from lade.tree import ROOT, Tree, TreeBatch
 from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION, Seen, with_seen
 
 # Tokens of a row in a forward; trees in between are padded. On a GPU a step costs about the same
@@ -77,6 +77,7 @@ class StaticInputs:
         self._on_host = on_host
         with torch.inference_mode(False):
             self._on_device = torch.zeros_like(on_host, device=device)
+        self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see no other
         parts = zip(
             shapes, torch.split(on_host, sizes), torch.split(self._on_device, sizes), strict=True
         )
@@ -152,10 +153,21 @@ class Workspace:
 
 
 class Shelf:
-    """Keeps the workspace of a model between calls: at most one, for one call at a time."""
+    """Keeps the workspace of a model between calls: at most one, for one call at a time.
+
+    A copy of the model begins with an empty one: recordings belong to the weights that they read.
+
+    Attributes:
+        compiled: what `torch.compile` made of the model; None until it was asked for.
+    """
 
     def __init__(self) -> None:
+        self.compiled: Any = None
         self._kept: list[tuple[Hashable, int, Workspace]] = []  # with what it fits, and its room
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle nothing."""
+        return Shelf, ()
 
     def take(self, fits: Hashable, num_slots: int) -> Workspace | None:
         """Return the workspace kept, if it fits and has room; it is the caller's then."""
@@ -174,6 +186,7 @@ class Shelf:
     def clear(self) -> None:
         """Let go of what is kept."""
         self._kept.clear()
+        self.compiled = None
 
     def __len__(self) -> int:
         """Return how many are kept."""
@@ -306,14 +319,21 @@ class FixedTarget(TreeTarget):
         shape = self._shape(len(trees), width)
         inputs = self._workspace.inputs(shape, self.device)
         host = inputs.host
-        # A padding node sees itself alone: attention over nothing is NaN.
-        host["ancestors"][:] = np.eye(width, dtype=np.int32)
         for row, tree in enumerate(trees):
             size = len(tree)
-            host["token_ids"][row, :size] = tree.token_ids
-            host["token_ids"][row, size:] = 0
-            host["depths"][row, :size] = tree.depths
-            host["depths"][row, size:] = 0
+            if size < width:
+                # A padding node sees itself alone: attention over nothing is NaN.
+                host["ancestors"][row] = inputs.alone
+                host["token_ids"][row, size:] = 0
+                host["depths"][row, size:] = 0
+            num_drafted = len(tree.draft)
+            host["token_ids"][row, 0] = tree.token_ids[ROOT]
+            host["token_ids"][row, 1 : num_drafted + 1] = tree.draft.token_ids
+            host["depths"][row, 0] = 0
+            host["depths"][row, 1 : num_drafted + 1] = tree.draft.depths
+            if num_drafted + 1 < size:  # cells beside the draft
+                host["token_ids"][row, num_drafted + 1 : size] = tree.token_ids[num_drafted + 1 :]
+                host["depths"][row, num_drafted + 1 : size] = tree.depths[num_drafted + 1 :]
             host["ancestors"][row, :size, :size] = tree.ancestors
         host["num_cached"][:] = self.num_cached
         host["first_slots"][:] = [self.cache.first_slot(each) for each in self.cache.windows]
@@ -365,14 +385,9 @@ class FixedTarget(TreeTarget):
         for window, room in rooms.items():
             needed = lengths - self.cache.first_slot(window)
             shown.append(room if shows_all else min(room, slots_for(needed)))
-        types = tuple(
-            name
-            for name in ("token_type_ids", "mm_token_type_ids")
-            if self._model_kwargs.get(name) is not None
-        )
-        axes = self._offsets.shape[:-1]
-        is_padded = self._padding is not None
-        return Shape(num_rows, width, tuple(shown), is_padded, axes, types, self._attention)
+        axes, is_padded = self._offsets.shape[:-1], self._padding is not None
+        types, attention = self._token_type_names, self._attention
+        return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
 
     def _place_rows(self) -> None:
         """Do nothing: every step tells the device where its rows are."""
@@ -384,6 +399,11 @@ class FixedTarget(TreeTarget):
         device may still be at.
         """
         self._must_show_rows = False
+        self._token_type_names = tuple(
+            name
+            for name in ("token_type_ids", "mm_token_type_ids")
+            if self._model_kwargs.get(name) is not None
+        )
         self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
         self._padding_in_front: NDArray[np.int64] | None = None
         self._last_types: NDArray[np.int64] | None = None

@@ -61,10 +61,8 @@ class Profile:
     warned: set[str] = field(default_factory=set)
     #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
     prior: list[SuccessorTable | None] = field(default_factory=list)
-    #: Memory of the last call and steps recorded on it.
+    #: Memory of the last call, steps recorded on it, and the model compiled.
     shelf: Shelf = field(default_factory=Shelf)
-    #: What `torch.compile` made of the model, in a list once it was asked for.
-    compiled: list[Any] = field(default_factory=list)
 
     def budget(self, way: Way, execution: Execution) -> Budget:
         """Return what has been learned of the costs of steps."""
@@ -270,8 +268,8 @@ def make_target(
         return FixedTarget(
             *settings,
             shelf=profile.shelf,
-            **_recording(model, chosen.execution),
-            call=_compiled(model, profile) if chosen.execution == "compiled" else None,
+            **_recording(model, chosen),
+            call=_compiled(model, profile.shelf) if chosen.execution == "compiled" else None,
             widths=chosen.widths or WIDTHS,
         )
     max_candidates = MAX_ROWS if chosen.way == "rows" else 1
@@ -284,21 +282,23 @@ def usual_execution(model: Model) -> Execution:
     return "graphs" if device_of_inputs(model).type == "cuda" else "eager"
 
 
-def _recording(model: Model, execution: Execution) -> dict[str, Any]:
+def _recording(model: Model, chosen: ChosenWay) -> dict[str, Any]:
     """Return what a target takes to record a model's steps, or why it does not."""
-    recorder = recorder_of(device_of_inputs(model)) if execution != "fixed" else None
+    recorder = recorder_of(device_of_inputs(model)) if chosen.execution != "fixed" else None
     if recorder is None:
         return {}
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
-    return {"new_graphs": partial(Graphs, recorder, _limit(model))}
+    # Where the text must not depend on drafts, it must not on what is recorded yet, either.
+    limit = 0.0 if _is_single(chosen.widths) else _limit(model)
+    return {"new_graphs": partial(Graphs, recorder, limit)}
 
 
-def _compiled(model: Model, profile: Profile) -> Any:
-    if not profile.compiled:
-        profile.compiled.append(torch.compile(model))
-    return profile.compiled[0]
+def _compiled(model: Model, shelf: Shelf) -> Any:
+    if shelf.compiled is None:
+        shelf.compiled = torch.compile(model)
+    return shelf.compiled
 
 
 def release(model: Model) -> None:
@@ -311,7 +311,6 @@ def release(model: Model) -> None:
     known: Profile | None = getattr(without_compiler(model), "_lade_profile", None)
     if known is not None:
         known.shelf.clear()
-        known.compiled.clear()
 
 
 # --- the self-check -------------------------------------------------------------------------

@@ -45,19 +45,17 @@ class Tree:
     @classmethod
     def build(cls, root_token_id: int, draft: Draft) -> "Tree":
         """Lay a draft under its root."""
-        num_nodes = len(draft) + 1
         parents = (draft.parents + 1).tolist()
         token_ids = draft.token_ids.tolist()
-        ancestors = np.zeros((num_nodes, num_nodes), np.bool_)
-        ancestors[ROOT, ROOT] = True
-        depths = [0]
-        children = {}
-        for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True), start=1):
-            ancestors[node] = ancestors[parent]
-            ancestors[node, node] = True
-            depths.append(depths[parent] + 1)
-            children[parent, token_id] = node
-        return cls([root_token_id, *token_ids], depths, ancestors, children, draft)
+        # A bit for each node seen: at 64 nodes, half the time of rows of an array.
+        seen = [1 << ROOT]
+        for node, parent in enumerate(parents, start=1):
+            seen.append(seen[parent] | 1 << node)
+        children = {
+            place: node for node, place in enumerate(zip(parents, token_ids, strict=True), start=1)
+        }
+        depths = [0, *draft.depths.tolist()]
+        return cls([root_token_id, *token_ids], depths, _unpacked(seen), children, draft)
 
     def beside(self, cells: Cells) -> "Tree":
         """Return the tree with cells behind its nodes; no walk down the tree comes to them."""
@@ -69,6 +67,15 @@ class Tree:
         token_ids = [*self.token_ids, *cells.token_ids]
         depths = [*self.depths, *cells.depths]
         return Tree(token_ids, depths, ancestors, self.children, self.draft)
+
+
+def _unpacked(seen: Sequence[int]) -> NDArray[np.bool_]:
+    """Return sets of nodes, a bit for each, as a matrix [num_nodes, num_nodes]."""
+    num_nodes = len(seen)
+    num_bytes = -(-num_nodes // 8)
+    rows = b"".join([of_node.to_bytes(num_bytes, "little") for of_node in seen])
+    packed = np.frombuffer(rows, np.uint8).reshape(num_nodes, num_bytes)
+    return np.unpackbits(packed, axis=1, count=num_nodes, bitorder="little").view(np.bool_)
 
 
 class TreeBatch(NamedTuple):

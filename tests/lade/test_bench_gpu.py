@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import lade
 from lade.bench.gpu.acceptance import RECORDED, counts_at, recorded_in
 from lade.bench.gpu.drafter import ReplayedDrafter
+from lade.bench.gpu.host import measure_host
 from lade.bench.gpu.real import measure_real
 from lade.bench.gpu.run import Plan, run_stages
 from lade.bench.gpu.shapes import SHAPES, KnownModel, Shape, make_model, random_prompt
@@ -57,6 +58,12 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(app, command, catch_exceptions=False, env={"COLUMNS": "150"})
 
 
+@pytest.fixture(autouse=True)
+def _short_texts_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.bench.gpu.host._NUM_NEW", 60)
+    monkeypatch.setattr("lade.bench.gpu.host._NUM_HELD", 20_000)
+
+
 def run_tiny(*args: str) -> Any:
     return run("--device", "cpu", "--shapes", "tiny", *args)
 
@@ -67,6 +74,25 @@ def stage_for(name: str, ends_at: float = float("inf")) -> Stage:
 
 def stages_in(path: Path) -> dict[str, dict[str, Any]]:
     return {stage["stage"]: stage for stage in json.loads(path.read_text())["stages"]}
+
+
+# --- the host ---------------------------------------------------------------------------------
+
+
+def test_the_host_drafts_accepts_and_puts_off_with_a_model_that_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lade.bench.gpu.host._NUM_NODES", (4, 64))
+    stage = stage_for("host")
+    measure_host(CPU, stage)
+    few, many = stage.rows
+    assert (few["num_nodes"], many["num_nodes"]) == (4, 64)
+    assert few["nodes_per_step"] <= 3
+    assert 30 < many["nodes_per_step"] <= 63
+    assert 1.5 < few["mean_accepted_tokens"] < many["mean_accepted_tokens"]
+    for row in stage.rows:
+        assert 0 < row["put_off_sec"] < 0.1
+        assert 0 < row["waited_for_sec"] < 0.1
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -249,9 +275,9 @@ def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
     assert content["settings"]["mat"] == 2.5
     assert content["environment"]["torch"] == torch.__version__
     names = [stage["stage"] for stage in content["stages"]]
-    assert names == ["bandwidth", "model", "steps", "speed", "real"]
+    assert names == ["bandwidth", "host", "model", "steps", "speed", "real"]
     assert all(stage["failure"] is None for stage in content["stages"])
-    bandwidth, model, steps, speed, real = content["stages"]
+    bandwidth, _, model, steps, speed, real = content["stages"]
     (copied,) = bandwidth["rows"]
     assert copied["bytes_per_sec"] == pytest.approx(
         2 * copied["copied_bytes"] / copied["sec"], 1e-4
@@ -335,7 +361,7 @@ def test_a_stage_that_fails_loses_nothing_and_stops_no_other(
     with pytest.raises(LadeError, match="1 failed: speed tiny: RuntimeError: broken"):
         run_tiny("--json", str(path))
     stages = stages_in(path)
-    assert list(stages) == ["bandwidth", "model", "steps", "speed", "real"]
+    assert list(stages) == ["bandwidth", "host", "model", "steps", "speed", "real"]
     assert stages["speed"]["failure"] == "RuntimeError: broken"
     assert stages["real"]["rows"]
     assert "Traceback" not in path.read_text()
@@ -354,7 +380,7 @@ def test_an_interruption_keeps_what_was_measured(
     monkeypatch.setattr("lade.bench.gpu.run.measure_speed", interrupt)
     assert run_tiny("--json", str(path)).exit_code != 0
     stages = stages_in(path)
-    assert list(stages) == ["bandwidth", "model", "steps", "speed"]
+    assert list(stages) == ["bandwidth", "host", "model", "steps", "speed"]
     assert len(stages["steps"]["rows"]) == 16
     assert stages["speed"]["rows"]  # as far as it came
     assert json.loads(path.read_text())["settings"]["complete"] is False
@@ -443,7 +469,7 @@ def test_a_model_is_gone_before_the_next_one_is_made(monkeypatch: pytest.MonkeyP
     stages: list[Stage] = []
     done = [stage.title for stage in run_stages(plan, stages, lambda what: None)]
     assert done == [stage.title for stage in stages]
-    assert done[1:] == [
+    assert done[2:] == [
         *("model tiny", "steps tiny", "speed tiny"),
         *("model again", "steps again", "speed again"),
         "real",

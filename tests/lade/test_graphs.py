@@ -287,6 +287,14 @@ def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder
     assert calls == [False, False, False, True]  # once eagerly; then eagerly and to be recorded
 
 
+def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    config = lade.Config(execution="graphs", stable_text=True)
+    lade.generate(model, ONE, config=config, **GREEDY)
+    assert recorder.num_replayed > 0
+    assert graphs_of(model)._limit == 0.0
+
+
 def test_only_cuda_devices_record() -> None:
     assert recorder_of(torch.device("cpu")) is None
 

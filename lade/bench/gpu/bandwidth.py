@@ -1,6 +1,6 @@
 """How fast the device copies its own memory: the measure of all steps.
 
-Next file: `steps.py`.
+Next file: `host.py`.
 """
 
 from statistics import median

@@ -59,6 +59,7 @@ def _ratio(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 _TITLES = {
     "bandwidth": "Copy bandwidth",
+    "host": "Host between two forwards, with a model that costs nothing",
     "model": "Random weights",
     "steps": "Steps",
     "speed": "Whole answers, drafts replayed",
@@ -72,6 +73,16 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("what", lambda row: "read and written"),
             ("GB copied", _number("copied_bytes", 3, 1e-9)),
             ("GB/s", _number("bytes_per_sec", 1, 1e-9)),
+        ),
+    ),
+    "host": (
+        1,
+        (
+            ("nodes", _word("num_nodes")),
+            ("nodes/step", _number("nodes_per_step", 1)),
+            ("MAT", _number("mean_accepted_tokens")),
+            ("device waits, µs/step", _number("waited_for_sec", 0, 1e6)),
+            ("put off, µs/step", _number("put_off_sec", 0, 1e6)),
         ),
     ),
     "model": (

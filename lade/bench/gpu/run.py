@@ -12,6 +12,7 @@ import torch
 
 from lade.bench.gpu.acceptance import counts_at
 from lade.bench.gpu.bandwidth import measure_bandwidth
+from lade.bench.gpu.host import measure_host
 from lade.bench.gpu.real import measure_real
 from lade.bench.gpu.shapes import DTYPE, KnownModel, Shape, make_model
 from lade.bench.gpu.speed import measure_speed
@@ -22,7 +23,7 @@ from lade.models import LoadedModel
 from lade.probing import probe
 
 # Of the whole time; compiling and eager decoding take most. What a stage leaves is for the others.
-_WEIGHTS = {"bandwidth": 1, "model": 1, "steps": 3, "speed": 6, "real": 3}
+_WEIGHTS = {"bandwidth": 1, "host": 1, "model": 1, "steps": 3, "speed": 6, "real": 3}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def run_stages(plan: Plan, stages: list[Stage], say: Callable[[str], None]) -> I
     bandwidth = begin("bandwidth")
     yield bandwidth.run(lambda stage: measure_bandwidth(plan.device, stage))
     bytes_per_sec = next((row["bytes_per_sec"] for row in bandwidth.rows), None)
+    yield begin("host").run(lambda stage: measure_host(plan.device, stage))
     for shape in plan.shapes:
         yield from _stages_of(plan, shape, bytes_per_sec, begin)
         _free()
@@ -143,6 +145,11 @@ class _Clock:
     def end_of(self, name: str) -> float:
         """Return when the stage that begins now has to end, by `perf_counter`."""
         per_shape = sum(_WEIGHTS[name] for name in ("model", "steps", "speed"))
-        whole = _WEIGHTS["bandwidth"] + per_shape * len(self.plan.shapes) + _WEIGHTS["real"]
+        whole = (
+            _WEIGHTS["bandwidth"]
+            + _WEIGHTS["host"]
+            + per_shape * len(self.plan.shapes)
+            + _WEIGHTS["real"]
+        )
         self._num_parts += _WEIGHTS[name]
         return self._start + 60 * self.plan.minutes * self._num_parts / whole

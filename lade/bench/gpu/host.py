@@ -1,0 +1,156 @@
+"""How long the host keeps the device waiting between two forwards, with a model that costs nothing.
+
+All that lade does in a step is done: a pool drafts, steps have fixed shapes, the tokens chosen come
+back, pool and budget learn. Only the forward is looked up in a table. Next file: `steps.py`.
+"""
+
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+from lade.bench.gpu.shapes import SHAPES, make_model
+from lade.bench.gpu.stage import Stage
+from lade.budget import FixedBudget
+from lade.choose import GreedyChoice
+from lade.decoding import Decoder, Rules
+from lade.drafting import PoolDrafter, Proposer
+from lade.fixed import FixedTarget, Shelf
+from lade.internals import Model
+from lade.outputs import Outputs
+from lade.rules import tree_layout
+from lade.stopping import StopRule
+from lade.text import Text
+from ngram_pool import NGramPool
+
+_NUM_NODES = (8, 16, 32, 64)
+_VOCAB_SIZE = 2048
+_SHARES = (0.55, 0.2, 0.15, 0.1)  # of the tokens that may follow each token
+_NUM_HELD = 60_000  # tokens in the pool
+_NUM_PROMPT = 500
+_NUM_NEW = 600
+_NUM_REPEATS = 5  # the first of which compiles, and is not counted
+
+
+def measure_host(device: torch.device, stage: Stage) -> None:
+    """Time what lies between two forwards, by nodes in a tree; medians of repeats.
+
+    Args:
+        device: what is sent and waited for goes to and comes from it.
+        stage: gets a row for each size.
+    """
+    config = {**SHAPES["tiny"].config, "vocab_size": _VOCAB_SIZE}
+    config["max_position_embeddings"] = 131_072
+    model = make_model(replace(SHAPES["tiny"], config=config), device).model
+    language = _Language(device)
+    for num_nodes in _NUM_NODES:
+        if stage.may_begin(f"{num_nodes} nodes"):
+            held = language.text(_NUM_HELD, seed=0)
+            pool = NGramPool()
+            pool.observe(held)
+            runs = [
+                _run(model, language, pool, held[start : start + _NUM_PROMPT], num_nodes)
+                for start in range(0, _NUM_REPEATS * _NUM_PROMPT, _NUM_PROMPT)
+            ][1:]
+            stage.rows.append(
+                {
+                    "num_nodes": num_nodes,
+                    "num_repeats": len(runs),
+                    "nodes_per_step": median(run.nodes_per_step for run in runs),
+                    "mean_accepted_tokens": median(run.mat for run in runs),
+                    "waited_for_sec": median(run.waited_for_sec for run in runs),
+                    "put_off_sec": median(run.put_off_sec for run in runs),
+                }
+            )
+
+
+class _Language:
+    """A table of which token follows, by token and position; part of it can be foreseen."""
+
+    def __init__(self, device: torch.device) -> None:
+        rng = np.random.default_rng(0)
+        tables = [rng.permutation(_VOCAB_SIZE) for _ in _SHARES]
+        self._successors: NDArray[np.int64] = np.stack(tables)
+        self._which: NDArray[np.int64] = rng.choice(len(_SHARES), 9973, p=_SHARES)
+        self._on_device = torch.from_numpy(self._successors).to(device)
+        self._which_on_device = torch.from_numpy(self._which).to(device)
+
+    def text(self, num_tokens: int, seed: int) -> list[int]:
+        """Return a text drawn at random."""
+        rng = np.random.default_rng(seed)
+        token_ids = [int(rng.integers(_VOCAB_SIZE))]
+        for which in rng.choice(len(_SHARES), num_tokens - 1, p=_SHARES).tolist():
+            token_ids.append(int(self._successors[which, token_ids[-1]]))
+        return token_ids
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> "_Answer":
+        """Look the next token up, as a model's forward would find it."""
+        which = self._which_on_device[(position_ids * 7919 + input_ids) % len(self._which)]
+        logits = torch.zeros((*input_ids.shape, _VOCAB_SIZE), device=input_ids.device)
+        return _Answer(logits.scatter_(2, self._on_device[which, input_ids][..., None], 5.0))
+
+
+class _Answer(NamedTuple):
+    logits: Tensor
+
+
+class _Run(NamedTuple):
+    nodes_per_step: float
+    mat: float
+    waited_for_sec: float  # of a step: what is done before the next forward is launched
+    put_off_sec: float  # of a step: what is done while the device is at it
+
+
+class _TimedDecoder(Decoder):
+    """Times what it puts off."""
+
+    put_off_sec = 0.0
+
+    def _do_put_off(self) -> None:
+        start = perf_counter()
+        super()._do_put_off()
+        self.put_off_sec += perf_counter() - start
+
+
+@torch.no_grad()
+def _run(
+    model: Model, language: _Language, pool: NGramPool, prompt: list[int], num_nodes: int
+) -> _Run:
+    """Decode with everything but a model."""
+    input_ids = torch.tensor([prompt], device=model.device)
+    target = FixedTarget(
+        *(model, input_ids, {"use_cache": True}, tree_layout(model), _NUM_NEW),
+        shelf=Shelf(),
+        call=language,
+    )
+    text, outputs = Text(input_ids, None), Outputs(1, [])
+    max_length = len(prompt) + _NUM_NEW
+    stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]), 1)
+    stop.watch(text, outputs)
+    drafter = PoolDrafter(pool)
+    decoder = _TimedDecoder(
+        text,
+        [[*prompt]],
+        target,
+        Proposer(drafter, _VOCAB_SIZE),
+        GreedyChoice(drafter.num_successors),
+        FixedBudget(num_nodes - 1),
+        Rules(max_length=max_length, stop=stop),
+        lambda steps: None,
+        outputs,
+        overlaps=True,
+    )
+    stats = decoder.run()
+    waited_for = stats.draft_sec + stats.verify_sec + stats.commit_sec
+    return _Run(
+        stats.nodes_per_step,
+        stats.mean_accepted_tokens,
+        waited_for / stats.num_steps,
+        decoder.put_off_sec / stats.num_steps,
+    )
