@@ -377,7 +377,12 @@ class FixedTarget(TreeTarget):
 
     def _shape(self, num_rows: int, width: int) -> Shape:
         """Make room for a step and return its shape."""
-        rooms = self.cache.reserve(width)
+        try:
+            rooms = self.cache.reserve(width)
+        except torch.OutOfMemoryError:
+            self._workspace.forget_recordings()  # what they held may be what is missing
+            torch.cuda.empty_cache()  # does nothing where there is none
+            rooms = self.cache.reserve(width)
         lengths = max(self.num_cached) + width
         # Our own attention on a GPU looks at no more keys than there are, however many are shown.
         shows_all = self._attention == TREE_ATTENTION and self.device.type == "cuda"
@@ -418,7 +423,7 @@ class FixedTarget(TreeTarget):
     def _run(self, step: _Step, is_recorded: bool) -> Tensor:
         """Make positions and masks, and run the model."""
         device = {name: part.long() for name, part in step.inputs.device.items()}
-        num_cached, depths = device["num_cached"], device["depths"]
+        num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
         slots = {
             window: FixedSlots(nodes - device["first_slots"][index], num_shown)
@@ -427,6 +432,13 @@ class FixedTarget(TreeTarget):
             )
         }
         self.cache.fix(slots, num_cached.max() if is_recorded else None)
+        try:
+            return self._logits(step, device)
+        finally:
+            self.cache.fix(slots)  # the host knows the length again
+
+    def _logits(self, step: _Step, device: dict[str, Tensor]) -> Tensor:
+        num_cached, depths = device["num_cached"], device["depths"]
         trees = TreeBatch(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
         types = {
@@ -448,7 +460,6 @@ class FixedTarget(TreeTarget):
             return_dict=True,
             **types,
         ).logits
-        self.cache.fix(slots)
         return logits
 
     def _mask_of(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lade.internals import Model, runs_experts_eagerly
+from lade.internals import Model, has_adapters, has_hook, runs_experts_eagerly
 from lade.rules import rope_of
 
 
@@ -179,10 +179,10 @@ def why_not_recorded(model: Model) -> str | None:
     devices = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1 or devices & {"cpu", "disk"}:
         return "its layers are on several devices"
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+    if has_adapters(model):
         return "it has adapters, which can be switched without a trace"
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        if has_hook(module):
             return f"{name or 'the model'} has a hook, which a recording would not call"
     return None
 

@@ -314,7 +314,8 @@ def decode(
         cache = target.hand_over(cache)
     target.release()
     if execution != "eager":
-        _warn_of_eager_steps(model, way, target)
+        is_asked = config is not None and config.execution is not None
+        _warn_of_eager_steps(model, way, target, is_asked)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return GenerateOutput(
@@ -400,9 +401,14 @@ def _wished_execution(model: Model, config: Config | None) -> Execution:
     return asked or usual
 
 
-def _warn_of_eager_steps(model: Model, way: ChosenWay, target: Target) -> None:
-    """Say why steps were not executed as wished for; the text is not affected."""
+def _warn_of_eager_steps(model: Model, way: ChosenWay, target: Target, is_asked: bool) -> None:
+    """Say why steps were not executed as wished for; the text is not affected.
+
+    Other ways than trees know no shapes, which is worth a word only to those who asked for some.
+    """
     what, reason = "of fixed shape", way.why_eager
+    if way.way != "tree" and is_asked:
+        reason = f"it verifies drafts by {way.way!r}"
     if isinstance(target, FixedTarget):
         what, reason = "recorded", target.why_not_recorded
     if reason is not None:

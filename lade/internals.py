@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -107,6 +107,17 @@ def runs_experts_eagerly(model: Model) -> bool:
     if can_choose is None or not can_choose():
         return False
     return "eager" in model.get_experts_implementation().values()
+
+
+def has_adapters(model: Model) -> bool:
+    """Tell whether a model has adapters of PEFT, its own or those around it."""
+    return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+
+
+def has_hook(module: nn.Module) -> bool:
+    """Tell whether something is called with each forward of a module, by torch or by accelerate."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return any(hooks) or hasattr(module, "_hf_hook")
 
 
 def without_compiler(model: Model) -> Model:

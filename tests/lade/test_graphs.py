@@ -1,5 +1,6 @@
 """Recorded steps: on a CPU, a recorder that replays operations stands in for CUDA graphs."""
 
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +258,28 @@ def test_without_memory_for_a_recording_steps_are_run_eagerly(recorder: CpuRecor
     lade.release(model)  # and after that, it is tried again
     assert torch.equal(generate(model), expected)
     assert len(graphs_of(model)) > 0
+
+
+def test_recordings_go_where_keys_and_values_need_their_memory(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 420}
+    expected = model.generate(ONE, **options)
+    real, refused = torch.Tensor.new_zeros, []
+
+    def new_zeros(self: Tensor, shape: Any, **more: Any) -> Tensor:
+        held = [each for each in gc.get_objects() if type(each) is Graphs and len(each)]
+        if len(shape) == 5 and shape[3] > 256 and held:
+            refused.append(shape[3])
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, shape, **more)
+
+    lade.generate(model, ONE, config=UNDRAFTED, **GREEDY)  # the check and a first recording
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    assert torch.equal(lade.generate(model, ONE, config=UNDRAFTED, **options), expected)
+    assert refused
 
 
 def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> None:
