@@ -11,6 +11,7 @@ What a model's own cache is made of, and how it goes back to an earlier state, i
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -140,7 +141,9 @@ class _Store:
         if stop <= num_slots:
             return
         roomy = num_slots + max(_FIRST_NUM_SLOTS, num_slots // _GROWTH)
-        larger = self._allocated(self.whole, stop, max(stop, min(roomy, self._max_slots)))
+        if stop <= self._max_slots:  # else more came than was planned, and more may come
+            roomy = min(roomy, self._max_slots)
+        larger = self._allocated(self.whole, stop, max(stop, roomy))
         larger[:, :, :, :num_slots] = self.whole
         self.whole = larger
         self.use(self.buffer.shape[1])
@@ -556,6 +559,12 @@ class TreeCache(Cache):  # type: ignore[misc]
     def device(self) -> torch.device | None:
         """Where the memory lies; None before the first forward."""
         return next((store.whole.device for store in self._storage), None)
+
+    @property
+    def room(self) -> int:
+        """Slots that all layers without a window have memory for; others need no more."""
+        stores = self._groups.get(None, ())
+        return min((store.whole.shape[3] for store in stores), default=sys.maxsize)
 
     @property
     def num_bytes(self) -> int:

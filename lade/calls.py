@@ -101,7 +101,8 @@ def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
             return f"{name.replace('_', ' ')} were asked for"
     if mesh_of(model) is not None:
         return "several processes run it together"
-    if len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1:
+    places = (getattr(model, "hf_device_map", None) or {}).values()
+    if len({str(place).removeprefix("cuda:") for place in places}) > 1:
         return "its layers are on several devices"
     return None
 

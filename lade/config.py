@@ -83,8 +83,9 @@ class Config:
     #: How forwards that verify trees are executed. "eager": each as large as it has to be. "fixed":
     #: padded to a few shapes, on memory that is kept with the model between calls (`lade.release`).
     #: "graphs": those recorded as CUDA graphs and replayed, where the model allows it. "compiled":
-    #: the same, of what `torch.compile` makes of the model, which takes minutes at the first calls;
-    #: on other devices without graphs. None is "graphs" on CUDA and "eager" elsewhere.
+    #: the same, of what `torch.compile` makes of the model, which takes minutes at the first calls
+    #: and is not checked as the model itself is; on other devices without graphs. None is "graphs"
+    #: on CUDA and "eager" elsewhere.
     execution: Execution | None = None
     #: Whether in half precision, too, a prompt gets the same text whatever the pool holds: all
     #: steps are of one width (8 tokens, on CUDA 32, more if `max_draft_tokens` says so) and
@@ -141,7 +142,7 @@ class Config:
         for name, allowed in (
             ("verifier", ("exact",)),
             ("target", (None, "tree")),
-            ("execution", (None, "fixed", "graphs", "compiled")),
+            ("execution", (None, "fixed", "graphs")),
             ("step_costs", (None,)),
         ):
             if getattr(self, name) not in allowed:

@@ -192,7 +192,9 @@ class Decoder:
                 self.stats.count_row_step(step)
             width = self._target.width_of(max(map(len, whole)))
             num_rows = len(trees)  # more than are left now, where one has finished
-            sec = forward.sec if self._target.is_typical else None
+            # While the cache is filled nobody waits for the device.
+            is_timed = self._target.is_typical and not (self._is_filling and self._overlaps)
+            sec = forward.sec if is_timed else None
             num_run = width - 1 + num_pending
             self._later(partial(self._learn_costs, steps, proposed, num_rows, num_run, sec))
         self._later(partial(self._on_step, steps))

@@ -66,6 +66,8 @@ class HarvestingDrafter(Drafter, Protocol):
     ) -> None:
         """Learn of nodes that were run; called before what they led to is observed.
 
+        Or, where a device is waited for, after that, while it is at the next forward.
+
         Args:
             sequence: whose.
             committed: the text up to and including the first node; not to be kept.

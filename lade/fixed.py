@@ -24,181 +24,28 @@ from lade.masks import Reach, TreeSlots
 from lade.rules import MAX_OVERHANG, TreeLayout
 from lade.target import Forward, TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
-from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION, Seen, with_seen
+from lade.tree_attention import (
+    STABLE_ATTENTION,
+    TREE_ATTENTION,
+    Seen,
+    runs_in_triton,
+    with_seen,
+)
+from lade.workspace import Fit, Shape, Shelf, StaticInputs, Workspace, slots_for
 
 # Tokens of a row in a forward; trees in between are padded. On a GPU a step costs about the same
 # up to 16 or 32 tokens, and each width is a recording of its own.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-_LEAST_SLOTS = 256
 # New tokens that memory is taken for at first, however many may come; then it grows, and what was
 # recorded is recorded anew.
 _FIRST_NEW = 2048
 
-# A larger workspace is not kept between calls: so much of a CUDA device's memory, or of another's.
-_MOST_KEPT_SHARE = 1 / 8
-_MOST_KEPT_BYTES = 2**30
 
-
-def slots_for(num_slots: int) -> int:
-    """Return the next of the sizes that attention runs over: at most a quarter more."""
-    step = 1 << max(0, num_slots.bit_length() - 3)
-    return max(_LEAST_SLOTS, -(-num_slots // step) * step)
-
-
-class Shape(NamedTuple):
-    """All that decides what a step tells the device, but for what its inputs hold."""
-
-    rows: int
-    width: int
-    num_shown: tuple[int, ...]  # slots of the layers with each window
-    is_padded: bool
-    position_axes: tuple[int, ...]
-    token_types: tuple[str, ...]
-    attention: str | None
-
-
-class StaticInputs:
-    """What a step tells the device about its trees: one copy, to an address that never changes."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        rows, width = shape.rows, shape.width
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (rows, width),
-            "depths": (rows, width),
-            "ancestors": (rows, width, width),
-            "num_cached": (rows,),
-            "first_slots": (len(shape.num_shown),),
-            "position_offsets": (*shape.position_axes, rows),
-            "num_padding": (rows,),
-            "token_types": (rows,),
-        }
-        sizes = [int(np.prod(size)) for size in shapes.values()]
-        on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._on_host = on_host
-        with torch.inference_mode(False):
-            self._on_device = torch.zeros_like(on_host, device=device)
-        self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see no other
-        parts = zip(
-            shapes, torch.split(on_host, sizes), torch.split(self._on_device, sizes), strict=True
-        )
-        self.host: dict[str, NDArray[np.int32]] = {}
-        self.device: dict[str, Tensor] = {}
-        for name, mine, theirs in parts:
-            self.host[name] = mine.numpy().reshape(shapes[name])
-            self.device[name] = theirs.view(shapes[name])
-
-    def send(self) -> None:
-        """Copy all to the device; the host does not wait."""
-        self._on_device.copy_(self._on_host, non_blocking=True)
-
-
-class Workspace:
-    """What outlives a call: memory for keys and values, and the steps recorded on it.
-
-    Attributes:
-        cache: of as many rows as its first call had.
-        graphs: the recorded steps; None where nothing is recorded.
-        surroundings: what recordings depend on besides.
-    """
-
-    def __init__(self, num_rows: int, cache: TreeCache) -> None:
-        self._num_rows = num_rows
-        self.cache = cache
-        self.graphs: Graphs | None = None
-        self.surroundings: tuple[Hashable, ...] = ()
-        self._inputs: dict[tuple[Any, ...], StaticInputs] = {}
-        self._visible: Tensor | None = None
-        self._addresses: tuple[int, ...] = ()
-
-    def inputs(self, shape: Shape, device: torch.device) -> StaticInputs:
-        """Return the buffers of a shape."""
-        key = (shape.rows, shape.width, shape.position_axes)
-        if key not in self._inputs:
-            self._inputs[key] = StaticInputs(shape, device)
-        return self._inputs[key]
-
-    def show(self, padding: Tensor) -> None:
-        """Tell which slots of the prompts are not padding, bool [rows, num_slots]."""
-        rows, num_slots = padding.shape
-        known = self._visible
-        if known is None or known.shape[0] < rows or known.shape[1] <= num_slots:
-            with torch.inference_mode(False):
-                known = padding.new_empty((self._num_rows, slots_for(num_slots + 1)))
-            self._visible = known
-            self.forget_recordings()
-        known.fill_(True)
-        known[:rows, :num_slots] = padding
-
-    def visible(self, rows: int, slots: Tensor) -> Tensor:
-        """Return which slots are not padding, bool [rows, num_slots].
-
-        Args:
-            rows: how many there are now.
-            slots: int64 [num_slots]; beyond the prompt there is no padding.
-        """
-        assert self._visible is not None
-        return self._visible[:rows, slots.clamp(max=self._visible.shape[1] - 1)]
-
-    def notice_moves(self) -> None:
-        """Drop what was recorded where keys and values have moved since."""
-        addresses = self.cache.addresses
-        if addresses != self._addresses:
-            self._addresses = addresses
-            self.forget_recordings()
-
-    def forget_recordings(self) -> None:
-        """Drop what was recorded."""
-        if self.graphs is not None:
-            self.graphs.forget()
-
-
-class Shelf:
-    """Keeps the workspace of a model between calls: at most one, for one call at a time.
-
-    A copy of the model begins with an empty one: recordings belong to the weights that they read.
-
-    Attributes:
-        compiled: what `torch.compile` made of the model; None until it was asked for.
-    """
-
-    def __init__(self) -> None:
-        self.compiled: Any = None
-        self._kept: list[tuple[Hashable, int, Workspace]] = []  # with what it fits, and its room
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle nothing."""
-        return Shelf, ()
-
-    def take(self, fits: Hashable, num_slots: int) -> Workspace | None:
-        """Return the workspace kept, if it fits and has room; it is the caller's then."""
-        try:
-            kept = self._kept.pop()
-        except IndexError:
-            return None
-        return kept[2] if kept[0] == fits and kept[1] >= num_slots else None
-
-    def put_back(self, fits: Hashable, num_slots: int, workspace: Workspace) -> None:
-        """Keep a workspace for the next call."""
-        if not self._kept and workspace.cache.num_bytes <= _most_kept(workspace.cache):
-            workspace.cache.reset()
-            self._kept.append((fits, num_slots, workspace))
-
-    def clear(self) -> None:
-        """Let go of what is kept."""
-        self._kept.clear()
-        self.compiled = None
-
-    def __len__(self) -> int:
-        """Return how many are kept."""
-        return len(self._kept)
-
-
-def _most_kept(cache: TreeCache) -> int:
-    """Return how many bytes may be kept where a cache lies."""
-    device = cache.device
-    if device is None or device.type != "cuda":
-        return _MOST_KEPT_BYTES
-    return int(_MOST_KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+def _surroundings_of_cache(device: torch.device) -> tuple[Hashable, ...]:
+    """Return what decides the dtype of keys and values, and the order in which memory is used."""
+    kind = device.type
+    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), stream
 
 
 class _Step(NamedTuple):
@@ -224,6 +71,7 @@ class FixedTarget(TreeTarget):
         new_graphs: makes what records steps; None to run all of them eagerly.
         why_not_recorded: the reason for that, where they were to be recorded.
         call: runs the model; the model itself, or what `torch.compile` made of it.
+        variant: what tells recordings of one kind from those of others.
         widths: to pad trees to; multiples of the last one beyond it.
     """
 
@@ -241,9 +89,11 @@ class FixedTarget(TreeTarget):
         new_graphs: Callable[[], Graphs] | None = None,
         why_not_recorded: str | None = None,
         call: Any = None,
+        variant: Hashable = None,
         widths: Sequence[int] = WIDTHS,
     ) -> None:
         self._shelf = shelf
+        self._variant = variant
         self._new_graphs = new_graphs
         self._why_not_recorded = why_not_recorded
         self._call = model if call is None else call
@@ -260,6 +110,8 @@ class FixedTarget(TreeTarget):
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
         self._must_show_rows = True
+        # Our own attention on a GPU looks at no more keys than there are, however many are shown.
+        self._shows_all = attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
         self._reach_windows = {
             reach: reach.num_slots if reach.num_slots in self.cache.windows else None
             for reach in {*self._reaches.values()}
@@ -267,18 +119,18 @@ class FixedTarget(TreeTarget):
         graphs = self._workspace.graphs
         surroundings = () if graphs is None else surroundings_of(model)
         if surroundings != self._workspace.surroundings:
-            self._workspace.forget_recordings()
             self._workspace.surroundings = surroundings
+            if self._new_graphs is not None:  # what failed before may do now, too
+                self._workspace.graphs = self._new_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         num_rows = self._input_ids.shape[0]
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        self._fits = (num_rows, *kinds)
-        self._room = room
-        kept = self._shelf.take(self._fits, room)
+        fit = Fit(num_rows, (*kinds,), _surroundings_of_cache(self.device), self._variant)
+        kept = self._shelf.take(fit, room)
         if kept is None:
             cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
-            kept = Workspace(num_rows, cache)
+            kept = Workspace(fit, cache)
         # The model may have got, or lost, what keeps it from being recorded.
         if self._new_graphs is None:
             kept.graphs = None
@@ -318,7 +170,7 @@ class FixedTarget(TreeTarget):
         width = self.width_of(max(map(len, trees)))
         shape = self._shape(len(trees), width)
         inputs = self._workspace.inputs(shape, self.device)
-        host = inputs.host
+        host = inputs.host  # which waits until the step before has been told
         for row, tree in enumerate(trees):
             size = len(tree)
             if size < width:
@@ -371,7 +223,7 @@ class FixedTarget(TreeTarget):
 
     def release(self) -> None:
         """Keep the memory for the next call."""
-        self._shelf.put_back(self._fits, self._room, self._workspace)
+        self._shelf.put_back(self._workspace)
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -384,12 +236,10 @@ class FixedTarget(TreeTarget):
             torch.cuda.empty_cache()  # does nothing where there is none
             rooms = self.cache.reserve(width)
         lengths = max(self.num_cached) + width
-        # Our own attention on a GPU looks at no more keys than there are, however many are shown.
-        shows_all = self._attention == TREE_ATTENTION and self.device.type == "cuda"
         shown = []
         for window, room in rooms.items():
             needed = lengths - self.cache.first_slot(window)
-            shown.append(room if shows_all else min(room, slots_for(needed)))
+            shown.append(room if self._shows_all else min(room, slots_for(needed)))
         axes, is_padded = self._offsets.shape[:-1], self._padding is not None
         types, attention = self._token_type_names, self._attention
         return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)

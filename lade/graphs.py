@@ -1,14 +1,16 @@
 """Forwards recorded once and replayed: CUDA graphs, one for each shape of a step.
 
 A step of a large model on a GPU waits for Python and for kernel launches longer than for memory; a
-replay is a single launch. Next file: `fixed.py`.
+replay is a single launch. Next file: `workspace.py`.
 """
 
 from collections.abc import Callable, Hashable
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lade.internals import Model, has_adapters, has_hook, runs_experts_eagerly
 from lade.rules import rope_of
@@ -26,6 +28,7 @@ _USES_BEFORE = 1
 # Of the device's memory, for all recordings of a model. They share their scratch memory, so what
 # adds up is their results: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
+_MAX_RECORDINGS = 64  # what each takes outside of torch's sight is not small either
 
 
 class Recording(NamedTuple):
@@ -46,9 +49,56 @@ class Recorder(Protocol):
     def num_bytes(self) -> int:
         """Return how much memory is taken on the device, recordings included."""
 
+    def begin_anew(self) -> None:
+        """Learn that all recordings were dropped."""
+
+
+class WaitError(RuntimeError):
+    """A forward waits for its device, or moves tensors between it and the host."""
+
+
+# What tells the host something of the device, by the names of operations.
+_WAITING = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "_is_all_true", "_is_any_true"),
+    *("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
+}
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that a recording must not have, before there is a recording to spoil.
+
+    A capture that fails leaves torch's streams, memory pools and random state as they should not
+    be, each release in its own way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, or refuse it.
+
+        Raises:
+            WaitError: it would wait for the device.
+        """
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        of_tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        kinds = {each.device.type for each in of_tensors}
+        if name == "_to_copy":
+            kinds.add(torch.device(kwargs.get("device") or of_tensors[0].device).type)
+        is_moving = name in ("copy_", "_to_copy") and len(kinds) > 1
+        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+            masks = [each for each in args[1] if each is not None and each.dtype == torch.bool]
+            is_moving = is_moving or bool(masks)
+        if name in _WAITING or is_moving:
+            raise WaitError(f"{name} waits for the device")
+        return func(*args, **kwargs)
+
 
 class CudaRecorder:
     """Records CUDA graphs. They share one pool of scratch memory, as only one runs at a time."""
+
+    _one_at_a_time = Lock()  # a capture begins with a wait that another thread's must not meet
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,23 +107,33 @@ class CudaRecorder:
         self.max_bytes = int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
     def record(self, run: Run) -> Recording:
-        """Run once on the stream of the recording, for libraries to take their memory; record."""
+        """Rehearse on the stream of the recording, for libraries to take their memory; record."""
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run(is_recorded=False)
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device meanwhile.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
-            output = run(is_recorded=True)
+        with self._one_at_a_time:
+            try:
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream), NoWaiting():
+                    run(is_recorded=True)
+                current.wait_stream(self._stream)
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may go on using the device meanwhile.
+                mode = "thread_local"
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+                    output = run(is_recorded=True)
+            finally:
+                torch.cuda.set_stream(current)  # torch's own way out of a failed capture has none
         self._pool = graph.pool()
         return Recording(graph.replay, output)
 
     def num_bytes(self) -> int:
-        """Return how much memory torch has reserved."""
-        return torch.cuda.memory_reserved(self._device)
+        """Return how much of the device's memory is in use, by whomever."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def begin_anew(self) -> None:
+        """Take other scratch memory for the next recordings; none before is in use any more."""
+        self._pool = None
 
 
 class Graphs:
@@ -93,12 +153,20 @@ class Graphs:
         self._recordings: dict[Hashable, Recording] = {}
         self._num_uses: dict[Hashable, int] = {}
         self._num_bytes = 0
-        self.reason: str | None = None  # why nothing more is recorded
+        self._failure: str | None = None
         self.is_typical = True  # whether the last run was as fast as others like it will be
 
     def __len__(self) -> int:
         """Return how many shapes are recorded."""
         return len(self._recordings)
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing more is recorded."""
+        num = len(self._recordings)
+        if self._num_bytes > self._recorder.max_bytes or num >= _MAX_RECORDINGS:
+            return f"{num} recorded steps take {self._num_bytes / 2**20:.0f} MiB"
+        return self._failure
 
     def run(self, key: Hashable, run: Run) -> Tensor:
         """Return what `run` returns, by a recording if there is one.
@@ -127,6 +195,7 @@ class Graphs:
         self._recordings.clear()
         self._num_uses.clear()
         self._num_bytes = 0
+        self._recorder.begin_anew()
 
     def _record(self, key: Hashable, run: Run, expected: Tensor) -> None:
         before = self._recorder.num_bytes()
@@ -136,21 +205,17 @@ class Graphs:
             error = _difference(recording.output, expected)
         except torch.OutOfMemoryError:
             self.forget()  # what they held may be what is missing
-            self.reason = "no memory was left to record a step"
+            self._failure = "no memory was left to record a step"
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
-            self.reason = f"a step cannot be recorded ({type(failure).__name__}: {what})"
+            self._failure = f"a step cannot be recorded ({type(failure).__name__}: {what})"
         else:
             if not error <= self._limit:
                 self.forget()
-                self.reason = f"a recorded step differs from the same step by {error:.2g}"
+                self._failure = f"a recorded step differs from the same step by {error:.2g}"
                 return
             self._recordings[key] = recording
             self._num_bytes += max(0, self._recorder.num_bytes() - before)
-            if self._num_bytes > self._recorder.max_bytes:
-                self.reason = (
-                    f"{len(self._recordings)} recorded steps take {self._num_bytes / 2**20:.0f} MiB"
-                )
 
 
 def _difference(output: Tensor, expected: Tensor) -> float:
@@ -160,9 +225,14 @@ def _difference(output: Tensor, expected: Tensor) -> float:
     return float((output.double() - expected.double()).abs().max() / expected.double().std())
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
-    """Return what records forwards on a device, or None where nothing does."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+def can_record(device: torch.device) -> bool:
+    """Tell whether forwards can be recorded on a device."""
+    return device.type == "cuda"
+
+
+def recorder_of(device: torch.device) -> Recorder:
+    """Return what records forwards on a device that can."""
+    return CudaRecorder(device)
 
 
 def why_not_recorded(model: Model) -> str | None:
@@ -176,9 +246,11 @@ def why_not_recorded(model: Model) -> str | None:
         return "its rotary embedding (dynamic) is changed by the host as texts grow"
     if runs_experts_eagerly(model):
         return "its experts (eager) are chosen by the host"
-    devices = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(devices) > 1 or devices & {"cpu", "disk"}:
-        return "its layers are on several devices"
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if places & {"cpu", "disk"}:
+        return "its weights are brought in for every forward"
+    if any(weight.data_ptr() == 0 for weight in model.parameters() if weight.numel()):
+        return "its weights do not tell where they lie, so nobody would know if they moved"
     if has_adapters(model):
         return "it has adapters, which can be switched without a trace"
     for name, module in model.named_modules():

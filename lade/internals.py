@@ -115,9 +115,15 @@ def has_adapters(model: Model) -> bool:
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Tell whether something is called with each forward of a module, by torch or by accelerate."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks)
-    return any(hooks) or hasattr(module, "_hf_hook")
+    """Tell whether something is called with each forward of a module, by torch or by accelerate.
+
+    transformers leaves hooks of its own behind, which gather outputs when they are asked for; lade
+    looks at the ends of prompts. Neither has to be called for a step.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ignored = ("transformers.utils.", "lade.")
+    is_hooked = any(not getattr(hook, "__module__", "").startswith(ignored) for hook in hooks)
+    return is_hooked or hasattr(module, "_hf_hook")
 
 
 def without_compiler(model: Model) -> Model:

@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,14 +20,15 @@ from lade.chain import MAX_ROWS, ChainTarget
 from lade.config import SPECULATING, Execution, Way
 from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
-from lade.fixed import WIDTHS, FixedTarget, Shelf
-from lade.graphs import Graphs, recorder_of, why_not_recorded
+from lade.fixed import WIDTHS, FixedTarget
+from lade.graphs import Graphs, can_record, recorder_of, why_not_recorded
 from lade.internals import Model, attention_of, device_of_inputs, without_compiler
 from lade.rules import refuse_encoder_decoder, tree_layout, why_not_stable
 from lade.tables import table_for
 from lade.target import MASK_IS_ADDED, Target, TreeTarget
 from lade.tree import Tree
-from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION
+from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
+from lade.workspace import Shelf
 from ngram_pool import Draft, SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
@@ -270,6 +270,7 @@ def make_target(
             shelf=profile.shelf,
             **_recording(model, chosen),
             call=_compiled(model, profile.shelf) if chosen.execution == "compiled" else None,
+            variant=(chosen.execution, chosen.widths),
             widths=chosen.widths or WIDTHS,
         )
     max_candidates = MAX_ROWS if chosen.way == "rows" else 1
@@ -284,15 +285,15 @@ def usual_execution(model: Model) -> Execution:
 
 def _recording(model: Model, chosen: ChosenWay) -> dict[str, Any]:
     """Return what a target takes to record a model's steps, or why it does not."""
-    recorder = recorder_of(device_of_inputs(model)) if chosen.execution != "fixed" else None
-    if recorder is None:
+    device = device_of_inputs(model)
+    if chosen.execution == "fixed" or not can_record(device):
         return {}
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
     # Where the text must not depend on drafts, it must not on what is recorded yet, either.
     limit = 0.0 if _is_single(chosen.widths) else _limit(model)
-    return {"new_graphs": partial(Graphs, recorder, limit)}
+    return {"new_graphs": lambda: Graphs(recorder_of(device), limit)}
 
 
 def _compiled(model: Model, shelf: Shelf) -> Any:
@@ -311,6 +312,7 @@ def release(model: Model) -> None:
     known: Profile | None = getattr(without_compiler(model), "_lade_profile", None)
     if known is not None:
         known.shelf.clear()
+        torch.cuda.empty_cache()  # what recordings held; does nothing where there is no GPU
 
 
 # --- the self-check -------------------------------------------------------------------------
@@ -358,7 +360,7 @@ def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
     own = attention_of(model)
     if _is_single(widths):
         return [STABLE_ATTENTION]
-    if widths is not None and device_of_inputs(model).type == "cuda":
+    if widths is not None and _has_kernels(model):
         # Its cost follows the keys there are, not the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
     if own is not None and own not in MASK_IS_ADDED:
@@ -368,6 +370,13 @@ def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
     shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
     is_cpu = device_of_inputs(model).type == "cpu"
     return [PACKED_SDPA, None] if own == "sdpa" and shares and is_cpu else [None]
+
+
+def _has_kernels(model: Model) -> bool:
+    """Tell whether our own attention has kernels for a model where it is."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    dims = [config.get(name) or 0 for name in ("head_dim", "global_head_dim", "v_head_dim")]
+    return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
 
 
 def has_usual_outputs(model: Model, names: Sequence[str]) -> bool:

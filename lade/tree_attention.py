@@ -309,15 +309,21 @@ def _refusal(module: nn.Module, reason: str) -> NotImplementedError:
     return NotImplementedError(f"{type(module).__name__}: attention {TREE_ATTENTION!r} {reason}")
 
 
-def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
+    """Tell whether there are kernels for a device and dtype, and heads of so many dims."""
     return (
-        query.is_cuda
-        and query.dtype == key.dtype == value.dtype
-        and query.dtype in _TRITON_DTYPES
-        and max(query.shape[-1], value.shape[-1]) <= _TRITON_MAX_DIM
-        and torch.cuda.get_device_capability(query.device) >= _TRITON_CAPABILITY
+        device.type == "cuda"
+        and dtype in _TRITON_DTYPES
+        and head_dim <= _TRITON_MAX_DIM
+        and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY
         and _has_triton()
     )
+
+
+def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    dims = max(query.shape[-1], value.shape[-1])
+    is_alike = query.dtype == key.dtype == value.dtype
+    return is_alike and runs_in_triton(query.device, query.dtype, dims)
 
 
 @functools.cache

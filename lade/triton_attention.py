@@ -121,6 +121,7 @@ def attend(
             block_v=blocks.value_dims,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
+            enable_fp_fusion=True,  # said, for Triton 3.9 warns that its default will change
         )
         _merge_splits[(num_lists, num_packed)](
             summed,
@@ -136,6 +137,7 @@ def attend(
             block_s=triton.next_power_of_2(num_splits),
             block_v=blocks.value_dims,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return attended
 
@@ -223,7 +225,7 @@ def _attend_to_split(
     begin += split * tl.maximum(share, _MIN_SLOTS)
     end_of_split = tl.minimum(begin + tl.maximum(share, _MIN_SLOTS), end)
     num_tree = tl.where(split == num_splits - 1, num_nodes, 0)
-    is_used = (begin < end) | (num_tree > 0)
+    num_used = tl.where(tl.maximum(end - begin, num_tree) > 0, num_packed, 0)
 
     head = key_head_id * (num_packed // num_nodes) + packed // num_nodes
     queries = tl.load(
@@ -231,7 +233,7 @@ def _attend_to_split(
         + row * query_row
         + (head * query_head + node * query_node)[:, None]
         + (key_dims * query_dim)[None, :],
-        mask=(is_query & is_used)[:, None] & (key_dims < head_dim)[None, :],
+        mask=(packed < num_used)[:, None] & (key_dims < head_dim)[None, :],
         other=0.0,
     )
     keys = key + row * key_row + key_head_id * key_head + (key_dims * key_dim)[:, None]

@@ -45,6 +45,7 @@ ORDER = [
         "budget",
         "target",
         "graphs",
+        "workspace",
         "fixed",
         "chain",
         "ranks",

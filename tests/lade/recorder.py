@@ -7,20 +7,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lade.graphs import Recording, Run
+from lade.graphs import NoWaiting, Recording, Run, WaitError
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation; one that waits for the device is refused, as in a capture."""
+    """Notes every operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "local_scalar_dense" in name or "nonzero" in name or "_is_all_true" in name:
-            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
         output = func(*args, **(kwargs or {}))
         self.notes.append((func, args, kwargs or {}, output))
         return output
@@ -35,12 +32,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     old.copy_(new)
 
 
-class _NoWaiting(TorchFunctionMode):
-    """Refuses what reads a tensor on the host without an operation, as a CPU may."""
+class _NoReading(TorchFunctionMode):
+    """Refuses what reads a tensor on the host without an operation, as only a CPU can."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__array__):
-            raise RuntimeError(f"{func.__name__}: operation not permitted when stream is capturing")
+            raise WaitError(f"{func.__name__} waits for the device")
         return func(*args, **(kwargs or {}))
 
 
@@ -59,14 +56,16 @@ class CpuRecorder:
         self.failures = failures if failures is not None else []
         self.num_recorded = 0
         self.num_replayed = 0
+        self.num_forgotten = 0
 
     def record(self, run: Run) -> Recording:
         failure = self.failures.pop(0) if self.failures else None
         if failure is not None:
             raise failure
-        run(is_recorded=False)
+        with _NoReading(), NoWaiting():
+            run(is_recorded=True)
         tape = _Tape()
-        with _NoWaiting(), tape:
+        with tape:
             output = run(is_recorded=True)
         self.num_recorded += 1
 
@@ -78,3 +77,6 @@ class CpuRecorder:
 
     def num_bytes(self) -> int:
         return self.num_recorded
+
+    def begin_anew(self) -> None:
+        self.num_forgotten += 1

@@ -555,6 +555,6 @@ def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
     _, got = both(model, prompt, attention_mask=(prompt != 0).long())
     assert got.stats.mean_accepted_tokens > 1.1
     findings = model._lade_profile.findings
-    assert findings["tree", "dynamic", True].reason is not None
+    assert findings["tree", "dynamic", True, None].reason is not None
     both(model, PROMPTS[0])
-    assert findings["tree", "dynamic", False].reason is None
+    assert findings["tree", "dynamic", False, None].reason is None

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from torch import Tensor
 import lade
 from lade import probing
 from lade.cache import LayerKind, TreeCache
-from lade.fixed import WIDTHS, FixedTarget, Shelf, slots_for
+from lade.fixed import WIDTHS, FixedTarget
 from lade.probing import choose_way, profile_of
 from lade.rules import tree_layout
 from lade.tree import Tree
 from lade.tree_attention import TREE_ATTENTION
+from lade.workspace import Shape, Shelf, StaticInputs, slots_for
 from tests.lade.both import ONE, THREE, both
 from tests.lade.test_tree import check_cache, make_draft, path_to, random_parents
 from tests.lade.tiny import FAMILIES, BatchDrafter, tiny_model
@@ -173,8 +175,8 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def kept(model: Any) -> Any:
-    (entry,) = profile_of(model).shelf._kept
-    return entry[2]
+    (workspace,) = profile_of(model).shelf._kept
+    return workspace
 
 
 def test_the_next_call_uses_the_memory_of_the_last() -> None:
@@ -216,7 +218,7 @@ def test_copies_of_a_model_begin_with_nothing() -> None:
 
 
 def test_memory_that_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.fixed._MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr("lade.workspace._MOST_KEPT_BYTES", 1000)
     model = tiny_model("llama")
     generate(model)
     assert len(profile_of(model).shelf) == 0
@@ -252,6 +254,24 @@ def test_memory_taken_in_inference_mode_serves_outside_of_it() -> None:
         assert torch.equal(generate(model), expected)
 
 
+def test_calls_in_other_precisions_have_memory_of_their_own() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    expected = generate(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        generate(model)
+    assert torch.equal(generate(model), expected)
+
+
+def test_what_is_told_the_device_stays_until_it_was_copied() -> None:
+    """A step that nobody waits for, as where a cache is filled up, may still be to come."""
+    model = tiny_model("llama")
+    inputs = StaticInputs(Shape(1, 2, (256,), False, (), (), None), model.device)
+    waited: list[int] = []
+    inputs._is_sent = SimpleNamespace(synchronize=lambda: waited.append(1))
+    inputs.host["token_ids"][0, 0] = 3
+    assert waited == [1]
+
+
 def test_nothing_is_left_of_numbers_that_are_none() -> None:
     """What a mask hides is multiplied by 0, and NaN times 0 is NaN."""
     model = tiny_model("llama")
@@ -259,7 +279,7 @@ def test_nothing_is_left_of_numbers_that_are_none() -> None:
     generate(model)
     for store in kept(model).cache._storage:
         store.whole.fill_(float("nan"))
-    profile_of(model).shelf._kept[0][2].cache.reset()
+    kept(model).cache.reset()
     assert torch.equal(generate(model), expected)
 
 

@@ -12,7 +12,16 @@ from transformers import LlamaForCausalLM
 
 import lade
 from lade import hf, probing
-from lade.graphs import CudaRecorder, Graphs, Recording, recorder_of, why_not_recorded
+from lade.graphs import (
+    CudaRecorder,
+    Graphs,
+    NoWaiting,
+    Recording,
+    WaitError,
+    can_record,
+    recorder_of,
+    why_not_recorded,
+)
 from lade.probing import profile_of
 from tests.lade.both import ONE, THREE, both
 from tests.lade.recorder import CpuRecorder
@@ -29,6 +38,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     """Record on the CPU."""
     made = CpuRecorder()
     monkeypatch.setattr(probing, "recorder_of", lambda device: made)
+    monkeypatch.setattr(probing, "can_record", lambda device: True)
     monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
     return made
 
@@ -38,8 +48,8 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def graphs_of(model: Any) -> Graphs:
-    (entry,) = profile_of(model).shelf._kept
-    graphs = entry[2].graphs
+    (workspace,) = profile_of(model).shelf._kept
+    graphs = workspace.graphs
     assert graphs is not None
     return graphs
 
@@ -105,6 +115,36 @@ def test_keys_and_values_that_move_are_recorded_anew(
     assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
 
 
+def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama", max_position_embeddings=2048)
+    for length in (600, 20, 600, 20, 600):
+        prompt = torch.arange(length)[None] % 80 + 2
+        lade.generate(model, prompt, config=UNDRAFTED, **GREEDY)
+        if length == 600:
+            expected = model.generate(prompt, **GREEDY)
+            assert torch.equal(lade.generate(model, prompt, config=UNDRAFTED, **GREEDY), expected)
+    assert recorder.num_recorded <= 3  # of two numbers of slots, and not in every call
+
+
+def test_memory_that_was_planned_for_less_grows_in_steps(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    model = tiny_model("llama", max_position_embeddings=2048)
+    lade.generate(model, ONE, config=UNDRAFTED, **{**GREEDY, "max_new_tokens": 8})
+    real, taken = torch.Tensor.new_zeros, []
+
+    def new_zeros(self: Tensor, shape: Any, **more: Any) -> Tensor:
+        taken.extend([shape[3]] if len(shape) == 5 else [])
+        return real(self, shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+    options = {**GREEDY, "max_new_tokens": 700}
+    got = lade.generate(model, ONE, config=UNDRAFTED, **options)
+    assert torch.equal(got, model.generate(ONE, **options))
+    assert 0 < len(taken) <= 8  # of keys and of values
+
+
 def test_weights_that_move_are_recorded_anew(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
     generate(model)
@@ -160,7 +200,9 @@ def test_a_model_that_waits_for_its_device_is_run_eagerly(recorder: CpuRecorder)
     model = tiny_model("llama")
     model.__class__ = Waiting
     expected = model.generate(ONE, **GREEDY)
-    with pytest.warns(lade.EagerExecutionWarning, match="cannot be recorded .*not permitted"):
+    with pytest.warns(
+        lade.EagerExecutionWarning, match="cannot be recorded .*waits for the device"
+    ):
         assert torch.equal(generate(model), expected)
     assert torch.equal(generate(model), expected)  # said once; another warning is an error
     assert recorder.num_replayed == 0
@@ -216,6 +258,73 @@ def test_a_hook_that_comes_later_is_called(recorder: CpuRecorder) -> None:
     before = recorder.num_replayed
     generate(model)
     assert recorder.num_replayed > before
+
+
+def test_hooks_that_transformers_leaves_behind_are_none(recorder: CpuRecorder) -> None:
+    model = tiny_model("llama")
+    model(ONE, output_hidden_states=True)
+    assert why_not_recorded(model) is None
+    options = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True}
+    with pytest.warns(lade.EagerExecutionWarning, match="hidden states were asked for"):
+        lade.generate(model, ONE, config=RECORDED, **options)
+    generate(model)
+    assert recorder.num_replayed > 0
+
+
+def test_weights_that_do_not_tell_where_they_lie_are_not_recorded() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight = torch.nn.Parameter(torch.empty(97, 32, device="meta"))
+    assert "do not tell where they lie" in str(why_not_recorded(model))
+
+
+def test_what_is_compiled_is_recorded_apart(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    calls = 0
+
+    def compiled(**inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return model(**inputs)
+
+    monkeypatch.setattr(probing, "_compiled", lambda model, shelf: compiled)
+    expected = generate(model)
+    config = lade.Config(execution="compiled", max_draft_tokens=7)
+    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+    assert calls > 0
+    calls = 0
+    assert torch.equal(generate(model), expected)
+    assert calls == 0
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).all()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.to("meta"),
+        lambda x: torch.unique(x),
+    ],
+)
+def test_what_waits_for_a_device_is_refused_before_anything_is_recorded(
+    wait: Callable[[Tensor], Any],
+) -> None:
+    with NoWaiting(), pytest.raises(WaitError):
+        wait(torch.randn(4))
+
+
+def test_what_does_not_wait_is_done() -> None:
+    x, y = torch.randn(4), torch.zeros(4)
+    with NoWaiting():
+        y.copy_(x.double())
+        y[torch.tensor([0, 2])] = 7.0
+        z = torch.where(y > 0, y, x)[torch.tensor([3, 1])]
+    assert y.tolist() == [7.0, x[1].item(), 7.0, x[3].item()]
+    assert z.tolist() == [x[3].item(), x[1].item()]
 
 
 def test_rotary_embeddings_that_the_host_changes_are_not_recorded(recorder: CpuRecorder) -> None:
@@ -290,6 +399,10 @@ def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> No
         assert torch.equal(generate(model), expected)
     assert recorder.num_recorded == 2
     assert recorder.num_replayed > 2
+    graphs = graphs_of(model)
+    graphs.forget()  # as where memory moves: then there is room again
+    assert graphs.reason is None
+    assert recorder.num_forgotten > 0
 
 
 def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder) -> None:
@@ -307,7 +420,12 @@ def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder
         graphs.run("some shape", run)
         typical.append(graphs.is_typical)
     assert typical == [False, False, True, True]
-    assert calls == [False, False, False, True]  # once eagerly; then eagerly and to be recorded
+    assert calls == [
+        False,
+        False,
+        True,
+        True,
+    ]  # once eagerly; then eagerly, in rehearsal, and recorded
 
 
 def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: CpuRecorder) -> None:
@@ -319,7 +437,8 @@ def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: Cp
 
 
 def test_only_cuda_devices_record() -> None:
-    assert recorder_of(torch.device("cpu")) is None
+    assert not can_record(torch.device("cpu"))
+    assert can_record(torch.device("cuda"))
 
 
 # --- on a GPU -------------------------------------------------------------------------------

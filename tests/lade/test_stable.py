@@ -155,6 +155,7 @@ def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> No
         {"verifier": "rejection"},
         {"target": "chain"},
         {"execution": "eager"},
+        {"execution": "compiled"},
         {"step_costs": {1: 1.0, 2: 1.1}},
     ],
 )

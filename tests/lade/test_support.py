@@ -79,6 +79,7 @@ def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
     """Where steps can be recorded they are; every tree runs in fixed shapes."""
     recorder = CpuRecorder()
     monkeypatch.setattr(probing, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(probing, "can_record", lambda device: True)
     monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
     cases = [case._replace(num_new=16) for case in QUICK_CASES if case.name != "greedy padded"]
     names = support.all_names()

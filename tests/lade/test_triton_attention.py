@@ -315,7 +315,11 @@ def test_it_compiles_into_the_shared_memory_of_gpus(
         done = compile(
             source_of(kernel, constants, dtype),
             target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+            options={
+                "num_warps": blocks.num_warps,
+                "num_stages": blocks.num_stages,
+                "enable_fp_fusion": True,
+            },
         )
         assert done.asm["cubin"]
         assert done.metadata.shared <= (227 if capability == 90 else 99) * 1024

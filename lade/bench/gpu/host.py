@@ -21,12 +21,13 @@ from lade.budget import FixedBudget
 from lade.choose import GreedyChoice
 from lade.decoding import Decoder, Rules
 from lade.drafting import PoolDrafter, Proposer
-from lade.fixed import FixedTarget, Shelf
+from lade.fixed import FixedTarget
 from lade.internals import Model
 from lade.outputs import Outputs
 from lade.rules import tree_layout
 from lade.stopping import StopRule
 from lade.text import Text
+from lade.workspace import Shelf
 from ngram_pool import NGramPool
 
 _NUM_NODES = (8, 16, 32, 64)
