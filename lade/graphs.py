@@ -109,11 +109,13 @@ class CudaRecorder:
     def record(self, run: Run) -> Recording:
         """Rehearse on the stream of the recording, for libraries to take their memory; record."""
         current = torch.cuda.current_stream(self._device)
-        with self._one_at_a_time:
+        with self._one_at_a_time, torch.cuda.device(self._device):
             try:
                 self._stream.wait_stream(current)
-                with torch.cuda.stream(self._stream), NoWaiting():
-                    run(is_recorded=True)
+                with torch.cuda.stream(self._stream):
+                    with NoWaiting():
+                        run(is_recorded=True)
+                    run(is_recorded=True)  # again, for what is compiled is not under that
                 current.wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
                 # Other threads may go on using the device meanwhile.
