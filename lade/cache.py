@@ -504,7 +504,8 @@ class TreeCache(Cache):  # type: ignore[misc]
         max_slots: tokens that can be needed at all; memory grows in steps, and not beyond this
             unless more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
-        is_fixed: whether steps will be of fixed shape; all memory is taken at first then.
+        is_fixed: whether steps will be of fixed shape; `num_slots` then is what to begin with, room
+            for new tokens included, for memory that moves has to be recorded anew.
     """
 
     def __init__(
@@ -518,7 +519,7 @@ class TreeCache(Cache):  # type: ignore[misc]
     ) -> None:
         first = min(num_slots + _FIRST_NUM_SLOTS, max(max_slots, num_slots))
         if is_fixed:
-            first = max_slots
+            first = num_slots
         held: list[LayerKind] = [kind for kind in kinds if kind.kind != "empty"]
         windows = [kind.window for kind in held]
         groups = {
