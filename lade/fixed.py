@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from lade.cache import FixedSlots, LayerKind, TreeCache
 from lade.errors import LadeError
 from lade.graphs import Graphs, surroundings_of
+from lade.inputs import TOKEN_TYPES
 from lade.internals import Model
 from lade.masks import Reach, TreeSlots
 from lade.rules import MAX_OVERHANG, TreeLayout
@@ -116,12 +117,7 @@ class FixedTarget(TreeTarget):
             reach: reach.num_slots if reach.num_slots in self.cache.windows else None
             for reach in {*self._reaches.values()}
         }
-        graphs = self._workspace.graphs
-        surroundings = () if graphs is None else surroundings_of(model)
-        if surroundings != self._workspace.surroundings:
-            self._workspace.surroundings = surroundings
-            if self._new_graphs is not None:  # what failed before may do now, too
-                self._workspace.graphs = self._new_graphs()
+        self._choose_graphs()
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         num_rows = self._input_ids.shape[0]
@@ -131,13 +127,22 @@ class FixedTarget(TreeTarget):
         if kept is None:
             cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
             kept = Workspace(fit, cache)
-        # The model may have got, or lost, what keeps it from being recorded.
-        if self._new_graphs is None:
-            kept.graphs = None
-        elif kept.graphs is None:
-            kept.graphs = self._new_graphs()
         self._workspace = kept
         return kept.cache
+
+    def _choose_graphs(self) -> None:
+        """Go on with the steps recorded in earlier calls, if all that they depend on is as it was.
+
+        The model may have got, or lost, what keeps it from being recorded; and where its weights
+        have changed, what failed before may do now.
+        """
+        workspace = self._workspace
+        if self._new_graphs is None:
+            workspace.graphs, workspace.surroundings = None, ()
+            return
+        surroundings = surroundings_of(self._model)
+        if workspace.graphs is None or surroundings != workspace.surroundings:
+            workspace.graphs, workspace.surroundings = self._new_graphs(), surroundings
 
     @property
     def is_typical(self) -> bool:
@@ -255,9 +260,7 @@ class FixedTarget(TreeTarget):
         """
         self._must_show_rows = False
         self._token_type_names = tuple(
-            name
-            for name in ("token_type_ids", "mm_token_type_ids")
-            if self._model_kwargs.get(name) is not None
+            name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None
         )
         self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
         self._padding_in_front: NDArray[np.int64] | None = None
@@ -324,11 +327,10 @@ class FixedTarget(TreeTarget):
         num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
         slots = first_slot + torch.arange(num_shown, device=self.device)
         visible = slots < device["num_cached"][:, None]
-        not_padding = None
+        not_padding = padding = None
         if shape.is_padded:
-            not_padding = self._workspace.visible(shape.rows, slots)
+            not_padding, padding = self._workspace.visible(shape.rows, slots), device["num_padding"]
             visible = visible & not_padding
-        padding = device["num_padding"] if shape.is_padded else None
         seen = TreeSlots(
             visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
         )

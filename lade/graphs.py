@@ -23,7 +23,7 @@ class Run(Protocol):
         """Run it; `is_recorded` says that what it does now will be done again."""
 
 
-# Recording takes about three forwards; a shape that comes but once is not worth it.
+# Recording takes about four forwards; a shape that comes but once is not worth it.
 _USES_BEFORE = 1
 # Of the device's memory, for all recordings of a model. They share their scratch memory, so what
 # adds up is their results: logits of 64 nodes and 128 256 tokens take 16 MiB.
@@ -240,7 +240,7 @@ def recorder_of(device: torch.device) -> Recorder:
 def why_not_recorded(model: Model) -> str | None:
     """Return why forwards of a model must not be recorded, or None.
 
-    What would be noticed in recording, as a wait for the device, is left to that.
+    What would be noticed in rehearsal, as a wait for the device, is left to that.
     """
     config = model.config.get_text_config(decoder=True)
     rope = rope_of(config)
@@ -262,17 +262,14 @@ def why_not_recorded(model: Model) -> str | None:
 
 
 def surroundings_of(model: Model) -> tuple[Hashable, ...]:
-    """Return what recordings of a model depend on besides their inputs.
+    """Return what recordings of a model depend on besides their inputs and their workspace.
 
     Where its weights lie, above all: a model that is moved or loaded anew leaves its recordings
     reading memory that is not its own any more.
     """
-    kind = model.device.type
     weights = [*model.parameters(), *model.buffers()]
     return (
         hash(tuple(weight.data_ptr() for weight in weights)),
-        torch.is_autocast_enabled(kind),
-        torch.get_autocast_dtype(kind),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )

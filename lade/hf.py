@@ -389,9 +389,9 @@ def _wished_execution(model: Model, config: Config | None) -> Execution:
         UnsupportedOptionError: graphs were asked for where there are none.
     """
     asked = config.execution if config is not None else None
-    if config is not None and config.stable_text and asked is None:
-        asked = "graphs" if usual_execution(model) == "graphs" else "fixed"
     usual = usual_execution(model)
+    if config is not None and config.stable_text and usual == "eager":
+        usual = "fixed"
     if asked == "graphs" and usual != "graphs":
         raise UnsupportedOptionError(
             "lade does not support Config(execution='graphs') on "

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
 # Arguments with a value for every token.
-CONTINUED = ("attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids")
+CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
 
 
 def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:

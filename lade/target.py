@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from lade.attention import PACKED_SDPA
 from lade.cache import Kind, LayerKind, TreeCache, kind_of
-from lade.inputs import extended
+from lade.inputs import TOKEN_TYPES, extended
 from lade.internals import (
     Model,
     attention_of,
@@ -281,7 +281,7 @@ class TreeTarget:
             next_sequence_length=1,
             **extended(self._model_kwargs, 1),
         )
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        for name in TOKEN_TYPES:
             if later.get(name) is None:  # of the prompt alone
                 self._model_kwargs.pop(name, None)
         positions = later.get("position_ids")
@@ -297,7 +297,7 @@ class TreeTarget:
     def _token_types(self, trees: TreeBatch) -> dict[str, Tensor]:
         """Return the types of the trees' tokens where the prompt has some: those of text."""
         types = {}
-        for name in ("token_type_ids", "mm_token_type_ids"):
+        for name in TOKEN_TYPES:
             of_prompt = self._model_kwargs.get(name)
             if of_prompt is not None:
                 last = of_prompt[self._rows, -1:] if name == "token_type_ids" else 0
