@@ -16,6 +16,17 @@ from lade.internals import Model
 # transformers drops these before it calls a custom function, or turns elsewhere.
 _DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
 
+# What a user writes to be in a mode that is neither greedy nor sampling.
+_OPTIONS_OF_MODES = {
+    "beam_search": ("num_beams",),
+    "beam_sample": ("num_beams",),
+    "group_beam_search": ("num_beam_groups",),
+    "constrained_beam_search": ("constraints", "force_words_ids"),
+    "contrastive_search": ("penalty_alpha",),
+    "assisted_generation": ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    "dola_generation": ("dola_layers",),
+}
+
 
 def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
     """Raise for arguments of `generate` that would never reach us."""
@@ -29,7 +40,9 @@ def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) 
     if generate_kwargs.get("token_healing", any(asked)):
         refused.append("token_healing")
     if refused:
-        raise UnsupportedOptionError(f"lade.generate does not support {refused[0]} yet")
+        raise UnsupportedOptionError(
+            f"lade.generate does not support {refused[0]} yet{_way_out(model)}"
+        )
 
 
 def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
@@ -68,12 +81,27 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for what would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     reasons = {
-        f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
-        f"generation mode {mode}": mode not in ("greedy_search", "sample"),
+        _named(mode, config): mode not in ("greedy_search", "sample"),
         "models sharded by FSDP or DeepSpeed ZeRO-3": (
             is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
         ),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise UnsupportedOptionError(f"lade does not support {reason} yet")
+            raise UnsupportedOptionError(f"lade does not support {reason} yet{_way_out(model)}")
+
+
+def _named(mode: str, config: GenerationConfig) -> str:
+    """Return a mode of generation by the option that asks for it, as the user has written it."""
+    for name in _OPTIONS_OF_MODES.get(mode, ()):
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            written = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+            return f"{written} (generation mode {mode})"
+    return f"generation mode {mode}"
+
+
+def _way_out(model: Model) -> str:
+    """Return what to add where `model.generate` is ours, and the user may want its own back."""
+    is_wrapped = getattr(model, "_lade_wrapping", None) is not None
+    return "; lade.unwrap(model) gives the model its own generate back" if is_wrapped else ""
