@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.numpy
+from numpy.typing import NDArray
 from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 
@@ -23,6 +24,11 @@ from ngram_pool import SuccessorTable
 
 _FORMAT = 1
 _KEY = "lade_table"  # of the metadata
+# Far more than `prewarm` writes (8, some 400 and what fits into a lifetime), and little enough that
+# a file of a few bytes makes us allocate next to nothing.
+_MAX_SUCCESSORS = 64
+_MAX_DESCRIPTION_LENGTH = 2**14
+_MAX_COUNT = 2**53
 
 
 @dataclass(slots=True)
@@ -51,29 +57,35 @@ def tables_folder() -> Path:
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
     """Return the table that was made for a model, or None.
 
-    Nothing is computed where there are no tables at all. A file that cannot be read is ignored with
-    a warning. The processes of a tensor-parallel model, which have parts of the weights, use none.
+    Nothing is computed where there are no tables at all, and nothing is written. A table that
+    cannot be used, for whatever reason, is ignored with a warning: it makes drafts better and is no
+    reason not to decode. The processes of a tensor-parallel model, which have parts of the weights,
+    use none.
 
     Args:
         model: the target.
         folder: of the tables; None for the user's cache.
     """
-    folder = tables_folder() if folder is None else folder
     try:
-        if mesh_of(model) is not None or not folder.is_dir():
-            return None
-        fingerprint = fingerprint_of(model)
-        path = table_path(folder, fingerprint or "")
-        if fingerprint is None or not path.is_file():
-            return None
-    except OSError:  # a folder that may not be looked into has no tables for us
+        path = _found(model, tables_folder() if folder is None else folder)
+        return None if path is None else read_table(path, model).table
+    except Exception as error:
+        name, kind = type(without_compiler(model)).__name__, type(error).__name__
+        reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
+        warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
         return None
-    try:
-        return read_table(path, model).table
-    except (ValueError, OSError) as error:
-        name = type(without_compiler(model)).__name__
-        warnings.warn(f"lade does not use its table for {name}: {error}", stacklevel=2)
+
+
+def _found(model: Model, folder: Path) -> Path | None:
+    """Return the file of the table that was made for a model, or None where there is none."""
+    # By os.path, which never raises: a folder that may not be looked into has no tables for us.
+    if mesh_of(model) is not None or not os.path.isdir(folder):
         return None
+    fingerprint = fingerprint_of(model)
+    if fingerprint is None:
+        return None
+    path = table_path(folder, fingerprint)
+    return path if os.path.isfile(path) else None
 
 
 def table_path(folder: Path, fingerprint: str) -> Path:
@@ -93,18 +105,15 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
         OSError: the file cannot be read.
         ValueError: it is damaged, or no table of this model.
     """
+    vocab_size = _vocab_size(model)
     try:
         with safe_open(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        described = json.loads(metadata[_KEY])
-        if described["format"] != _FORMAT:
-            raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
-        if described["fingerprint"] != path.stem or described["vocab_size"] != _vocab_size(model):
-            raise ValueError("it is the table of another model")
-        effort = Effort(**described["effort"])
-        table = _table_of(arrays, described["vocab_size"], capacity)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            described = _described(file.metadata() or {})
+            if described["fingerprint"] != path.stem or described["vocab_size"] != vocab_size:
+                raise ValueError("it is the table of another model")
+            effort = _effort_of(described["effort"], vocab_size)
+            table = _table_in(file, vocab_size, capacity)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
             f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
@@ -163,15 +172,72 @@ def load_table(path: Path, vocab_size: int) -> SuccessorTable:
         ValueError: the file is damaged, no table, or one of another vocabulary.
     """
     try:
-        return _table_of(safetensors.numpy.load_file(path), vocab_size)
+        with safe_open(path, framework="numpy") as file:
+            return _table_in(file, vocab_size)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"expected a table that lade prewarm made in {path}: {error}") from error
 
 
-def _table_of(
-    arrays: dict[str, Any], vocab_size: int, capacity: int | None = None
-) -> SuccessorTable:
+def _described(metadata: dict[str, str]) -> Any:
+    """Return what the file says of its table, or raise."""
+    text = metadata[_KEY]
+    if len(text) > _MAX_DESCRIPTION_LENGTH:
+        raise ValueError(
+            f"expected a description of at most {_MAX_DESCRIPTION_LENGTH} characters, "
+            f"got {len(text)}"
+        )
+    described = json.loads(text)
+    if described["format"] != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
+    return described
+
+
+def _effort_of(described: Any, vocab_size: int) -> Effort:
+    """Return what has gone into a table, or raise: another run goes on from these numbers."""
+    effort = Effort(**described)
+    for name, types, most in (
+        ("prefix_token_id", (int, type(None)), vocab_size - 1),
+        ("num_lone_tokens", (int,), vocab_size),
+        ("num_texts", (int,), _MAX_COUNT),
+        ("num_tokens", (int,), _MAX_COUNT),
+        ("seconds", (int, float), _MAX_COUNT),
+    ):
+        value = getattr(effort, name)
+        # The type itself, since True is an instance of int; and no NaN is from 0 to anything.
+        if type(value) not in types or not (value is None or 0 <= value <= most):
+            raise ValueError(f"expected {name} from 0 to {most}, got {value!r}")
+    return effort
+
+
+def _table_in(file: Any, vocab_size: int, capacity: int | None = None) -> SuccessorTable:
+    """Return the table in an open file, or raise before anything large is allocated."""
+    _check_header(file)
+    names = file.keys()
+    arrays: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in names}
     table = SuccessorTable.from_arrays(arrays, capacity)
     if len(table) and arrays["token_ids"].max() >= vocab_size:
         raise ValueError("it has tokens that the model has not")
     return table
+
+
+def _check_header(file: Any) -> None:
+    """Raise unless the header of a file is that of a table.
+
+    Safetensors itself checks that the arrays fill the file, so a row takes its bytes there. No rows
+    take none, whatever their length is said to be: that is why it has a bound.
+    """
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    _, shape = found.get("token_ids", ("", []))
+    num_rows, num_successors = shape if len(shape) == 2 else (0, 0)
+    expected = {
+        "keys": ("I64", [num_rows]),
+        "counts": ("I32", [num_rows]),
+        "token_ids": ("I32", [num_rows, num_successors]),
+        "costs": ("U16", [num_rows, num_successors]),
+    }
+    if found != expected or not 1 <= num_successors <= _MAX_SUCCESSORS:
+        raise ValueError(
+            f"expected arrays {', '.join(expected)} with a row for each key, and 1 to "
+            f"{_MAX_SUCCESSORS} successors in it, got others"
+        )

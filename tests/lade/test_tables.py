@@ -1,0 +1,279 @@
+"""Files of tables: none that is damaged or made to do harm raises, takes memory or takes time."""
+
+import json
+import random
+import struct
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+import lade
+from lade import tables
+from lade.fingerprint import fingerprint_of
+from lade.tables import Effort, StoredTable, load_table, read_table, table_for, write_table
+from ngram_pool import SuccessorTable
+from tests.lade.tiny import VOCAB_SIZE, tiny_model
+
+MIB = 2**20
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> SimpleNamespace:
+    """A model, the file of its table and what is in there."""
+    model = tiny_model("llama")
+    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
+    table = SuccessorTable(64)
+    table.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
+    effort = Effort(prefix_token_id=9, num_lone_tokens=3, num_texts=2, num_tokens=70, seconds=1.5)
+    write_table(path, model, StoredTable(table, effort))
+    with safetensors.safe_open(path, framework="numpy") as file:
+        described = json.loads(file.metadata()["lade_table"])
+    return SimpleNamespace(model=model, path=path, table=table, effort=effort, described=described)
+
+
+def raw_file(header: Any, content: bytes = b"") -> bytes:
+    """Return a file of safetensors with this header, whatever it says."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content
+
+
+def head(dtype: str, shape: list[int], start: int = 0, stop: int = 0) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def without_rows(num_successors: int, description: Any) -> bytes:
+    return raw_file(
+        {
+            "__metadata__": {"lade_table": json.dumps(description)},
+            "keys": head("I64", [0]),
+            "counts": head("I32", [0]),
+            "token_ids": head("I32", [0, num_successors]),
+            "costs": head("U16", [0, num_successors]),
+        }
+    )
+
+
+def rewrite(written: SimpleNamespace, text: str | None = None, **arrays: Any) -> None:
+    """Write the file with other arrays, or another description."""
+    text = json.dumps(written.described) if text is None else text
+    safetensors.numpy.save_file(written.table.arrays() | arrays, written.path, {"lade_table": text})
+
+
+def with_effort(**effort: Any) -> Callable[[SimpleNamespace], None]:
+    def write(written: SimpleNamespace) -> None:
+        described = written.described | {"effort": asdict(written.effort) | effort}
+        rewrite(written, json.dumps(described))
+
+    return write
+
+
+def of_no_rows(num_successors: int) -> Callable[[SimpleNamespace], None]:
+    def write(written: SimpleNamespace) -> None:
+        written.path.write_bytes(without_rows(num_successors, written.described))
+
+    return write
+
+
+def of_dtype(name: str, num_bytes: int) -> Callable[[SimpleNamespace], None]:
+    """Write two rows of token ids in a dtype that numpy may not have."""
+
+    def write(written: SimpleNamespace) -> None:
+        header = {
+            "__metadata__": {"lade_table": json.dumps(written.described)},
+            "keys": head("I64", [2], 0, 16),
+            "counts": head("I32", [2], 16, 24),
+            "token_ids": head(name, [2, 8], 24, 24 + num_bytes),
+            "costs": head("U16", [2, 8], 24 + num_bytes, 56 + num_bytes),
+        }
+        written.path.write_bytes(raw_file(header, bytes(56 + num_bytes)))
+
+    return write
+
+
+BAD_FILES: dict[str, Callable[[SimpleNamespace], None]] = {
+    "of 2^23 successors": of_no_rows(2**23),
+    "of 2^40 successors": of_no_rows(2**40),
+    "of no successors": of_no_rows(0),
+    "of 65 successors": of_no_rows(65),
+    "of float8": of_dtype("F8_E4M3", 16),
+    "of float4": of_dtype("F4", 8),
+    "of bfloat16": of_dtype("BF16", 32),
+    "of complex numbers": of_dtype("C64", 128),
+    "nested": lambda written: rewrite(written, "[" * 100_000),
+    "nested within bounds": lambda written: rewrite(written, "[" * 16_000),
+    "long": lambda written: rewrite(written, json.dumps(written.described) + " " * 2**14),
+    "with a long number": lambda written: rewrite(written, "9" * 10_000),
+    "of no description": lambda written: rewrite(written, "null"),
+    "of an unhashable format": lambda written: rewrite(written, '{"format": {}}'),
+    "with an array more": lambda written: rewrite(written, more=np.zeros(3)),
+    "with one row less": lambda written: rewrite(written, keys=np.ones(1, np.int64)),
+    "of one dimension": lambda written: rewrite(written, token_ids=np.ones(2, np.int32)),
+    "with negative keys": lambda written: rewrite(written, keys=np.full(2, -7, np.int64)),
+    "with effort in a list": lambda written: rewrite(
+        written, json.dumps(written.described | {"effort": [1, 2]})
+    ),
+    **{
+        f"with {name} {value}": with_effort(**{name: value})
+        for name, value in [
+            ("prefix_token_id", VOCAB_SIZE),
+            ("prefix_token_id", -1),
+            ("prefix_token_id", "9"),
+            ("num_lone_tokens", VOCAB_SIZE + 1),
+            ("num_lone_tokens", None),
+            ("num_lone_tokens", [3]),
+            ("num_texts", -1),
+            ("num_texts", 2**64),
+            ("num_texts", True),
+            ("num_tokens", 0.5),
+            ("seconds", float("nan")),
+            ("seconds", float("inf")),
+            ("seconds", -1.0),
+            ("seconds", True),
+            ("seconds", "1"),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_is_named_by_prewarm_and_ignored_with_one_warning_by_decoding(
+    written: SimpleNamespace, kind: str
+) -> None:
+    BAD_FILES[kind](written)
+    size = written.path.stat().st_size
+    tracemalloc.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(ValueError, match="remove it to begin anew"):
+            read_table(written.path, written.model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert table_for(written.model, written.path.parent) is None
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert ["does not use its table for LlamaForCausalLM" in str(w.message) for w in caught] == [
+        True
+    ]
+    assert peak < MIB + 10 * size  # it was 6 GiB for a file of 515 bytes
+    assert time.monotonic() - began < 5  # it was 31 s
+    with pytest.raises(ValueError, match="remove it to begin anew"):
+        lade.prewarm(written.model, 1, folder=written.path.parent)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BAD_FILES if "of " in kind and "format" not in kind]
+)
+def test_a_table_read_without_its_model_is_checked_too(written: SimpleNamespace, kind: str) -> None:
+    BAD_FILES[kind](written)
+    if kind == "of no description":
+        assert len(load_table(written.path, VOCAB_SIZE)) == 2  # it needs none
+        return
+    with pytest.raises(ValueError, match="expected a table that lade prewarm made in"):
+        load_table(written.path, VOCAB_SIZE)
+
+
+def test_a_good_file_is_read_to_its_limits(written: SimpleNamespace) -> None:
+    effort = {"prefix_token_id": None, "num_lone_tokens": VOCAB_SIZE, "num_tokens": 2**53}
+    with_effort(**effort, seconds=3)(written)
+    stored = read_table(written.path, written.model)
+    assert asdict(stored.effort) == asdict(written.effort) | effort | {"seconds": 3}
+    assert len(stored.table) == 2
+    of_no_rows(64)(written)
+    assert len(read_table(written.path, written.model).table) == 0
+
+
+def corrupted(content: bytes, rng: random.Random) -> bytes:
+    """Return the file cut, with flipped bits, or with another header."""
+    if rng.random() < 0.2:
+        return content[: rng.randrange(len(content))]
+    if rng.random() < 0.4:
+        flipped = bytearray(content)
+        for _ in range(rng.choice([1, 1, 2, 8, 64])):
+            flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
+        return bytes(flipped)
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    parts: list[Any] = [header, header["__metadata__"], *header.values()]
+    described = json.loads(header["__metadata__"]["lade_table"])
+    values: list[Any] = [
+        *(0, 1, -1, 2**31, 2**40, 2**63, 2**64, 10**400, 0.5, float("nan"), True, None, "", "F4"),
+        *([], {}, [0], [2**40, 0], [0, 2**23], [[]], "I64", "F8_E5M2", "[" * 2000, "1" * 5000),
+    ]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        if rng.random() < 0.5:
+            part = rng.choice([described, described["effort"]])
+            if isinstance(part, dict) and part:
+                part[rng.choice([*part, "more"])] = rng.choice(values)
+            described = described if isinstance(described.get("effort"), dict) else {"effort": {}}
+        else:
+            part = rng.choice(parts)
+            part[rng.choice([*part, "more"])] = rng.choice(values)
+    if isinstance(header.get("__metadata__"), dict) and rng.random() < 0.8:
+        header["__metadata__"]["lade_table"] = json.dumps(described)
+    return raw_file(header, content[8 + length :])
+
+
+def test_no_corruption_raises_anything_else_or_takes_memory(written: SimpleNamespace) -> None:
+    content = written.path.read_bytes()
+    rng = random.Random(0)
+    outcomes = {"read": 0, "refused": 0}
+    read_table(written.path, written.model)  # compiles
+    tracemalloc.start()
+    began = time.monotonic()
+    try:
+        for _ in range(2000):
+            written.path.write_bytes(corrupted(content, rng))
+            for read in (
+                lambda: read_table(written.path, written.model),
+                lambda: load_table(written.path, VOCAB_SIZE),
+            ):
+                try:
+                    read()
+                    outcomes["read"] += 1
+                except (ValueError, OSError):
+                    outcomes["refused"] += 1
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert min(outcomes.values()) > 100, outcomes
+    assert peak < 8 * MIB
+    assert time.monotonic() - began < 60
+
+
+def test_whatever_a_table_raises_decoding_goes_on_with_one_warning(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written.path.parent
+    for name in ("fingerprint_of", "read_table", "mesh_of"):
+        for error in (MemoryError("no room"), AttributeError("F8"), RuntimeError("no device")):
+            with monkeypatch.context() as patch:
+                patch.setattr(tables, name, raising(error))
+                with pytest.warns(UserWarning, match=f"{type(error).__name__}: {error}") as caught:
+                    assert table_for(written.model, folder) is None
+                assert len(caught) == 1
+    monkeypatch.setattr(tables, "read_table", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        table_for(written.model, folder)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_folder_that_cannot_be_one_has_no_tables(written: SimpleNamespace) -> None:
+    for folder in (written.path / "tables", written.path.parent / ("long" * 100)):
+        assert table_for(written.model, folder) is None
