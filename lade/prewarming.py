@@ -7,6 +7,7 @@ the model is asked is in `speaker.py`, where the table is kept in `tables.py`.
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def prewarm(
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
     generates with that model. Another run goes on where the last one ended. What is done is written
-    every 30 seconds and in the end, also after an exception or Ctrl-C; of two processes at once,
-    the last one's work stays. The table changes the speed alone, never the text.
+    every 30 seconds and in the end, also after an exception or Ctrl-C; where it cannot be written
+    meanwhile, a warning says so and the work goes on. Of two processes at once, the last one's work
+    stays. The table changes the speed alone, never the text.
 
     Args:
         model: a transformers causal LM.
@@ -93,7 +95,7 @@ def prewarm(
         What there is now.
 
     Raises:
-        OSError: the table cannot be written.
+        OSError: the table cannot be read, or not be written in the end.
         UnsupportedModelError: it is an encoder-decoder, tensor-parallel, or without weights in
             memory that it could be recognised by.
         UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
@@ -149,7 +151,7 @@ class Run:
         stored: table and effort, written to.
         path: of the file, to tell of.
         seconds: how long to work.
-        save: called every 30 seconds.
+        save: called every 30 seconds; it may raise OSError.
         progress: called after every forward.
         clock: tells the time in seconds.
     """
@@ -176,6 +178,7 @@ class Run:
         self._began = self._saved = clock()
         self._seconds_before = self._effort.seconds
         self._stage = ""
+        self._has_warned = False
 
     def work(self) -> None:
         """Ask until the time is over."""
@@ -270,12 +273,24 @@ class Run:
         passed = self._passed()
         self._effort.seconds = self._seconds_before + passed
         if self._clock() - self._saved >= _SAVE_EVERY_SEC:
-            self._save()
-            self._saved = self._clock()
+            self._save_meanwhile()
         if self._progress is not None:
             speed = self.num_new_tokens / max(passed, 1e-9)
             self._progress(PrewarmProgress(self._stage, passed, speed, self.made()))
         return self._passed() < self._seconds
+
+    def _save_meanwhile(self) -> None:
+        """Save what there is; where that fails, say so once: the last save may work."""
+        try:
+            self._save()
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"lade.prewarm could not save its table yet, and works on: {error}",
+                    stacklevel=2,
+                )
+        self._saved = self._clock()
 
     def _passed(self) -> float:
         return self._clock() - self._began

@@ -5,8 +5,10 @@ How they are made is in `prewarming.py`.
 
 import json
 import os
-import tempfile
+import secrets
+import time
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +31,9 @@ _KEY = "lade_table"  # of the metadata
 _MAX_SUCCESSORS = 64
 _MAX_DESCRIPTION_LENGTH = 2**14
 _MAX_COUNT = 2**53
+# A table is written in seconds. A day leaves room for a writer that slept with its machine, and for
+# the clock of a network folder.
+_STALE_SEC = 24 * 60 * 60
 
 
 @dataclass(slots=True)
@@ -125,7 +130,7 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     """Write the table of a model.
 
     The file appears whole, by a rename, so a reader sees the one before or this one; of two
-    processes that write, the last one's stays.
+    processes that write, the last one's stays. What a killed process left of a file is removed.
 
     Args:
         path: of the file; its folder is made.
@@ -146,14 +151,33 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     }
     content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(prefix=f"{path.stem}.making-", dir=path.parent)
+    _sweep(path.parent)
+    # A name of our own rather than mkstemp's: an interruption before mkstemp's is known here would
+    # leave the file.
+    made = path.with_name(f"{path.stem}.making-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(made, "xb", opener=_open_for_owner) as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name and no content
         os.replace(made, path)
     except BaseException:
-        os.unlink(made)
+        with suppress(OSError):
+            made.unlink()
         raise
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left of the tables of any model, and never fail."""
+    with suppress(OSError):
+        for made in folder.glob(f"{'[0-9a-f]' * 64}.making-*"):  # of nothing but tables
+            with suppress(OSError):
+                if time.time() - made.lstat().st_mtime > _STALE_SEC:
+                    made.unlink()
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _vocab_size(model: Model) -> int:

@@ -1,6 +1,7 @@
 """Files of tables: none that is damaged or made to do harm raises, takes memory or takes time."""
 
 import json
+import os
 import random
 import struct
 import time
@@ -18,8 +19,9 @@ import safetensors
 import safetensors.numpy
 
 import lade
-from lade import tables
+from lade import prewarming, tables
 from lade.fingerprint import fingerprint_of
+from lade.prewarming import PrewarmProgress
 from lade.tables import Effort, StoredTable, load_table, read_table, table_for, write_table
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
@@ -277,3 +279,107 @@ def raising(error: BaseException) -> Callable[..., Any]:
 def test_a_folder_that_cannot_be_one_has_no_tables(written: SimpleNamespace) -> None:
     for folder in (written.path / "tables", written.path.parent / ("long" * 100)):
         assert table_for(written.model, folder) is None
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def test_only_old_files_of_killed_saves_are_swept(written: SimpleNamespace) -> None:
+    folder = written.path.parent
+    stem = written.path.stem
+    stale, recent = folder / f"{stem}.making-abc_def1", folder / f"{stem}.making-ABC"
+    other = folder / f"{'0' * 64}.making-0123456789abcdef"
+    unrelated = folder / "film.making-of"
+    in_the_way = folder / f"{'1' * 64}.making-abc"
+    in_the_way.mkdir()
+    for path in (stale, other, recent, unrelated):
+        path.write_bytes(b"half")
+    long_ago = time.time() - 25 * 60 * 60
+    for path in (stale, other, unrelated, in_the_way):
+        os.utime(path, (long_ago, long_ago))
+    write_table(written.path, written.model, StoredTable(written.table, written.effort))
+    assert {*folder.iterdir()} == {written.path, recent, unrelated, in_the_way}
+
+
+@pytest.mark.parametrize("name", ["open", "fsync", "replace"])
+def test_an_interrupted_save_leaves_no_file_and_the_old_table(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    content = written.path.read_bytes()
+    whole = getattr(os, name)
+
+    def interrupted(*args: Any) -> Any:
+        if name == "open":
+            whole(*args)  # the file is there when the interruption comes
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_table(written.path, written.model, StoredTable(written.table, Effort()))
+    monkeypatch.undo()
+    assert [*written.path.parent.iterdir()] == [written.path]
+    assert written.path.read_bytes() == content
+
+
+def test_content_is_on_disk_before_the_name_is(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def noting_fsync(handle: int) -> None:
+        calls.append(("fsync", os.fstat(handle).st_size))
+        fsync(handle)
+
+    def noting_replace(source: Path, target: Path) -> None:
+        calls.append(("replace", source.stat().st_size))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    monkeypatch.setattr(os, "replace", noting_replace)
+    write_table(written.path, written.model, StoredTable(written.table, written.effort))
+    size = written.path.stat().st_size
+    assert calls == [("fsync", size), ("replace", size)]
+    assert written.path.stat().st_mode & 0o077 == 0  # its owner's alone
+
+
+def test_a_disk_that_is_full_meanwhile_costs_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves fail until the last one, after Ctrl-C; then all that was done is in the file."""
+    is_full, num_done = True, 0
+
+    def save(path: Path, model: Any, stored: StoredTable) -> None:
+        if is_full:
+            raise OSError(28, "No space left on device")
+        write_table(path, model, stored)
+
+    def interrupt(step: PrewarmProgress) -> None:
+        nonlocal is_full, num_done
+        num_done = step.made.num_tokens
+        if num_done >= 500:
+            is_full = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(prewarming, "write_table", save)
+    monkeypatch.setattr(prewarming, "_SAVE_EVERY_SEC", 0.0)
+    model = tiny_model("llama")
+    with (
+        pytest.warns(UserWarning, match="could not save its table yet.*No space left") as caught,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        lade.prewarm(model, 60, folder=tmp_path, progress=interrupt)
+    assert len(caught) == 1
+    (path,) = tmp_path.iterdir()
+    assert read_table(path, model).effort.num_tokens == num_done >= 500
+
+
+def test_a_disk_that_is_full_in_the_end_is_an_error_and_leaves_the_old_table(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = written.path.read_bytes()
+    monkeypatch.setattr(os, "fsync", raising(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        lade.prewarm(written.model, 0.1, folder=written.path.parent)
+    assert [*written.path.parent.iterdir()] == [written.path]
+    assert written.path.read_bytes() == content
