@@ -1,6 +1,7 @@
 """Reading prompt files: JSON lines as Spec-Bench has them, or one prompt a line."""
 
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,19 @@ class Prompt(NamedTuple):
     id: str
     category: str
     text: str
+
+
+class PromptFile(NamedTuple):
+    """The prompts of a file that are to be answered, and how they were chosen."""
+
+    path: Path
+    limit: int | None  # as `read_prompts` has it
+    prompts: list[Prompt]
+
+    @classmethod
+    def read(cls, path: Path, limit: int | None) -> "PromptFile":
+        """Read a prompt file, as `read_prompts` does."""
+        return cls(path, limit, read_prompts(path, limit))
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -27,7 +41,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         ValueError: a line cannot be read, or the file has no prompt.
     """
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not by splitlines: a string of JSON may hold other characters that end lines, as they are.
+    for number, line in enumerate(re.split(r"\r\n?|\n", _read(path)), start=1):
         if line.strip():
             prompts.append(_parse(line.strip(), number, path.name))
     if not prompts:
@@ -37,15 +52,34 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark in front
+    except UnicodeDecodeError as error:
+        byte, number = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"expected {path.name} in UTF-8, got byte 0x{byte:02x} in line {number}"
+        ) from None
+
+
 def _parse(line: str, number: int, name: str) -> Prompt:
     if not line.startswith("{"):
         return Prompt(str(number), "all", line)
+    expected = (
+        f"expected line {number} of {name} to be a prompt, or a JSON object with 'turns', a list "
+        "of texts, or 'prompt', a text"
+    )
     try:
         entry = json.loads(line)
-        text = entry["turns"][0] if "turns" in entry else entry["prompt"]
-    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"expected line {number} of {name} to be a prompt, or a JSON object with 'turns' or "
-            f"'prompt': {error!r}"
-        ) from None
-    return Prompt(str(entry.get("question_id", number)), str(entry.get("category", "all")), text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{expected}; its JSON is broken: {error}") from None
+    turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        raise ValueError(f"{expected}, got {_shortened(line)}")
+    return Prompt(
+        str(entry.get("question_id", number)), str(entry.get("category", "all")), turns[0]
+    )
+
+
+def _shortened(line: str, limit: int = 60) -> str:
+    return line if len(line) <= limit else f"{line[:limit]} …"

@@ -254,6 +254,7 @@ def bench_run(
     "corrected" is the share of steps with a draft that ended where the model chose another token
     than those drafted there.
     """
+    from lade.bench.prompts import PromptFile
     from lade.bench.settings import Settings
     from lade.cli.bench import ResultFiles, choose_methods, run
 
@@ -265,9 +266,10 @@ def bench_run(
         raise ValueError("expected plain and another of the methods to plot speed-ups")
     files = ResultFiles(json, markdown, plot)
     files.check()
+    chosen = PromptFile.read(prompts, limit)
     loaded = load(model, device, dtype, threads)
     config = make_config(max_nodes, target)
-    run(loaded, prompts, names, left_out, settings, limit, passes, keep, config, files)
+    run(loaded, chosen, names, left_out, settings, passes, keep, config, files)
 
 
 @bench.command("show")
@@ -322,13 +324,15 @@ def bench_record(
     That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
     each of them, from one more forward over the whole text.
     """
+    from lade.bench.prompts import PromptFile
     from lade.bench.settings import Settings
     from lade.cli.bench import check_writable
     from lade.cli.replay import record
 
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     check_writable(out)
-    record(load(model, device, dtype, threads), prompts, out, settings, limit, num_successors)
+    chosen = PromptFile.read(prompts, limit)
+    record(load(model, device, dtype, threads), chosen, out, settings, num_successors)
 
 
 @bench.command("replay")

@@ -16,6 +16,7 @@ from lade.config import Config
 from lade.models import LoadedModel
 
 if TYPE_CHECKING:
+    from lade.bench.prompts import PromptFile
     from lade.bench.tables import Sheet
 
 
@@ -56,11 +57,10 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
 
 def run(
     loaded: LoadedModel,
-    prompts_path: Path,
+    chosen: "PromptFile",
     methods: list[str],
     left_out: dict[str, str],
     settings: Settings,
-    limit: int | None,
     num_passes: int,
     keep: bool,
     config: Config,
@@ -73,12 +73,11 @@ def run(
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
     from lade.bench.plots import plot_speedups
-    from lade.bench.prompts import read_prompts
     from lade.bench.report import as_json, prompts_fingerprint, table
     from lade.bench.run import Result, run_methods, warm_up_methods
     from lade.probing import probe
 
-    prompts = read_prompts(prompts_path, limit)
+    path, limit, prompts = chosen
     left_out = left_out | warm_up_methods(loaded, methods, settings, config)
     methods = [name for name in methods if name not in left_out]
     target = None
@@ -111,7 +110,7 @@ def run(
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
         **asdict(settings),
-        "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
+        "prompts": {**prompts_fingerprint(path), "limit": limit, "num": len(prompts)},
         "methods": {name: METHODS[name].description for name in methods},
         "left_out": left_out,
         "passes": num_passes,

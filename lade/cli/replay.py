@@ -2,33 +2,34 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lade.bench.settings import Settings
 from lade.cli.bench import ResultFiles, print_sheet, progress_bar, say_written
 from lade.cli.loading import console
 from lade.models import LoadedModel
 
+if TYPE_CHECKING:
+    from lade.bench.prompts import PromptFile
+
 
 def record(
     loaded: LoadedModel,
-    prompts_path: Path,
+    chosen: "PromptFile",
     out: Path,
     settings: Settings,
-    limit: int | None,
     num_successors: int,
 ) -> None:
     """Answer prompts and write the traces, also after an interruption."""
     import torch
 
     from lade.bench.environment import environment
-    from lade.bench.prompts import read_prompts
     from lade.bench.record import record as record_all
     from lade.bench.record import vocab_size_of
     from lade.bench.report import prompts_fingerprint
     from lade.bench.traces import Trace, Traces, write_traces
 
-    prompts = read_prompts(prompts_path, limit)
+    path, limit, prompts = chosen
     traces: list[Trace] = []
     stopped_by: BaseException | None = None
     with progress_bar() as bars:
@@ -54,7 +55,7 @@ def record(
         **asdict(settings),
         "vocab_size": vocab_size_of(loaded.model),
         "num_successors": num_successors,
-        "prompts": {**prompts_fingerprint(prompts_path), "limit": limit, "num": len(prompts)},
+        "prompts": {**prompts_fingerprint(path), "limit": limit, "num": len(prompts)},
         "interrupted": stopped_by is not None,
     }
     write_traces(out, Traces(traces, described, environment()))

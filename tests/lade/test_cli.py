@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lade.bench.prompts import read_prompts
 from lade.cli.app import Target, app
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
@@ -409,6 +410,39 @@ def test_an_interrupted_benchmark_keeps_what_it_measured(
     content = json.loads(path.read_text())
     assert len(content["prompts"]) == 2
     assert content["settings"]["interrupted"] is True
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"fine\n\xff\xfe\n", r"expected prompts\.txt in UTF-8, got byte 0xff in line 2"),
+        (
+            b'{"question": "x"}',
+            r"line 1 of prompts\.txt .* 'prompt', a text, got {\"question\": \"x\"}",
+        ),
+        (b'\n{"prompt": 5}', r"line 2 of prompts\.txt .* got {\"prompt\": 5}"),
+        (b'{"turns": "one"}', r"'turns', a list of texts, .* got {\"turns\": \"one\"}"),
+        (b'{"turns": []}', r"got {\"turns\": \[\]}"),
+        (b'{"prompt', r"line 1 of prompts\.txt .* its JSON is broken: Unterminated string"),
+        (b" \n", r"expected prompts in prompts\.txt, found none"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "record", "memory"])
+def test_prompts_are_read_before_a_model_is_loaded(
+    command: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(content)
+    options = ["--prompts", str(prompts), "--model", str(tmp_path / "no-model")]
+    options += ["--out", str(tmp_path / "traces")] if command == "record" else []
+    with pytest.raises(ValueError, match=message):
+        run("bench", command, *options)
+
+
+def test_prompt_files_from_windows_and_of_odd_characters_are_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes('\ufeff{"prompt": "one\u2028line"}\r\nplain\r\n'.encode())
+    assert [prompt.text for prompt in read_prompts(path)] == ["one\u2028line", "plain"]
 
 
 def test_bench_pool_prints_a_table_and_writes_json(tmp_path: Path) -> None:
