@@ -7,15 +7,21 @@ How the text is held. Each observed token gets the next *position*, 0, 1, 2, …
 position `p` lies in row `p % num_rows`, so that the newest `num_rows` tokens are held and the
 oldest is overwritten first. `first` is the oldest position still held.
 
-    text   [num_rows, 3]        token id, previous position, next position
-    links  [num_rows, N]        by order: the next older position of the same bucket
-    heads  [N, num_buckets]     by order: the newest position of each bucket
+    text      [num_rows, 3]     token id, previous position, next position
+    links     [num_rows, N]     by order: the next older position of the same bucket
+    heads     [N, num_buckets]  by order: the newest position of each bucket
+    counts    [2]               the next position, and by how much positions were lowered so far
+    sequence  [4]               of an open sequence: its last position, the positions from which on
+                                text is its prompt and its answer, and how far these are lowered
 
 Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
 sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
 hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
 matchers. Nothing is ever deleted: a position older than `first` ends a chain. Text and links lie
 apart because matching reads the text of neighbouring positions, often, and their links, never.
+
+No signal is noticed while a kernel runs. So whatever must change together is changed by one of
+them, counts included: then the pool is whole wherever Python is interrupted.
 
 Next file: `pool.py`.
 """
@@ -41,14 +47,21 @@ def kernel(function: _F) -> _F:
     """Compile at first call, without the GIL, and cached on disk where a folder can be written."""
     try:
         compiled: _F = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError as error:  # Numba found no writable folder for its cache
-        warnings.warn(f"ngram_pool compiles anew in each process: {error}", stacklevel=2)
+    except RuntimeError:  # Numba found no writable folder for its cache
+        # Of all kernels in the same words, so that one warning is shown.
+        warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=1)
         compiled = numba.njit(nogil=True)(function)
     return compiled
 
 
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
+NEXT_POSITION, LOWERED = 0, 1  # of `counts`
+# Where text is; those of a sequence itself also are the places of their first positions in
+# `sequence`. Its last position is where earlier text would have one.
+EARLIER, PROMPT, ANSWER = range(3)
+TAIL, LOWERED_THEN = 0, 3
+NEVER = 2**62  # the first position of a prompt or an answer that has none
 
 # 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
 _HASH_MASK = 2**31 - 1
@@ -104,7 +117,6 @@ NUM_WEIGHTS = BIAS + 1
 # Rows of weights. The weights of a context are the sum of three rows: by the match of the text, and
 # whether the last token was known before; by where that match is; by which tables know the pair.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29
-EARLIER, PROMPT, ANSWER = range(3)  # where text is; PROMPT and ANSWER of the sequence itself
 LEAST_LOG_PROB = math.log(1e-4)
 FAINT = 0.01  # what a source says at least of a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
@@ -121,6 +133,26 @@ def hash_step(state: int, token_id: int) -> int:
     """Extend the hash of an n-gram by the token before it; the hash of no token is 0."""
     product = ((state ^ token_id) & _HASH_MASK) * _HASH_MULTIPLIER
     return (product ^ (product >> 29)) & _HASH_MASK
+
+
+@kernel
+def first_held(text: Int32Array, counts: Int64Array) -> int:
+    """Return the oldest position that is held."""
+    first: int = max(0, int(counts[NEXT_POSITION]) - text.shape[0])
+    return first
+
+
+@kernel
+def lower(sequence: Int64Array, counts: Int64Array) -> None:
+    """Lower a sequence's positions as far as those of the text were; see `rebase`."""
+    shift = counts[LOWERED] - sequence[LOWERED_THEN]
+    if shift == 0:
+        return
+    sequence[TAIL] = max(sequence[TAIL] - shift, NONE)
+    for i in (PROMPT, ANSWER):
+        if sequence[i] != NEVER:
+            sequence[i] = max(sequence[i] - shift, 0)
+    sequence[LOWERED_THEN] = counts[LOWERED]
 
 
 @kernel
@@ -150,11 +182,10 @@ def append(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    num_observed: int,
-    tail: int,
+    counts: Int64Array,
+    sequence: Int64Array,
     token_ids: Int64Array,
     learning_rate: float,
-    starts: Int64Array,
     own: TableArrays,
     prior: TableArrays,
     weights: Float64Array,
@@ -163,22 +194,26 @@ def append(
     features: Float64Array,
     summed: Float64Array,
     found_probs: Float64Array,
-) -> int:
-    """Append `token_ids` to the sequence that ends at position `tail`; return its new end.
+) -> None:
+    """Append `token_ids` to a sequence, as its prompt, or with a rate above 0 as its answer.
 
-    With a rate above 0 the weights learn from each token before it is appended; the other
-    arguments are those of `learn`.
+    From an answer the weights learn, of each token before it is appended; the other arguments are
+    those of `learn`.
     """
+    lower(sequence, counts)
     num_rows = text.shape[0]
+    position = int(counts[NEXT_POSITION])
+    tail = int(sequence[TAIL])
     for i in range(token_ids.shape[0]):
-        position = num_observed + i
+        sequence[PROMPT] = min(sequence[PROMPT], position)
         if learning_rate > 0.0:
+            sequence[ANSWER] = min(sequence[ANSWER], position)
             learn(
                 text,
                 links,
                 heads,
                 max(0, position - num_rows),
-                starts,
+                sequence,
                 own,
                 prior,
                 weights,
@@ -202,26 +237,34 @@ def append(
             text[tail % num_rows, NEXT] = position
         index_position(text, links, heads, position, first)
         tail = position
-    return tail
+        position += 1
+    sequence[TAIL] = tail
+    counts[NEXT_POSITION] = position
 
 
 @kernel
-def reindex(
-    text: Int32Array, links: Int32Array, heads: Int32Array, first: int, num_observed: int
-) -> None:
+def reindex(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
     """Build the links anew after `heads` changed its size. `heads` must come in empty."""
-    for position in range(first, num_observed):
+    first = first_held(text, counts)
+    for position in range(first, int(counts[NEXT_POSITION])):
         index_position(text, links, heads, position, first)
 
 
 @kernel
-def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, first: int, shift: int) -> None:
-    """Lower every stored position by `shift`, and forget those older than `first`."""
+def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
+    """Lower every position that is held, and forget older ones.
+
+    Those of sequences follow when one is next used, by `lower`: here they are not known.
+    """
+    first = first_held(text, counts)
+    shift = first // text.shape[0] * text.shape[0]  # so that every position keeps its row
     for table, first_column in ((text, PREVIOUS), (links, 0), (heads, 0)):
         for row in range(table.shape[0]):
             for column in range(first_column, table.shape[1]):
                 value = int(table[row, column])
                 table[row, column] = value - shift if value >= first else NONE
+    counts[NEXT_POSITION] -= shift
+    counts[LOWERED] += shift
 
 
 @kernel
@@ -254,9 +297,11 @@ def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float
 
 
 @kernel
-def origin_of(position: int, starts: Int64Array) -> int:
+def origin_of(position: int, sequence: Int64Array) -> int:
     """Tell whether a position is in the sequence's own answer, its prompt, or earlier text."""
-    return ANSWER if position >= starts[1] else PROMPT if position >= starts[0] else EARLIER
+    if position >= sequence[ANSWER]:
+        return ANSWER
+    return PROMPT if position >= sequence[PROMPT] else EARLIER
 
 
 @kernel
@@ -283,7 +328,7 @@ def successors(
     links: Int32Array,
     heads: Int32Array,
     first: int,
-    starts: Int64Array,
+    sequence: Int64Array,
     context: Int64Array,
     max_order: int,
     path_prob: float,
@@ -301,7 +346,7 @@ def successors(
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        starts: int64 [2], the positions from which on text is the sequence's prompt and answer.
+        sequence: int64 [4], the one that the context is of.
         context: int64 [length], newest token first. `max_order`: the longest order to look for.
         path_prob: probability of the node whose context this is.
         found: int64 [8, at least MAX_FOUND and N + 1]; filled by row: 0 positions of occurrences, 1
@@ -353,7 +398,7 @@ def successors(
             num_known = num_found
             for i in range(begin, num_occurrences):
                 if lengths[i] == length:
-                    origin = origin_of(occurrences[i], starts)
+                    origin = origin_of(occurrences[i], sequence)
                     num_found = add_successor(next_ids[i], length, origin, found, num_found)
                     lengths[i] = 0
                     num_counted += 1
@@ -474,7 +519,7 @@ def estimate(
     links: Int32Array,
     heads: Int32Array,
     first: int,
-    starts: Int64Array,
+    sequence: Int64Array,
     own: TableArrays,
     prior: TableArrays,
     weights: Float64Array,
@@ -498,7 +543,7 @@ def estimate(
     Args:
         own, prior: tables of the target's own successors (`SuccessorTable.rows`).
         weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
-        context: as for `successors`, and so `starts`, `max_order`, `path_prob` and `found`, whose
+        context: as for `successors`, and so `sequence`, `max_order`, `path_prob` and `found`, whose
             row 1 is filled with token ids, the first three of row 4 with the rows of weights used.
         features: float64 [MAX_FOUND, NUM_FEATURES]; `summed`: float64 [NUM_WEIGHTS]; filled.
         found_probs: float64 [MAX_FOUND], filled with probabilities.
@@ -507,7 +552,7 @@ def estimate(
         The number of successors found, and the length of the longest match (0 for none).
     """
     num_found, longest = successors(
-        text, links, heads, first, starts, context, max_order, path_prob, found, found_probs
+        text, links, heads, first, sequence, context, max_order, path_prob, found, found_probs
     )
     num_in_text = num_found
     for i in range(num_in_text):
@@ -518,7 +563,7 @@ def estimate(
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
         features[i, IN_ANSWER] = 1.0 if found[7, i] == ANSWER else 0.0
         features[i, IN_PROMPT] = 1.0 if found[7, i] == PROMPT else 0.0
-    origin = origin_of(found[0, 0], starts) if num_in_text > 0 else EARLIER
+    origin = origin_of(found[0, 0], sequence) if num_in_text > 0 else EARLIER
     last = int(context[0])
     known = 0
     row = match_row(longest, num_in_text)
@@ -568,7 +613,7 @@ def learn(
     links: Int32Array,
     heads: Int32Array,
     first: int,
-    starts: Int64Array,
+    sequence: Int64Array,
     own: TableArrays,
     prior: TableArrays,
     weights: Float64Array,
@@ -595,7 +640,7 @@ def learn(
         links,
         heads,
         first,
-        starts,
+        sequence,
         own,
         prior,
         weights,
@@ -686,8 +731,8 @@ def grow_tree(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
-    starts: Int64Array,
+    counts: Int64Array,
+    sequence: Int64Array,
     own: TableArrays,
     prior: TableArrays,
     weights: Float64Array,
@@ -711,7 +756,7 @@ def grow_tree(
     would open a leaf more than `max_candidates`.
 
     Args:
-        starts, own, prior, weights: as for `estimate`.
+        sequence, own, prior, weights: as for `estimate`.
         root_context: int64 [up to MAX_MATCH], the tokens up to the root, newest first.
         max_nodes: at least 1.
         max_candidates: at least 1.
@@ -722,6 +767,8 @@ def grow_tree(
             length of the longest match.
         node_probs: float64 [max_nodes]; filled with path probabilities, greatest first.
     """
+    lower(sequence, counts)
+    first = first_held(text, counts)
     num_nodes = num_candidates = queue_length = num_leaves = 0
     node, path_prob = NONE, 1.0
     # A context can occur at most one order longer than its parent's did.
@@ -733,7 +780,7 @@ def grow_tree(
             links,
             heads,
             first,
-            starts,
+            sequence,
             own,
             prior,
             weights,
@@ -837,8 +884,8 @@ def sample_tree(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
-    starts: Int64Array,
+    counts: Int64Array,
+    sequence: Int64Array,
     own: TableArrays,
     prior: TableArrays,
     weights: Float64Array,
@@ -884,6 +931,8 @@ def sample_tree(
 
     The other arguments are those of `grow_tree`.
     """
+    lower(sequence, counts)
+    first = first_held(text, counts)
     num_nodes = num_slots = num_leaves = queue_length = 0
     node, path_prob = NONE, 1.0
     max_order = heads.shape[0]
@@ -894,7 +943,7 @@ def sample_tree(
             links,
             heads,
             first,
-            starts,
+            sequence,
             own,
             prior,
             weights,
@@ -1007,22 +1056,21 @@ def rehash(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
-) -> int:
-    """Copy the rows of a table to an empty one of another size; return how many it holds."""
-    num_held = 0
+    num_contexts: Int64Array,
+) -> None:
+    """Copy the rows of a table to an empty one of another size."""
     for old in range(old_keys.shape[0] - 1, -1, -1):  # what was put last stands first again
         if old_keys[old] == NONE:
             continue
         previous = old_keys[old] // (_HASH_MASK + 1) - 1
         begin = bucket_of(keys, previous, old_keys[old] % (_HASH_MASK + 1))
-        num_held += keys[begin + WAYS - 1] == NONE
+        num_contexts[0] += keys[begin + WAYS - 1] == NONE
         open_front(keys, counts, successor_ids, costs, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
         counts[begin] = old_counts[old]
         for j in range(successor_ids.shape[1]):
             successor_ids[begin, j] = old_ids[old, j]
             costs[begin, j] = old_costs[old, j]
-    return num_held
 
 
 @kernel
@@ -1031,28 +1079,28 @@ def put_successors(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    num_contexts: Int64Array,
     contexts: Int64Array,
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
-) -> int:
-    """Put what a target found likely behind contexts into a table; return how many are new in it.
+) -> None:
+    """Put what a target found likely behind contexts into a table.
 
     The context put last stands first in its bucket.
 
     Args:
         keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
             `successor_ids`, `costs`: [num_rows, num_successors], the likeliest first, NONE where
-            fewer are known.
+            fewer are known; `num_contexts`: int64 [1], how many rows are taken.
         contexts: int64 [n, 2], previous token or NONE, and last token.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
         averages: whether what is known of a context is averaged with what comes, or replaced by it.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     num_held, k = successor_ids.shape[1], new_ids.shape[1]
-    num_added = 0
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
         row = find_context(keys, previous, last)
@@ -1062,7 +1110,7 @@ def put_successors(
         count = 1
         if row == NONE:
             row = begin + WAYS - 1
-            num_added += keys[row] == NONE
+            num_contexts[0] += keys[row] == NONE
         elif averages:
             count = min(int(counts[row]) + 1, MAX_COUNT)
             share = 1.0 / count
@@ -1101,4 +1149,3 @@ def put_successors(
             cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
             costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
             merged_ids[best] = NONE
-    return num_added

@@ -4,19 +4,26 @@ This file checks arguments, owns the arrays and calls one kernel per operation; 
 to read, explains how the arrays are laid out. Nothing here knows of models or of torch.
 """
 
-import threading
+import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
+    ANSWER,
+    LOWERED_THEN,
+    NEVER,
     NEXT,
+    NEXT_POSITION,
     NONE,
     PREVIOUS,
+    PROMPT,
+    TAIL,
     TOKEN,
     Float64Array,
     Int32Array,
@@ -24,6 +31,7 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.checks import MAX_TOKEN_ID, positive, token_ids_of
 from ngram_pool.draft import Draft, SampledDraft
+from ngram_pool.locks import alone, lock_of_pool
 from ngram_pool.table import SuccessorTable
 from ngram_pool.weights import first_weights
 
@@ -33,22 +41,66 @@ DEFAULT_MAX_NGRAM_SIZE = 5
 MAX_CAPACITY_TOKENS = 2**29  # so that three times as many positions can be counted
 _FIRST_NUM_ROWS = 2**12  # allocated at once; doubled when full, up to the capacity
 _POSITION_LIMIT = 2**31 - 1  # positions are int32; before they overflow they are lowered
+# Longer input is observed in pieces, so that Python gets to see an interrupt every few ms.
+_PIECE = 2**16
 # Room for what was harvested, in contexts for each token of the capacity: 8 bytes a token at most.
 _CONTEXTS_PER_TOKEN = 1 / 16
 _NO_PRIOR = SuccessorTable(1)
 # How far one token of an answer moves the weights of the sources. With the weights that a pool
 # begins with, fitted to the same model, 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, 0.03 9 %.
 _LEARNING_RATE = 0.003
+_UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence that has no text
+_FIRST_PURGE = 64  # sequences, before those that were closed by themselves are dropped
+# Attributes of a pool that its copies have of their own.
+_NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_for_one", "_scratch"}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Sequence:
-    """An open sequence."""
+    """A sequence, open as long as somebody holds it."""
 
     prior: SuccessorTable
-    tail: int = NONE  # its last position
-    #: The positions from which on text counts as its prompt and its answer; later than all if none.
-    starts: Int64Array = field(default_factory=lambda: np.full(2, _POSITION_LIMIT, np.int64))
+    #: int64 [4], `sequence` of the kernels.
+    state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
+
+
+class _Handle(int):
+    """The number of an open sequence, which it holds. Copies and pickles are mere numbers."""
+
+    sequence: _Sequence
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class _Held(NamedTuple):
+    """The arrays of the text; see `_kernels.py`."""
+
+    text: Int32Array
+    links: Int32Array
+    heads: Int32Array
+
+
+class _ForOne(NamedTuple):
+    """What kernels need of room for one context."""
+
+    context: Int64Array
+    found: Int64Array
+    features: Float64Array
+    summed: Float64Array
+    found_probs: Float64Array
+
+
+class _Scratch(NamedTuple):
+    """What kernels need of room for a tree."""
+
+    candidates: Int64Array
+    candidate_probs: Float64Array
+    left_ids: Int64Array
+    left_probs: Float64Array
+    nodes: Int64Array
+    node_probs: Float64Array
+    support_probs: Float64Array
 
 
 class NGramPool:
@@ -62,7 +114,9 @@ class NGramPool:
     text is forgotten first. The same calls give the same drafts in every process, and as long as
     nothing was harvested and no answer observed, the pool behaves like a new one that was given the
     newest `capacity_tokens` tokens. Methods may be called from several threads; each runs alone,
-    without holding the GIL.
+    without holding the GIL. Wherever a method is interrupted, the pool is whole: as before or after
+    it, or between two pieces of long input. Copied or pickled, at any time, it is one of its own;
+    only sequence 0 is open in a copy.
 
     Args:
         capacity_tokens: how many tokens are held at most; up to 60 bytes each.
@@ -90,33 +144,43 @@ class NGramPool:
             raise ValueError(
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {self._capacity}"
             )
-        self._lock = threading.Lock()
-        self._num_observed = 0  # the next position
-        self._sequences = {0: _Sequence(_NO_PRIOR)}  # the open ones
         self._num_opened = 1
         # Averaging a context's last ten times accepted as many tokens.
         num_contexts = max(1, int(self._capacity * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
-        self._allocate(min(_FIRST_NUM_ROWS, self._capacity))
-        self._allocate_for_one()
-        self._allocate_scratch(64)
-        self._compile()
+        self._counts = np.zeros(2, np.int64)
+        self._held = self._empty(min(_FIRST_NUM_ROWS, self._capacity))
+        self._sequence_0 = _Sequence(_NO_PRIOR)
+        self._allocate_the_rest()
+        self._run_kernels()
 
+    @alone
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            return {name: value for name, value in vars(self).items() if name != "_lock"}
+        return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
+        # Arrays that come beside a pickle cannot be written to; these can.
+        vars(self).update(copy.deepcopy(state))
+        self._allocate_the_rest()
+        NGramPool(1)  # so that the first token does not wait for a compiler
+
+    def _allocate_the_rest(self) -> None:
+        """Allocate what copies have of their own; all in `_NOT_COPIED`."""
+        self._lock = lock_of_pool()
+        # Weak, so that a sequence is closed when nobody can name it any more.
+        self._sequences = {0: weakref.ref(self._sequence_0)}
+        self._purge_at = _FIRST_PURGE
+        self._no_sequence = _Sequence(_NO_PRIOR)
+        self._for_one = self._room_for_one()
+        self._scratch = self._room_for_tree(64)
 
     # --- what is held -----------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return the number of tokens held, at most `capacity_tokens`."""
-        return self._num_observed - self._first
+        return min(self._counts.item(NEXT_POSITION), len(self._held.text))
 
     def __repr__(self) -> str:
         return (
@@ -142,21 +206,25 @@ class NGramPool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
-        tables = (self._text, self._links, self._heads, self._context, self._found)
-        scratch = (self._found_probs, self._candidates, self._candidate_probs)
-        drawing = (self._left_ids, self._left_probs, self._support_probs)
-        nodes = (self._nodes, self._node_probs)
-        blend = (self._features, self._summed, self._weights)
-        arrays = (*tables, *scratch, *drawing, *nodes, *blend)
+        arrays = (*self._held, *self._for_one, *self._scratch, self._weights)
         return sum(array.nbytes for array in arrays) + self._harvested.nbytes
+
+    @property
+    def num_open_sequences(self) -> int:
+        """How many sequences are open, sequence 0 not counted; O(that)."""
+        return sum(opened() is not None for opened in list(self._sequences.values())) - 1
 
     # --- writing ----------------------------------------------------------------------------
 
     def open_sequence(self, prior: SuccessorTable | None = None) -> int:
-        """Open one more sequence and return its handle for `observe`; O(1).
+        """Open one more sequence and return its handle for `observe`; amortised O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, however their tokens are
         interleaved, but a draft for one uses the text of all.
+
+        The handle is a number that no other sequence gets, and an object: when its last reference
+        goes, as where an exception ends the function that was to close it, the sequence is closed.
+        While it lives, any equal number names the sequence as well.
 
         Args:
             prior: what the sequence's target finds likely behind single tokens and pairs, known
@@ -164,27 +232,31 @@ class NGramPool:
 
         Raises:
             TypeError: `prior` is no such table.
+
+        >>> pool = NGramPool()
+        >>> sequence = pool.open_sequence()
+        >>> pool.num_open_sequences
+        1
+        >>> del sequence
+        >>> pool.num_open_sequences
+        0
         """
         if not isinstance(prior, SuccessorTable | None):
             raise TypeError(f"expected prior to be a SuccessorTable, got {prior!r}")
-        with self._lock:
-            sequence = self._num_opened
-            self._num_opened += 1
-            self._sequences[sequence] = _Sequence(prior if prior is not None else _NO_PRIOR)
-            return sequence
+        return self._open_sequence(_NO_PRIOR if prior is None else prior)
 
+    @alone
     def close_sequence(self, sequence: int) -> None:
         """Forget the handle, not the text; O(1). Sequence 0 starts afresh instead.
 
         Raises:
             ValueError: the sequence is not open.
         """
-        with self._lock:
-            self._sequence(sequence)
-            if sequence == 0:
-                self._sequences[0] = _Sequence(_NO_PRIOR)
-            else:
-                del self._sequences[sequence]
+        opened = self._sequence(sequence)
+        if sequence == 0:
+            opened.state[:] = _UNBEGUN
+        else:
+            del self._sequences[sequence]
 
     def observe(
         self,
@@ -203,23 +275,19 @@ class NGramPool:
         Raises:
             TypeError: ids are not integers.
             ValueError: an id is negative or too large, the shape is not one-dimensional, or the
-                sequence is not open. The pool is unchanged after an error.
+                sequence is not open. The pool is unchanged after such an error, and where there is
+                no memory to grow. Interrupted, it has observed a front part of the tokens.
         """
-        ids = token_ids_of("token_ids", token_ids)
-        with self._lock:
-            opened = self._sequence(sequence)
-            # Longer input than is held is dropped at once, in steps that positions can count.
-            for start in range(0, len(ids), self._capacity):
-                self._append(ids[start : start + self._capacity], opened, is_answer)
+        self._observe(token_ids_of("token_ids", token_ids), sequence, is_answer)
 
+    @alone
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what a target finds likely behind contexts of one and two tokens; O(1) each.
 
         The arguments and errors are those of `SuccessorTable.put`. As many contexts are held as a
         sixteenth of `capacity_tokens`.
         """
-        with self._lock:
-            self._harvested.put(contexts, token_ids, probs)
+        self._harvested.put(contexts, token_ids, probs)
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -259,17 +327,7 @@ class NGramPool:
         0
         """
         ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
-        with self._lock:
-            opened = self._no_sequence if sequence is None else self._sequence(sequence)
-            if not len(ids):
-                return Draft.empty()
-            if max_nodes > self._nodes.shape[1]:
-                self._allocate_scratch(max_nodes)
-            num_nodes = self._grow_tree(
-                np.ascontiguousarray(ids[::-1]), max_nodes, max_leaves, opened
-            )
-            token_ids, parents, depths = self._nodes[:3, :num_nodes].astype(np.int32)
-            return Draft(token_ids, parents, depths, self._node_probs[:num_nodes].copy())
+        return self._draft(ids, max_nodes, max_leaves, sequence)
 
     def sample(
         self,
@@ -312,74 +370,64 @@ class NGramPool:
         ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        with self._lock:
-            opened = self._no_sequence if sequence is None else self._sequence(sequence)
-            uniforms = rng.random(max_nodes)
-            if not len(ids):
-                return SampledDraft.empty()
-            if max_nodes > self._nodes.shape[1]:
-                self._allocate_scratch(max_nodes)
-            reversed_context = np.ascontiguousarray(ids[::-1])
-            num_nodes = self._sample_tree(reversed_context, max_nodes, max_leaves, uniforms, opened)
-            token_ids, parents, depths = self._nodes[:3, :num_nodes].astype(np.int32)
-            return SampledDraft(
-                token_ids,
-                parents,
-                depths,
-                self._node_probs[:num_nodes].copy(),
-                self._left_ids[parents + 1].astype(np.int32),
-                self._support_probs[:num_nodes].copy(),
-            )
+        return self._draw(ids, max_nodes, max_leaves, rng, sequence)
 
     # --- checking ---------------------------------------------------------------------------
 
+    @alone
     def check(self) -> None:
         """Verify every invariant of the arrays; O(tokens held * N) in plain Python, for tests.
 
         Raises:
             AssertionError: an invariant is broken, which only a bug of this package can do.
         """
-        with self._lock:
-            num_rows, num_orders, first = len(self._text), self._max_ngram_size, self._first
-            assert num_rows <= self._capacity
-            assert self._links.shape == (num_rows, num_orders)
-            assert self._num_observed - first <= num_rows
-            assert self._num_observed <= _POSITION_LIMIT
-            assert num_rows == self._capacity or self._num_observed <= num_rows
-            assert np.isfinite(self._weights).all()
-            for opened in self._sequences.values():
-                assert NONE <= opened.tail < self._num_observed
-                assert opened.tail < first or self._text[opened.tail % num_rows, NEXT] == NONE
-                assert opened.starts[0] <= opened.starts[1]
-            expected: dict[tuple[int, int], list[int]] = {}
-            for position in range(first, self._num_observed):
-                row = self._text[position % num_rows]
-                assert 0 <= row[TOKEN] <= MAX_TOKEN_ID
-                assert NONE <= row[PREVIOUS] < position
-                assert row[NEXT] == NONE or position < row[NEXT] < self._num_observed
-                if row[PREVIOUS] >= first:
-                    assert self._text[row[PREVIOUS] % num_rows, NEXT] == position
-                if row[NEXT] != NONE:
-                    assert self._text[row[NEXT] % num_rows, PREVIOUS] == position
-                state, reached = 0, position
-                for order in range(num_orders):
-                    if reached < first:
-                        break
-                    reached_row = self._text[reached % num_rows]
-                    state = _kernels.hash_step(state, int(reached_row[TOKEN]))
-                    bucket = state & (self._heads.shape[1] - 1)
-                    expected.setdefault((order, bucket), []).insert(0, position)
-                    reached = int(reached_row[PREVIOUS])
+        text, links, heads = self._held
+        num_rows, num_orders, first = len(text), self._max_ngram_size, self._first
+        num_observed = self._counts.item(NEXT_POSITION)
+        assert num_rows <= self._capacity
+        assert links.shape == (num_rows, num_orders)
+        assert num_observed - first <= num_rows
+        assert num_observed <= _POSITION_LIMIT
+        assert num_rows == self._capacity or num_observed <= num_rows
+        assert np.isfinite(self._weights).all()
+        for opened in [ref() for ref in self._sequences.values()]:
+            if opened is None:
+                continue
+            state = opened.state.copy()
+            _kernels.lower(state, self._counts)
+            assert NONE <= state[TAIL] < num_observed
+            assert state[TAIL] < first or text[state[TAIL] % num_rows, NEXT] == NONE
+            assert 0 <= state[PROMPT] <= state[ANSWER]
+            assert opened.state[LOWERED_THEN] <= state[LOWERED_THEN]
+        expected: dict[tuple[int, int], list[int]] = {}
+        for position in range(first, num_observed):
+            row = text[position % num_rows]
+            assert 0 <= row[TOKEN] <= MAX_TOKEN_ID
+            assert NONE <= row[PREVIOUS] < position
+            assert row[NEXT] == NONE or position < row[NEXT] < num_observed
+            if row[PREVIOUS] >= first:
+                assert text[row[PREVIOUS] % num_rows, NEXT] == position
+            if row[NEXT] != NONE:
+                assert text[row[NEXT] % num_rows, PREVIOUS] == position
+            hashed, reached = 0, position
             for order in range(num_orders):
-                for bucket in range(self._heads.shape[1]):
-                    chain, position = [], int(self._heads[order, bucket])
-                    while position >= first:
-                        if self._starts_at(position, order) >= first:
-                            chain.append(position)
-                        older = int(self._links[position % num_rows, order])
-                        assert older < position, "links lead to older positions"
-                        position = older
-                    assert chain == expected.get((order, bucket), [])
+                if reached < first:
+                    break
+                reached_row = text[reached % num_rows]
+                hashed = _kernels.hash_step(hashed, int(reached_row[TOKEN]))
+                bucket = hashed & (heads.shape[1] - 1)
+                expected.setdefault((order, bucket), []).insert(0, position)
+                reached = int(reached_row[PREVIOUS])
+        for order in range(num_orders):
+            for bucket in range(heads.shape[1]):
+                chain, position = [], int(heads[order, bucket])
+                while position >= first:
+                    if self._starts_at(position, order) >= first:
+                        chain.append(position)
+                    older = int(links[position % num_rows, order])
+                    assert older < position, "links lead to older positions"
+                    position = older
+                assert chain == expected.get((order, bucket), [])
 
     # --- inside, without the lock -----------------------------------------------------------
 
@@ -401,107 +449,190 @@ class NGramPool:
     @property
     def _first(self) -> int:
         """The oldest position held."""
-        return max(0, self._num_observed - len(self._text))
+        return self._counts.item(NEXT_POSITION) - len(self)
 
     def _sequence(self, handle: int) -> _Sequence:
         try:
-            return self._sequences[handle]
+            opened = self._sequences[handle]()
         except (KeyError, TypeError):
-            raise ValueError(f"expected an open sequence, got {handle!r}") from None
+            opened = None
+        if opened is None:
+            raise ValueError(f"expected an open sequence, got {handle!r}")
+        return opened
 
     def _starts_at(self, position: int, order: int) -> int:
         for _ in range(order):
             if position < self._first:
                 return NONE
-            position = int(self._text[position % len(self._text), PREVIOUS])
+            position = int(self._held.text[position % len(self._held.text), PREVIOUS])
         return position
 
-    def _append(self, ids: Int64Array, sequence: _Sequence, is_answer: bool) -> None:
-        if self._num_observed + len(ids) > _POSITION_LIMIT:
-            self._rebase()
-        num_rows = len(self._text)
-        while num_rows < min(self._num_observed + len(ids), self._capacity):
-            num_rows = min(2 * num_rows, self._capacity)
-        if num_rows > len(self._text):
-            self._grow(num_rows)
-        for i in range(1 + is_answer):
-            sequence.starts[i] = min(sequence.starts[i], self._num_observed)
-        sequence.tail = self._append_kernel(ids, sequence, is_answer)
-        self._num_observed += len(ids)
+    @alone
+    def _open_sequence(self, prior: SuccessorTable) -> int:
+        if len(self._sequences) >= self._purge_at:
+            living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
+            self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
+        number = self._num_opened
+        handle = _Handle(number)
+        handle.sequence = _Sequence(prior)
+        self._num_opened = number + 1
+        self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
+        return handle
 
-    def _allocate(self, num_rows: int) -> None:
-        text: Int32Array = np.full((num_rows, 3), NONE, np.int32)
-        links: Int32Array = np.full((num_rows, self._max_ngram_size), NONE, np.int32)
+    @alone
+    def _observe(self, ids: Int64Array, sequence: int, is_answer: bool) -> None:
+        opened = self._sequence(sequence)
+        num_tokens = self._counts.item(NEXT_POSITION) + len(ids)
+        if len(self._held.text) < min(num_tokens, self._capacity):
+            self._grow(num_tokens)
+        # Longer input than is held is dropped at once, in steps that positions can count.
+        piece = min(self._capacity, _PIECE)
+        for start in range(0, len(ids), piece):
+            self._append(ids[start : start + piece], opened, is_answer)
+
+    @alone
+    def _draft(
+        self, ids: Int64Array, max_nodes: int, max_leaves: int, sequence: int | None
+    ) -> Draft:
+        opened = self._no_sequence if sequence is None else self._sequence(sequence)
+        if not len(ids):
+            return Draft.empty()
+        scratch = self._scratch_for(max_nodes)
+        reversed_context = np.ascontiguousarray(ids[::-1])
+        num_nodes = self._grow_tree(reversed_context, max_nodes, max_leaves, opened, scratch)
+        token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
+        return Draft(token_ids, parents, depths, scratch.node_probs[:num_nodes].copy())
+
+    @alone
+    def _draw(
+        self,
+        ids: Int64Array,
+        max_nodes: int,
+        max_leaves: int,
+        rng: np.random.Generator,
+        sequence: int | None,
+    ) -> SampledDraft:
+        opened = self._no_sequence if sequence is None else self._sequence(sequence)
+        uniforms = rng.random(max_nodes)
+        if not len(ids):
+            return SampledDraft.empty()
+        scratch = self._scratch_for(max_nodes)
+        reversed_context = np.ascontiguousarray(ids[::-1])
+        num_nodes = self._sample_tree(
+            reversed_context, max_nodes, max_leaves, uniforms, opened, scratch
+        )
+        token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
+        return SampledDraft(
+            token_ids,
+            parents,
+            depths,
+            scratch.node_probs[:num_nodes].copy(),
+            scratch.left_ids[parents + 1].astype(np.int32),
+            scratch.support_probs[:num_nodes].copy(),
+        )
+
+    # --- arrays -----------------------------------------------------------------------------
+    #
+    # Each kind is exchanged as a whole, in one store: where memory runs out or an interrupt comes,
+    # the pool stays as it was.
+
+    def _empty(self, num_rows: int) -> _Held:
         # One bucket a row, rounded down to a power of two: a bucket holds 1 to 2 positions.
         num_buckets = 1 << (num_rows.bit_length() - 1)
-        heads: Int32Array = np.full((self._max_ngram_size, num_buckets), NONE, np.int32)
-        # All or nothing: where memory runs out, the pool stays as it was.
-        self._text, self._links, self._heads = text, links, heads
+        return _Held(
+            np.full((num_rows, 3), NONE, np.int32),
+            np.full((num_rows, self._max_ngram_size), NONE, np.int32),
+            np.full((self._max_ngram_size, num_buckets), NONE, np.int32),
+        )
 
-    def _grow(self, num_rows: int) -> None:
+    def _grow(self, num_tokens: int) -> None:
+        old = self._held.text
+        num_rows = len(old)
+        while num_rows < min(num_tokens, self._capacity):
+            num_rows = min(2 * num_rows, self._capacity)
+        new = self._empty(num_rows)
         # Growing happens before the first overwrite, so a position still is its own row.
-        held = self._text[: self._num_observed]
-        self._allocate(num_rows)
-        self._text[: len(held)] = held
-        _kernels.reindex(self._text, self._links, self._heads, 0, len(held))
+        new.text[: len(old)] = old
+        _kernels.reindex(*new, self._counts)
+        self._held = new
 
-    def _rebase(self) -> None:
-        first, num_rows = self._first, len(self._text)
-        shift = first // num_rows * num_rows  # so that every position keeps its row
-        _kernels.rebase(self._text, self._links, self._heads, first, shift)
-        for sequence in self._sequences.values():
-            sequence.tail = sequence.tail - shift if sequence.tail >= first else NONE
-            began = sequence.starts < _POSITION_LIMIT
-            sequence.starts[began] = np.maximum(sequence.starts[began] - shift, 0)
-        self._num_observed -= shift
+    def _scratch_for(self, max_nodes: int) -> _Scratch:
+        if max_nodes > self._scratch.nodes.shape[1]:
+            self._scratch = self._room_for_tree(max_nodes)
+        return self._scratch
 
-    def _allocate_scratch(self, max_nodes: int) -> None:
+    def _room_for_tree(self, max_nodes: int) -> _Scratch:
         width = _kernels.MAX_FOUND
-        candidates = np.empty((3, max_nodes * width), np.int64)
-        candidate_probs = np.empty(max_nodes * width, np.float64)
-        nodes, node_probs = np.empty((5, max_nodes), np.int64), np.empty(max_nodes, np.float64)
-        left_ids = np.empty((max_nodes + 1, width), np.int64)
-        left_probs = np.empty((max_nodes + 1, width), np.float64)
-        support_probs = np.empty((max_nodes, width), np.float64)
-        # All or nothing, as in `_allocate`: kernels go by the size of one of these.
-        self._candidates, self._candidate_probs = candidates, candidate_probs
-        self._nodes, self._node_probs = nodes, node_probs
-        self._left_ids, self._left_probs = left_ids, left_probs
-        self._support_probs = support_probs
+        return _Scratch(
+            candidates=np.empty((3, max_nodes * width), np.int64),
+            candidate_probs=np.empty(max_nodes * width, np.float64),
+            left_ids=np.empty((max_nodes + 1, width), np.int64),
+            left_probs=np.empty((max_nodes + 1, width), np.float64),
+            nodes=np.empty((5, max_nodes), np.int64),
+            node_probs=np.empty(max_nodes, np.float64),
+            support_probs=np.empty((max_nodes, width), np.float64),
+        )
 
-    def _allocate_for_one(self) -> None:
-        """Allocate what one context needs."""
+    def _room_for_one(self) -> _ForOne:
         width = _kernels.MAX_FOUND
-        self._context = np.empty(self.max_match, np.int64)
-        self._found = np.empty((8, max(width, self._max_ngram_size + 1)), np.int64)
-        self._features = np.empty((width, _kernels.NUM_FEATURES), np.float64)
-        self._summed = np.empty(_kernels.NUM_WEIGHTS, np.float64)
-        self._found_probs = np.empty(width, np.float64)
+        return _ForOne(
+            context=np.empty(self.max_match, np.int64),
+            found=np.empty((8, max(width, self._max_ngram_size + 1)), np.int64),
+            features=np.empty((width, _kernels.NUM_FEATURES), np.float64),
+            summed=np.empty(_kernels.NUM_WEIGHTS, np.float64),
+            found_probs=np.empty(width, np.float64),
+        )
+
+    # --- kernels ----------------------------------------------------------------------------
+
+    def _append(self, ids: Int64Array, sequence: _Sequence, is_answer: bool) -> None:
+        if self._counts.item(NEXT_POSITION) + len(ids) > _POSITION_LIMIT:
+            _kernels.rebase(*self._held, self._counts)
+        room = self._for_one
+        _kernels.append(
+            *self._held,
+            self._counts,
+            sequence.state,
+            ids,
+            self._learning_rate if is_answer else 0.0,
+            self._harvested.rows,
+            sequence.prior.rows,
+            self._weights,
+            room.context,
+            room.found,
+            room.features,
+            room.summed,
+            room.found_probs,
+        )
 
     def _grow_tree(
-        self, reversed_context: Int64Array, max_nodes: int, max_leaves: int, sequence: _Sequence
+        self,
+        reversed_context: Int64Array,
+        max_nodes: int,
+        max_leaves: int,
+        sequence: _Sequence,
+        scratch: _Scratch,
     ) -> int:
+        room = self._for_one
         return _kernels.grow_tree(
-            self._text,
-            self._links,
-            self._heads,
-            self._first,
-            sequence.starts,
+            *self._held,
+            self._counts,
+            sequence.state,
             self._harvested.rows,
             sequence.prior.rows,
             self._weights,
             reversed_context,
             max_nodes,
             max_leaves,
-            self._context,
-            self._found,
-            self._features,
-            self._summed,
-            self._found_probs,
-            self._candidates,
-            self._candidate_probs,
-            self._nodes,
-            self._node_probs,
+            room.context,
+            room.found,
+            room.features,
+            room.summed,
+            room.found_probs,
+            scratch.candidates,
+            scratch.candidate_probs,
+            scratch.nodes,
+            scratch.node_probs,
         )
 
     def _sample_tree(
@@ -511,13 +642,13 @@ class NGramPool:
         max_leaves: int,
         uniforms: Float64Array,
         sequence: _Sequence,
+        scratch: _Scratch,
     ) -> int:
+        room = self._for_one
         return _kernels.sample_tree(
-            self._text,
-            self._links,
-            self._heads,
-            self._first,
-            sequence.starts,
+            *self._held,
+            self._counts,
+            sequence.state,
             self._harvested.rows,
             sequence.prior.rows,
             self._weights,
@@ -525,48 +656,28 @@ class NGramPool:
             max_nodes,
             max_leaves,
             uniforms,
-            self._context,
-            self._found,
-            self._features,
-            self._summed,
-            self._found_probs,
-            self._candidates,
-            self._candidate_probs,
-            self._left_ids,
-            self._left_probs,
-            self._nodes,
-            self._node_probs,
-            self._support_probs,
+            room.context,
+            room.found,
+            room.features,
+            room.summed,
+            room.found_probs,
+            scratch.candidates,
+            scratch.candidate_probs,
+            scratch.left_ids,
+            scratch.left_probs,
+            scratch.nodes,
+            scratch.node_probs,
+            scratch.support_probs,
         )
 
-    def _append_kernel(self, ids: Int64Array, sequence: _Sequence, is_answer: bool) -> int:
-        return _kernels.append(
-            self._text,
-            self._links,
-            self._heads,
-            self._num_observed,
-            sequence.tail,
-            ids,
-            self._learning_rate if is_answer else 0.0,
-            sequence.starts,
-            self._harvested.rows,
-            sequence.prior.rows,
-            self._weights,
-            self._context,
-            self._found,
-            self._features,
-            self._summed,
-            self._found_probs,
-        )
-
-    def _compile(self) -> None:
+    def _run_kernels(self) -> None:
         """Run every kernel on nothing, so that the first token does not wait for a compiler."""
-        self._no_sequence = _Sequence(_NO_PRIOR)
-        self._append_kernel(np.empty(0, np.int64), self._no_sequence, False)
-        _kernels.reindex(self._text, self._links, self._heads, 0, 0)
-        _kernels.rebase(self._text, self._links, self._heads, 0, 0)
-        self._grow_tree(np.zeros(1, np.int64), 1, 1, self._no_sequence)
-        self._sample_tree(np.zeros(1, np.int64), 1, 1, np.zeros(1, np.float64), self._no_sequence)
+        self._append(np.empty(0, np.int64), self._no_sequence, False)
+        _kernels.reindex(*self._held, self._counts)
+        _kernels.rebase(*self._held, self._counts)
+        nothing, scratch = np.zeros(1, np.int64), self._scratch
+        self._grow_tree(nothing, 1, 1, self._no_sequence, scratch)
+        self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, scratch)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         SuccessorTable.from_arrays(table.arrays())

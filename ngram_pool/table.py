@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import COST_STEPS, NONE, Float64Array, Int32Array, Int64Array
 from ngram_pool.checks import MAX_TOKEN_ID, positive
+from ngram_pool.locks import alone, lock_of_table
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
@@ -26,6 +27,10 @@ class _Rows(NamedTuple):
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
+    num_contexts: Int64Array  # [1], how many rows are taken
+
+    def copy(self) -> "_Rows":
+        return _Rows._make(array.copy() for array in self)
 
 
 class SuccessorTable:
@@ -33,7 +38,8 @@ class SuccessorTable:
 
     A context is the last token, or the last two. Memory is bounded: the arrays grow by doubling up
     to the capacity; where a bucket is full, the context of it that was not put for longest goes.
-    Several threads may read a table that nobody writes to; a pool's prior is read at every draft.
+    Methods may be called from several threads, and copied or pickled a table is one of its own. A
+    pool reads its prior at every draft without waiting for who may write to it.
 
     Args:
         capacity: how many contexts have room; rounded up to a power of two, at least 64. Buckets
@@ -62,12 +68,21 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
-        self._num_contexts = 0
+        self._lock = lock_of_table()
         self._held = self._empty(_LEAST_ROWS)
+
+    @alone
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name != "_lock"}
+        return {**state, "_held": self._held.copy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Arrays that come beside a pickle cannot be written to; these can.
+        vars(self).update(state, _held=state["_held"].copy(), _lock=lock_of_table())
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
-        return self._num_contexts
+        return int(self._held.num_contexts[0])
 
     def __repr__(self) -> str:
         return f"SuccessorTable(capacity={self._capacity}, held={len(self)}, nbytes={self.nbytes})"
@@ -85,7 +100,7 @@ class SuccessorTable:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
-        return sum(array.nbytes for array in self._held)
+        return sum(array.nbytes for array in self._held[:4])
 
     @property
     def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
@@ -103,23 +118,11 @@ class SuccessorTable:
         Raises:
             TypeError: contexts or token ids are no integers.
             ValueError: shapes do not fit together, or a value is out of range. The table is
-                unchanged after an error.
+                unchanged after such an error. Interrupted, it has learned a front part.
         """
-        pairs, ids, floats = _checked(contexts, token_ids, probs)
-        scratch_size = ids.shape[1] + self._num_successors
-        scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
-        start = 0
-        while start < len(pairs):
-            # Buckets overflow beyond half load, so growing comes before, in pieces.
-            num_rows = len(self._held.keys)
-            room = num_rows // 2 - self._num_contexts
-            if room < _LEAST_PIECE and num_rows < self._capacity:
-                self._resize(self._held, 2 * num_rows)
-                continue
-            part = slice(start, start + max(room, _LEAST_PIECE))
-            self._put(pairs[part], ids[part], floats[part], scratch)
-            start = part.stop
+        self._put(*_checked(contexts, token_ids, probs))
 
+    @alone
     def get(self, previous: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
         """Return the successors of a context and their probabilities, or None; O(1).
 
@@ -139,6 +142,7 @@ class SuccessorTable:
 
     # --- on disk ----------------------------------------------------------------------------
 
+    @alone
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return copies of all that is held, to be written to a file."""
         held = self._held
@@ -177,7 +181,8 @@ class SuccessorTable:
         num_rows = _LEAST_ROWS
         while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
             num_rows *= 2
-        old = _Rows(*(np.ascontiguousarray(array) for array in (keys, ids, costs, counts)))
+        by_row = [np.ascontiguousarray(array) for array in (keys, ids, costs, counts)]
+        old = _Rows._make([*by_row, np.array([num])])
         table._resize(old, num_rows)
         return table
 
@@ -190,9 +195,26 @@ class SuccessorTable:
             np.full(shape, NONE, np.int32),
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
+            np.zeros(1, np.int64),
         )
 
-    def _put(
+    @alone
+    def _put(self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32]) -> None:
+        scratch_size = ids.shape[1] + self._num_successors
+        scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
+        start = 0
+        while start < len(pairs):
+            # Buckets overflow beyond half load, so growing comes before, in pieces.
+            num_rows = len(self._held.keys)
+            room = num_rows // 2 - len(self)
+            if room < _LEAST_PIECE and num_rows < self._capacity:
+                self._resize(self._held, 2 * num_rows)
+                continue
+            part = slice(start, start + max(room, _LEAST_PIECE))
+            self._put_part(pairs[part], ids[part], probs[part], scratch)
+            start = part.stop
+
+    def _put_part(
         self,
         pairs: Int64Array,
         ids: Int32Array,
@@ -200,11 +222,12 @@ class SuccessorTable:
         scratch: tuple[Int32Array, Float64Array],
     ) -> None:
         held = self._held
-        self._num_contexts += _kernels.put_successors(
+        _kernels.put_successors(
             held.keys,
             held.counts,
             held.token_ids,
             held.costs,
+            held.num_contexts,
             pairs,
             ids,
             probs,
@@ -215,7 +238,7 @@ class SuccessorTable:
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Hold what `old` holds in so many rows; all or nothing, also where it is interrupted."""
         new = self._empty(num_rows)
-        num_contexts = _kernels.rehash(
+        _kernels.rehash(
             old.keys,
             old.counts,
             old.token_ids,
@@ -224,8 +247,9 @@ class SuccessorTable:
             new.counts,
             new.token_ids,
             new.costs,
+            new.num_contexts,
         )
-        self._held, self._num_contexts = new, num_contexts
+        self._held = new
 
 
 def _power_of_two(number: int) -> int:

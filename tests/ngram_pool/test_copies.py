@@ -1,0 +1,198 @@
+"""Copies, pickles and forks of pools and tables that other threads are using."""
+
+import copy
+import os
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from ngram_pool import NGramPool, SuccessorTable
+from tests.ngram_pool.test_pool import as_tuple, noisy_text
+
+JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
+TEXT = noisy_text(300, alphabet=12)
+KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
+_T = TypeVar("_T", NGramPool, SuccessorTable)
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+    "pickle without copying": lambda thing: pickled_beside(thing),
+}
+
+
+def pickled_beside(thing: _T) -> _T:
+    """Pickle as for another process that shares memory: arrays come back read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
+    restored: _T = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    return restored
+
+
+def use(pool: NGramPool, table: SuccessorTable, rng: random.Random) -> None:
+    sequence = pool.open_sequence(table)
+    pool.observe(TEXT[rng.randrange(250) :], sequence)
+    pool.observe(TEXT[: rng.randrange(9)], sequence, is_answer=True)
+    pool.harvest(*KNOWN)
+    table.put(*KNOWN)
+    pool.draft(TEXT[:5], 20, None, sequence)
+    pool.close_sequence(sequence)
+
+
+@contextmanager
+def used(pool: NGramPool, table: SuccessorTable) -> Iterator[None]:
+    """Let three threads use both, until the block ends."""
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not done.is_set():
+                use(pool, table, rng)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def everything_of(table: SuccessorTable) -> list[Any]:
+    return [array.tolist() for array in table.arrays().values()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_a_pool_of_its_own(way: str) -> None:
+    pool = NGramPool(200)
+    sequence = pool.open_sequence()
+    pool.observe(TEXT, sequence)
+    pool.observe(TEXT[:20], 0, is_answer=True)
+    pool.harvest(*KNOWN)
+    copied = WAYS[way](pool)
+    assert copied.num_open_sequences == 0
+    with pytest.raises(ValueError, match="expected an open sequence, got 1"):
+        copied.observe([1], sequence)
+    assert copied.open_sequence() == 2  # no other one's number
+    contexts = [TEXT[end - 4 : end] for end in range(4, 200, 9)]
+
+    def drafts(of: NGramPool) -> list[Any]:
+        return [as_tuple(of.draft(context, 12, sequence=0)) for context in contexts]
+
+    before = drafts(pool)
+    assert drafts(copied) == before
+    for one, other in ((copied, pool), (pool, copied)):
+        others = drafts(other)
+        one.observe(TEXT[50:90], 0, is_answer=True)
+        one.harvest([[-1, t] for t in range(12)], [[3]] * 12, [[0.9]] * 12)
+        assert drafts(one) != before
+        assert drafts(other) == others
+        one.check()
+        other.check()
+    assert drafts(copied) == drafts(pool)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_a_table_of_its_own(way: str) -> None:
+    table = SuccessorTable(1000, averages=False)
+    table.put(*KNOWN)
+    before = everything_of(table)
+    copied = WAYS[way](table)
+    assert everything_of(copied) == before
+    assert (len(copied), copied.nbytes, copied.capacity) == (len(table), table.nbytes, 1024)
+    copied.put([[1, 2]], [[99]], [[0.5]])
+    assert everything_of(table) == before
+    assert everything_of(copied) != before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_others_are_using_is_copied_whole(way: str) -> None:
+    pool, table = NGramPool(2000), SuccessorTable(1000)
+    with used(pool, table):
+        for _ in range(2 if JIT_IS_OFF else 8):
+            copied = WAYS[way](pool)
+            copied.check()
+            copied.observe(TEXT, is_answer=True)
+            copied.check()
+            of_table = WAYS[way](table)
+            assert len(of_table.arrays()["keys"]) == len(of_table)
+            of_table.put(*KNOWN)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_goes_on_with_what_others_were_using() -> None:
+    pool, table = NGramPool(2000), SuccessorTable(1000)
+    pool.observe(TEXT)
+    with used(pool, table):
+        for _ in range(2 if JIT_IS_OFF else 12):
+            child = os.fork()
+            if child == 0:
+                is_sound = False
+                try:
+                    pool.check()
+                    use(pool, table, random.Random(0))
+                    pool.check()
+                    is_sound = len(table.arrays()["keys"]) == len(table)
+                finally:
+                    os._exit(0 if is_sound else 1)
+            assert status_of(child) == 0
+
+
+def status_of(child: int, timeout: float = 30.0) -> int | None:
+    """Return how a child ended; None, and end it, where it hangs."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_pools_may_be_made_and_dropped_while_others_fork() -> None:
+    done = threading.Event()
+
+    def make() -> None:
+        while not done.is_set():
+            table = SuccessorTable(100)
+            copy.copy(table).put(*KNOWN)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                made = -1
+                try:
+                    pool = NGramPool(100)
+                    pool.observe(np.arange(50))
+                    made = len(pool)
+                finally:
+                    os._exit(0 if made == 50 else 1)
+            assert status_of(child) == 0
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
