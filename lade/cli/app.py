@@ -173,10 +173,14 @@ def generate(
     target: TargetOption = None,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.generate import run
+    from lade.cli.prompting import read_prompt
 
+    text = read_prompt(prompt)
     config = make_config(max_draft_tokens, target)
-    run(prompt, load(model, device, dtype, threads), max_new_tokens, config)
+    loaded = load(model, device, dtype, threads)
+    from lade.cli.generate import run  # imports transformers, which a wrong name need not wait for
+
+    run(text, loaded, max_new_tokens, config)
 
 
 @app.command()

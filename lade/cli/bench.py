@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lade.bench.settings import Settings
 from lade.cli.loading import console
+from lade.cli.prompting import check_prompts
 from lade.config import Config
 from lade.models import LoadedModel
 
@@ -78,6 +79,7 @@ def run(
     from lade.probing import probe
 
     path, limit, prompts = chosen
+    check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
     left_out = left_out | warm_up_methods(loaded, methods, settings, config)
     methods = [name for name in methods if name not in left_out]
     target = None

@@ -16,6 +16,7 @@ from lade.bench.report import write_json
 from lade.bench.settings import Settings
 from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.cli.prompting import check_prompts, read_typed
 from lade.config import Config
 from lade.models import LoadedModel, encode
 from lade.probing import probe
@@ -46,10 +47,12 @@ def run(
 ) -> None:
     """Answer each prompt both ways, stream lade's answer, and end with the table."""
     check_writable(json_path)
+    titled = [(f"prompt {i + 1}", read_typed(prompt)) for i, prompt in enumerate(prompts)]
+    titled = titled or DEMO_PROMPTS
+    check_prompts(loaded, [prompt for _, prompt in titled], max_new_tokens)
     out = Console(highlight=False)
     model = loaded.model
     dtype = str(model.dtype).removeprefix("torch.")
-    titled = [(f"prompt {i + 1}", prompt) for i, prompt in enumerate(prompts)] or DEMO_PROMPTS
     out.print(
         f"[bold]{Path(loaded.name).name}[/bold], {dtype}, {model.device}, "
         f"{torch.get_num_threads()} threads. Each prompt is answered by plain generate, unseen, "

@@ -1,21 +1,21 @@
 """`lade generate`: one answer, streamed."""
 
-import sys
 from time import perf_counter
 
 from transformers import TextStreamer
 
 import lade
 from lade.cli.loading import console
+from lade.cli.prompting import encode_prompt, room_for
 from lade.config import Config
-from lade.models import LoadedModel, encode
+from lade.models import LoadedModel
 from ngram_pool import NGramPool
 
 
-def run(prompt: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> None:
+def run(text: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
-    text = sys.stdin.read() if prompt == "-" else prompt
-    inputs = encode(loaded.tokenizer, text, loaded.model.device)
+    inputs = encode_prompt(loaded, text)
+    max_new_tokens = room_for(loaded.model, inputs["input_ids"].shape[1], max_new_tokens)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     pool = NGramPool()  # before the clock runs: the first one ever compiles its kernels
     start = perf_counter()

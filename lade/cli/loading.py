@@ -1,7 +1,11 @@
-"""Loading a model while saying so."""
+"""Loading a model while saying so, and saying in one line why it could not be loaded."""
 
+import json
+import re
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -13,6 +17,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from lade.errors import LadeError
 from lade.models import (
     DEFAULT_MODEL,
     EMBEDDED_MODELS,
@@ -25,19 +30,62 @@ from lade.models import (
 # What a command says of its work goes to standard error; standard output is for its results.
 console = Console(stderr=True, highlight=False)
 
+# A folder with a tokenizer has a file like one of these.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
+_JSON_FILES = ("*config.json", "*token*.json", "*vocab*.json", "*.index.json")
+
+
+def note(text: str) -> None:
+    """Tell what the user should know, and what changes nothing about what was asked for."""
+    console.print(f"note: {text}", markup=False, soft_wrap=True)
+
 
 def load_with_progress(
     model: str | None, device: str | None, dtype: str | None, threads: int | None
 ) -> LoadedModel:
-    """Load a model; show what takes long, with a bar for a download."""
+    """Load a model; show what takes long, with a bar for a download.
+
+    Raises:
+        ValueError: it cannot be loaded; the message says in one line what is wrong with it.
+    """
+    name = find_model(model)  # before torch is waited for
     import torch
     from transformers.utils import logging
 
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # the bar of loading weights, which takes a second
-    with _showing_progress() as show:
-        return load(model, device=device, dtype=dtype, progress=show)
+    try:
+        with _showing_progress() as show:
+            return load(name, device=device, dtype=dtype, progress=show)
+    except LadeError:
+        raise
+    except Exception as error:  # damaged files raise whatever their readers do
+        reason = None if name is None else _why_not_loaded(name, error)
+        if reason is None:
+            raise
+        raise ValueError(reason) from error
+
+
+def find_model(model: str | None) -> str | None:
+    """Return the name that a model is loaded by; an embedded one may be written in any case.
+
+    Raises:
+        ValueError: it is a folder that is not there, or that has no tokenizer.
+    """
+    if model is None:
+        return None
+    folder = Path(model)
+    if not folder.is_dir():
+        if model.lower() in EMBEDDED_MODELS:
+            return model.lower()
+        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # no id of the hub
+            raise ValueError(f"no such folder: {model}")
+    elif (folder / "config.json").is_file() and not any(
+        any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
+    ):
+        raise ValueError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+    return model
 
 
 def fetch_with_progress(model: str | None) -> None:
@@ -48,6 +96,52 @@ def fetch_with_progress(model: str | None) -> None:
             embedded_model(name, progress=show)
 
 
+def _why_not_loaded(name: str, error: Exception) -> str | None:
+    """Return what is wrong with a model, or None where its own error says it best."""
+    # What transformers says of any other kind of model; the names of all causal LMs follow.
+    other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", str(error))
+    if other_kind is not None:
+        return f"{name} has a {other_kind[1]}, which is not that of a causal LM; lade decodes those"
+    folder = _folder_of(name)
+    if folder is None:
+        return None
+    damaged = next((path for path in sorted(folder.iterdir()) if _is_damaged(path)), None)
+    if damaged is not None:
+        return (
+            f"the file {damaged.name} in {folder} is incomplete or damaged; fetch or save it again"
+        )
+    if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
+        return f"the folder {folder} has no model (config.json)"
+    return None
+
+
+def _folder_of(name: str) -> Path | None:
+    """Return where the files of a model lie: its own folder, or that of the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return Path(name)
+    cached = try_to_load_from_cache(name, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _is_damaged(path: Path) -> bool:
+    """Tell whether a file of a checkpoint cannot be read as what it is."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if any(path.match(pattern) for pattern in _JSON_FILES):
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+        elif path.match("pytorch_model*.bin"):
+            return not zipfile.is_zipfile(path)
+    except (ValueError, SafetensorError):
+        return True
+    return False
+
+
 @contextmanager
 def _showing_progress() -> Iterator[Progress]:
     columns = (
@@ -56,16 +150,18 @@ def _showing_progress() -> Iterator[Progress]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=console, transient=True) as bars:
+    with ExitStack() as stack:
+        bars: Bars | None = None
         task: TaskID | None = None
 
         def show(what: str, done: int, total: int) -> None:
-            nonlocal task
-            if total:
-                if task is None:
-                    task = bars.add_task(what, total=total)
-                bars.update(task, completed=done)
-            else:
+            nonlocal bars, task
+            if not total:
                 console.print(f"[dim]{what} …[/dim]")
+                return
+            if bars is None or task is None:  # most models are there already
+                bars = stack.enter_context(Bars(*columns, console=console, transient=True))
+                task = bars.add_task(what, total=total)
+            bars.update(task, completed=done)
 
         yield show

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lade.bench.settings import Settings
 from lade.cli.bench import check_writable, progress_bar, write_result
-from lade.cli.loading import console, fetch_with_progress
+from lade.cli.loading import console, fetch_with_progress, find_model
 from lade.config import Config
 from lade.models import DEFAULT_MODEL
 
@@ -38,6 +38,7 @@ def run(
 
     check_writable(json_path)
     prompts = read_prompts(prompts_path, limit)
+    model = find_model(model)
     chosen_device = device_of(device)
     if chosen_device.type not in ("cpu", "cuda"):
         raise ValueError(f"expected --device cpu or cuda to measure memory, got {device!r}")

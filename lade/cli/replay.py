@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lade.bench.settings import Settings
 from lade.cli.bench import ResultFiles, print_sheet, progress_bar, say_written
 from lade.cli.loading import console
+from lade.cli.prompting import check_prompts
 from lade.models import LoadedModel
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def record(
     from lade.bench.traces import Trace, Traces, write_traces
 
     path, limit, prompts = chosen
+    check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
     traces: list[Trace] = []
     stopped_by: BaseException | None = None
     with progress_bar() as bars:

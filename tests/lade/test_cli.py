@@ -1,6 +1,7 @@
 """The command line, from help texts to result files, on a tiny local model."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import T5Config
 from typer.testing import CliRunner
 
 from lade.bench.prompts import read_prompts
 from lade.cli.app import Target, app
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.cli.loading import find_model
 from lade.config import WAYS
 from lade.errors import MissingExtraError, UnsupportedModelError
 from lade.stats import Step
@@ -494,6 +497,106 @@ def test_a_missing_extra_is_named_with_its_pip_line() -> None:
     assert done.returncode == 1
     assert 'pip install "lade-decoding[cli]"' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- what is wrong with a prompt or a model -------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["-", "ab\udcff"])
+def test_a_prompt_that_is_not_utf_8_is_refused_before_a_model_is_loaded(prompt: str) -> None:
+    arguments = ["generate", prompt, "--model", "./nofolder"]
+    with pytest.raises(ValueError, match=r"expected UTF-8 .*, got byte 0xff after 2 bytes"):
+        CliRunner().invoke(app, arguments, input=b"ab\xff", catch_exceptions=False)
+
+
+@pytest.mark.parametrize("command", [["generate", ""], ["demo", "--prompt", ""]])
+def test_a_prompt_without_a_token_is_refused(command: list[str], folder: str) -> None:
+    with pytest.raises(ValueError, match=r"one token or more, got none: .* has no chat template"):
+        run(*command, "--model", folder)
+
+
+@pytest.fixture(scope="module")
+def of_learned_positions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved tiny model with positions for 64 tokens, and none beyond."""
+    path = tmp_path_factory.mktemp("learned")
+    byte_tokenizer().save_pretrained(path)
+    model = tiny_model("opt", dtype=torch.float32, vocab_size=256, max_position_embeddings=64)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return str(path)
+
+
+def test_a_text_ends_where_learned_positions_do(of_learned_positions: str, tmp_path: Path) -> None:
+    options = ["--model", of_learned_positions, "--dtype", "float32", "--max-new-tokens", "100"]
+    result = run("generate", "abcabc", *options)
+    assert result.exit_code == 0
+    assert "note: OPTForCausalLM has positions for 64 tokens: the answer ends" in result.stderr
+    assert "59 tokens," in result.stderr  # the last of 6 + 59 is never fed
+    with pytest.raises(ValueError, match=r"a prompt of at most 64 tokens, .*; got 65"):
+        run("generate", 65 * "a", *options)
+    assert "1 tokens," in run("generate", 64 * "a", *options).stderr
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcabc\nabcabcabc\n")
+    with pytest.raises(ValueError, match=r"--max-new-tokens of at most 56 behind the longest pro"):
+        run("bench", "run", "--prompts", str(prompts), *options)
+
+
+def test_a_text_beyond_computed_positions_is_only_noted(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "short")
+    config = tmp_path / "short" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 9}))
+    options = ["--model", str(tmp_path / "short"), "--dtype", "float32", "--max-new-tokens"]
+    result = run("generate", "abcabc", *options, "8")
+    assert "8 tokens," in result.stderr
+    assert "note: LlamaForCausalLM was made for texts of 9 tokens; 6 of the" in result.stderr
+    assert "note" not in run("generate", "abcabc", *options, "4").stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_file_of_a_model_is_named(name: str, folder: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    content = (copy / name).read_bytes()
+    (copy / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"the file {name} in {copy} is incomplete or damaged"):
+        run("generate", "x", "--model", str(copy))
+
+
+def test_what_is_missing_in_a_folder_is_named(folder: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("token*"))
+    with pytest.raises(ValueError, match=rf"the folder {copy} has a model, but no tokenizer"):
+        run("generate", "x", "--model", str(copy))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=rf"the folder {tmp_path}/empty has no model"):
+        run("generate", "x", "--model", str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("model", ["./nofolder", "/no/folder", "no/such/folder", "~/nofolder"])
+def test_a_folder_that_is_not_there_is_no_name_for_the_hub(model: str) -> None:
+    with pytest.raises(ValueError, match=f"no such folder: {model}"):
+        run("generate", "x", "--model", model)
+
+
+def test_an_embedded_model_may_be_written_in_any_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_model("SmolLM2-135M-Instruct") == "smollm2-135m-instruct"
+    assert find_model("Gemma-3-270m") == "gemma-3-270m"
+    assert (
+        find_model("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+    assert find_model(None) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    assert find_model("SmolLM2-135M-Instruct") == "SmolLM2-135M-Instruct"
+
+
+def test_a_model_that_is_no_causal_lm_is_named_in_a_line(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "t5")
+    T5Config(vocab_size=256, d_model=8, d_ff=8, num_layers=1).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match=r"has a T5Config, .* causal LM; lade decodes those$"):
+        run("generate", "x", "--model", str(tmp_path / "t5"))
 
 
 def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> None:
