@@ -1,6 +1,7 @@
 """`lade generate`: one answer, streamed."""
 
 from time import perf_counter
+from typing import Any
 
 from transformers import TextStreamer
 
@@ -16,22 +17,38 @@ def run(text: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> 
     """Print the answer to standard output and a line of figures to standard error."""
     inputs = encode_prompt(loaded, text)
     max_new_tokens = room_for(loaded.model, inputs["input_ids"].shape[1], max_new_tokens)
+    _check(loaded.model, inputs, config)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    pool = NGramPool()  # before the clock runs: the first one ever compiles its kernels
+    pool = NGramPool()
     start = perf_counter()
-    output = lade.generate(
-        loaded.model,
-        **inputs,
-        streamer=streamer,
-        pool=pool,
-        config=config,
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-    )
+    try:
+        output = lade.generate(
+            loaded.model,
+            **inputs,
+            streamer=streamer,
+            pool=pool,
+            config=config,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+        )
+    except KeyboardInterrupt:
+        streamer.end()  # what was held back of the last word, and the line
+        raise
     sec = perf_counter() - start
     stats = output.stats
     console.print(
         f"[dim]{stats.num_tokens} tokens, {stats.num_tokens / sec:.1f} a second, "
         f"{stats.mean_accepted_tokens:.2f} per forward[/dim]"
     )
+
+
+def _check(model: Any, inputs: dict[str, Any], config: Config) -> None:
+    """Have done now what is done once for a model, so that the answer's time is the answer's.
+
+    That is the check of how drafts are verified, reading the table of `lade prewarm` and compiling
+    the pool. `lade.probe` would do the first alone, and not for a way that was asked for.
+    """
+    console.print("[dim]Checking how the model verifies drafts …[/dim]")
+    first = {name: tensor[:, :1] for name, tensor in inputs.items()}
+    lade.generate(model, **first, config=config, do_sample=False, max_new_tokens=2)

@@ -1,11 +1,12 @@
 """`lade prewarm`: making a model's table of successors with a progress bar."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lade.cli.loading import console
+from lade.errors import UnsupportedModelError
 from lade.models import LoadedModel
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ def run(loaded: LoadedModel, seconds: float) -> None:
     """Make or go on with the table of a model; say what there is, also after an interruption."""
     from lade.prewarming import prewarm
 
+    _refuse_plain(loaded.model)
     newest: Prewarmed | None = None
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
@@ -33,6 +35,23 @@ def run(loaded: LoadedModel, seconds: float) -> None:
     finally:
         if newest is not None and newest.path.exists():
             _tell(newest)
+
+
+def _refuse_plain(model: Any) -> None:
+    """Raise before any work is done if lade would not draft from the table.
+
+    Raises:
+        UnsupportedModelError: the model is decoded plainly.
+    """
+    from lade.probing import probe
+
+    console.print("[dim]Checking how the model verifies drafts …[/dim]")
+    found = probe(model)
+    if found.target == "plain":
+        reasons = "; ".join(f"{way}: {reason}" for way, reason in found.reasons.items())
+        raise UnsupportedModelError(
+            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
+        )
 
 
 def _tell(made: "Prewarmed") -> None:

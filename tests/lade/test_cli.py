@@ -1,5 +1,6 @@
 """The command line, from help texts to result files, on a tiny local model."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config
+from transformers import LlamaForCausalLM, T5Config
 from typer.testing import CliRunner
 
 from lade.bench.prompts import read_prompts
@@ -19,6 +20,7 @@ from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import find_model
 from lade.config import WAYS
 from lade.errors import MissingExtraError, UnsupportedModelError
+from lade.probing import Probe
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -597,6 +599,43 @@ def test_a_model_that_is_no_causal_lm_is_named_in_a_line(folder: str, tmp_path: 
     T5Config(vocab_size=256, d_model=8, d_ff=8, num_layers=1).save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match=r"has a T5Config, .* causal LM; lade decodes those$"):
         run("generate", "x", "--model", str(tmp_path / "t5"))
+
+
+def test_the_rate_shown_is_that_of_the_answer_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_forwards = 0
+    counted: list[int] = []
+    forward = LlamaForCausalLM.forward
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_forwards
+        num_forwards += 1
+        return forward(*args, **kwargs)
+
+    def clock() -> float:
+        counted.append(num_forwards)
+        return float(len(counted))
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", functools.wraps(forward)(counting))
+    monkeypatch.setattr("lade.cli.generate.perf_counter", clock)
+    result = run("generate", "abcabc", "--model", folder, "--max-new-tokens", "5")
+    before, after = counted
+    assert before > 5  # those of the check
+    assert after - before <= 5
+    assert "Checking how the model verifies drafts" in result.stderr
+
+
+def test_no_table_is_made_for_a_model_that_would_not_use_it(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
+    monkeypatch.setattr("lade.probing.probe", lambda model: found)
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"LlamaForCausalLM plainly, so it would not use a table\. tree: trees do not grow",
+    ):
+        run("prewarm", "--model", folder)
 
 
 def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> None:
