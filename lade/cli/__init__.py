@@ -3,13 +3,23 @@
 `app.py` defines commands and options; heavy imports happen inside the commands.
 """
 
+import signal
 import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from lade.errors import LadeError, MissingExtraError
+
+_INTERRUPTED = 130  # exit code of what Ctrl-C has ended, as shells have it
+_PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> None:
     """Run the command line; errors of use and of the machine print one line, not a traceback."""
+    _leave_at_the_second_interrupt()
+    _show_warnings_as_notes()
     try:
         try:
             from lade.cli.app import app
@@ -20,5 +30,48 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _say_stopped()
+        sys.exit(_INTERRUPTED)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # typer has caught the interrupt
+            _say_stopped()
+        raise
+
+
+def _say_stopped() -> None:
+    # Terminals show what was typed, ^C, in the line that the cursor is in.
+    print("\nstopped" if sys.stderr.isatty() else "stopped", file=sys.stderr)
+
+
+def _leave_at_the_second_interrupt() -> None:
+    """Let the first Ctrl-C end a command in order, results written, and the next one at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _show_warnings_as_notes() -> None:
+    """Print what lade itself warns of as one line, once, without the place in its code."""
+    shown: set[str] = set()
+    usual: Any = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        is_ours = category.__module__ == "lade.errors" or _PACKAGE in Path(filename).parents
+        if not is_ours:
+            usual(message, category, filename, lineno, file, line)
+        elif str(message) not in shown:
+            shown.add(str(message))
+            print(f"note: {message}", file=sys.stderr)
+
+    warnings.showwarning = show

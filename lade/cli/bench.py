@@ -18,6 +18,7 @@ from lade.models import LoadedModel
 
 if TYPE_CHECKING:
     from lade.bench.prompts import PromptFile
+    from lade.bench.run import Result
     from lade.bench.tables import Sheet
 
 
@@ -75,7 +76,7 @@ def run(
     from lade.bench.methods import METHODS
     from lade.bench.plots import plot_speedups
     from lade.bench.report import as_json, prompts_fingerprint, table
-    from lade.bench.run import Result, run_methods, warm_up_methods
+    from lade.bench.run import run_methods, warm_up_methods
     from lade.probing import probe
 
     path, limit, prompts = chosen
@@ -106,6 +107,8 @@ def run(
             stopped_by = error
     if stopped_by is not None and not results:
         raise stopped_by
+    num_done = len(results)
+    results = _of_whole_passes(results, num_calls // num_passes)
     described: dict[str, Any] = {
         "model": Path(loaded.name).name,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -128,13 +131,22 @@ def run(
     print_sheet(sheet)
     if stopped_by is not None:
         unit = "prompts" if settings.batch_size == 1 else "batches"
-        console.print(f"stopped after {len(results)} of {num_calls} {unit}")
+        rest = "" if len(results) == num_done else "; the unfinished pass is left out"
+        console.print(f"stopped after {num_done} of {num_calls} {unit}{rest}")
     content = as_json(results, methods, described)
     files.write(content, sheet)
     if files.plot is not None and "plain" in methods:
         say_written(plot_speedups(files.plot, "speedup", content["summary"]))
     if stopped_by is not None:
         raise stopped_by
+
+
+def _of_whole_passes(results: "list[Result]", num_batches: int) -> "list[Result]":
+    """Leave out a pass that was broken off, unless there is no other.
+
+    Passes are compared with each other, and medians of different prompts would mislead.
+    """
+    return results[: len(results) // num_batches * num_batches] or results
 
 
 def show(paths: list[Path], files: "ResultFiles") -> None:
@@ -215,15 +227,21 @@ def check_writable(json_path: Path | None) -> None:
 def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
     """Time pools of 10^4 tokens and ten times more, up to `max_tokens`."""
     from lade.bench.environment import environment
-    from lade.bench.pool import as_json, time_pool
+    from lade.bench.pool import PoolTiming, as_json, time_pool
 
     check_writable(json_path)
     time_pool(10_000, max_nodes)  # compiles
     sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
-    timings = []
-    for size in sizes:
-        with console.status(f"filling a pool with {size:,} tokens"):
-            timings.append(time_pool(size, max_nodes))
+    timings: list[PoolTiming] = []
+    stopped_by: BaseException | None = None
+    try:
+        for size in sizes:
+            with console.status(f"filling a pool with {size:,} tokens"):
+                timings.append(time_pool(size, max_nodes))
+    except BaseException as error:  # what was timed so far is shown and written all the same
+        if not timings:
+            raise
+        stopped_by = error
     made = Table(title=f"NGramPool, full, one core, {max_nodes}-node drafts", title_justify="left")
     headings = ["tokens held", "observe prompt, µs/token", "observe 3 tokens, µs"]
     headings += ["draft, µs (median)", "draft, µs (95 %)", "step, µs (median)", "step, µs (95 %)"]
@@ -232,5 +250,10 @@ def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
     for timing in timings:
         made.add_row(f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:]))
     Console().print(made)
-    content = {"environment": environment(), "settings": {"max_nodes": max_nodes}}
+    if stopped_by is not None:
+        console.print(f"stopped after {len(timings)} of {len(sizes)} sizes")
+    settings = {"max_nodes": max_nodes, "interrupted": stopped_by is not None}
+    content = {"environment": environment(), "settings": settings}
     write_result(json_path, {**content, "timings": as_json(timings)})
+    if stopped_by is not None:
+        raise stopped_by

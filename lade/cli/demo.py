@@ -16,6 +16,7 @@ from lade.bench.report import write_json
 from lade.bench.settings import Settings
 from lade.cli.bench import check_writable
 from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.cli.loading import console
 from lade.cli.prompting import check_prompts, read_typed
 from lade.config import Config
 from lade.models import LoadedModel, encode
@@ -63,9 +64,48 @@ def run(
     warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
     plain(model, warm_up, Settings(8).options())
     Lade(config)(model, warm_up, Settings(8).options())
+    rows: list[Row] = []
+    stopped_by: BaseException | None = None
+    try:
+        _answer_all(loaded, titled, max_new_tokens, config, out, rows)
+    except BaseException as error:  # what was measured so far is shown and written all the same
+        if not rows:
+            raise
+        stopped_by = error
+        out.print()
+    out.print(_table(rows))
+    if stopped_by is not None:
+        console.print(f"stopped after {len(rows)} of {len(titled)} prompts")
+    if any("gap" in row.text for row in rows):
+        out.print(
+            f"[dim]In {dtype}, forwards over one and over several tokens round differently. The "
+            "gap is between the model's two best logits where the texts part: a near-tie. float32 "
+            "(--dtype float32) gives the same text.[/dim]"
+        )
+    if json_path is not None:
+        settings: dict[str, Any] = {"model": Path(loaded.name).name, "dtype": dtype}
+        settings |= {"device": str(model.device), "threads": str(torch.get_num_threads())}
+        settings |= {"max_new_tokens": str(max_new_tokens), "interrupted": stopped_by is not None}
+        settings["target"] = config.target or probe(model).target
+        content = {"environment": environment(), "settings": settings}
+        write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
+        out.print(f"[dim]written to {json_path}[/dim]")
+    if stopped_by is not None:
+        raise stopped_by
+
+
+def _answer_all(
+    loaded: LoadedModel,
+    titled: list[tuple[str, str]],
+    max_new_tokens: int,
+    config: Config,
+    out: Console,
+    rows: list[Row],
+) -> None:
+    """Answer each prompt both ways, appending to `rows` as they are done."""
+    model = loaded.model
     options = Settings(max_new_tokens).options()
     pool = NGramPool()
-    rows = []
     for title, prompt in titled:
         out.rule(f"[bold]{title}", align="left")
         out.print(Text(_shortened(prompt), style="dim"))
@@ -80,20 +120,6 @@ def run(
         rows.append(Row(title, expected.num_tokens, expected.sec, got.stats, got.sec, difference))
         speedup = (got.num_tokens / got.sec) / (expected.num_tokens / expected.sec)
         out.print(f"[dim]{speedup:.2f}x plain, {difference}[/dim]\n")
-    out.print(_table(rows))
-    if any("gap" in row.text for row in rows):
-        out.print(
-            f"[dim]In {dtype}, forwards over one and over several tokens round differently. The "
-            "gap is between the model's two best logits where the texts part: a near-tie. float32 "
-            "(--dtype float32) gives the same text.[/dim]"
-        )
-    if json_path is not None:
-        settings = {"model": Path(loaded.name).name, "dtype": dtype, "device": str(model.device)}
-        settings |= {"threads": str(torch.get_num_threads()), "max_new_tokens": str(max_new_tokens)}
-        settings["target"] = config.target or probe(model).target
-        content = {"environment": environment(), "settings": settings}
-        write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
-        out.print(f"[dim]written to {json_path}[/dim]")
 
 
 class TokenPrinter:

@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -450,6 +451,80 @@ def test_prompt_files_from_windows_and_of_odd_characters_are_read_whole(tmp_path
     assert [prompt.text for prompt in read_prompts(path)] == ["one\u2028line", "plain"]
 
 
+def test_a_pass_that_was_interrupted_does_not_lose_those_before(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench import baselines, methods
+
+    calls: list[int] = []
+
+    def interrupting(model: Any, inputs: Any, options: Any) -> baselines.Answer:
+        calls.append(1)
+        if len(calls) == 5:  # the first one warms up
+            raise KeyboardInterrupt
+        return baselines.plain(model, inputs, options)
+
+    info = baselines.MethodInfo(lambda config: interrupting, "interrupting")
+    monkeypatch.setitem(methods.METHODS, "plain", info)
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "result.json"
+    prompts.write_text("a\nb\n")
+    options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "4"]
+    options += ["--methods", "plain", "--passes", "3", "--json", str(path)]
+    result = run("bench", "run", *options)
+    assert result.exit_code == 130
+    assert "stopped after 3 of 6 prompts; the unfinished pass is left out" in result.stderr
+    content = json.loads(path.read_text())
+    assert len(content["prompts"]) == 2
+    assert content["settings"]["interrupted"] is True
+
+
+def test_an_interrupted_demo_shows_what_it_measured(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench.baselines import Answer, plain
+
+    calls: list[int] = []
+
+    def interrupting(model: Any, inputs: Any, options: Any) -> Answer:
+        calls.append(1)
+        if len(calls) == 3:  # the first one warms up
+            raise KeyboardInterrupt
+        return plain(model, inputs, options)
+
+    monkeypatch.setattr("lade.cli.demo.plain", interrupting)
+    path = tmp_path / "demo.json"
+    options = ["--model", folder, "--max-new-tokens", "4", "--json", str(path)]
+    result = run("demo", *options, "--prompt", "one", "--prompt", "two")
+    assert result.exit_code == 130
+    assert "overall" in result.stdout
+    assert "stopped after 1 of 2 prompts" in result.stderr
+    content = json.loads(path.read_text())
+    assert content["settings"]["interrupted"] is True
+    assert [row["title"] for row in content["prompts"]] == ["prompt 1"]
+
+
+def test_an_interrupted_bench_of_the_pool_keeps_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench import pool
+
+    whole = pool.time_pool
+
+    def interrupting(num_tokens: int, max_nodes: int) -> pool.PoolTiming:
+        if num_tokens > 10_000:
+            raise KeyboardInterrupt
+        return whole(num_tokens, max_nodes)
+
+    monkeypatch.setattr(pool, "time_pool", interrupting)
+    path = tmp_path / "pool.json"
+    result = run("bench", "pool", "--max-tokens", "100000", "--json", str(path))
+    assert result.exit_code == 130
+    assert "stopped after 1 of 2 sizes" in result.stderr
+    content = json.loads(path.read_text())
+    assert content["settings"]["interrupted"] is True
+    assert [row["num_tokens"] for row in content["timings"]] == [10_000]
+
+
 def test_bench_pool_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "pool.json"
     result = run("bench", "pool", "--max-tokens", "10000", "--json", str(path))
@@ -499,6 +574,14 @@ def test_a_missing_extra_is_named_with_its_pip_line() -> None:
     assert done.returncode == 1
     assert 'pip install "lade-decoding[cli]"' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    from lade import __version__
+
+    command = [sys.executable, "-m", "lade", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == __version__, done.stderr
 
 
 # --- what is wrong with a prompt or a model -------------------------------------------------
@@ -636,6 +719,47 @@ def test_no_table_is_made_for_a_model_that_would_not_use_it(
         match=r"LlamaForCausalLM plainly, so it would not use a table\. tree: trees do not grow",
     ):
         run("prewarm", "--model", folder)
+
+
+# --- Ctrl-C and warnings --------------------------------------------------------------------
+
+
+def ended(body: str) -> "subprocess.CompletedProcess[str]":
+    """Run `lade generate` in a process where a function takes the place of loading a model."""
+    program = (
+        "import os, signal, sys, warnings\nimport lade.cli\nfrom lade.cli import app\n"
+        f"def load(*args):\n{body}\n"
+        "app.load = load\nsys.argv = ['lade', 'generate', 'x']\nlade.cli.main()"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_an_interrupt_is_told_in_a_line() -> None:
+    done = ended("    os.kill(os.getpid(), signal.SIGINT)\n    signal.pause()")
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+
+
+def test_a_second_interrupt_leaves_at_once() -> None:
+    again = "os.kill(os.getpid(), signal.SIGINT)"
+    done = ended(f"    try:\n        {again}\n    finally:\n        {again}\n        print('on')")
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == done.stderr == ""
+
+
+def test_warnings_of_lade_are_shown_as_notes_once_each() -> None:
+    done = ended(
+        "    from lade.errors import PlainDecodingWarning\n"
+        "    for _ in range(2):\n"
+        "        with warnings.catch_warnings():\n"
+        "            warnings.simplefilter('always')\n"
+        "            warnings.warn('it is slow', PlainDecodingWarning)\n"
+        "    warnings.warn('somebody else')\n"
+        "    raise ValueError('done')"
+    )
+    assert done.stderr.count("note: it is slow\n") == 1
+    assert "<string>:10: UserWarning: somebody else" in done.stderr
+    assert done.stderr.endswith("error: done\n")
+    assert done.stderr.count("slow") == 1
 
 
 def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> None:
