@@ -101,7 +101,7 @@ def _why_not_loaded(name: str, error: Exception) -> str | None:
     # What transformers says of any other kind of model; the names of all causal LMs follow.
     other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", str(error))
     if other_kind is not None:
-        return f"{name} has a {other_kind[1]}, which is not that of a causal LM; lade decodes those"
+        return f"{name} is no causal LM, it has a {other_kind[1]}; lade decodes causal LMs"
     folder = _folder_of(name)
     if folder is None:
         return None
