@@ -680,7 +680,9 @@ def test_an_embedded_model_may_be_written_in_any_case(
 def test_a_model_that_is_no_causal_lm_is_named_in_a_line(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "t5")
     T5Config(vocab_size=256, d_model=8, d_ff=8, num_layers=1).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match=r"no causal LM, it has a T5Config; lade decodes causal LMs$"):
+    with pytest.raises(
+        ValueError, match=r"no causal LM, it has a T5Config; lade decodes causal LMs$"
+    ):
         run("generate", "x", "--model", str(tmp_path / "t5"))
 
 
