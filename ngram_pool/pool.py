@@ -30,6 +30,7 @@ from ngram_pool._kernels import (
     Int64Array,
 )
 from ngram_pool.checks import MAX_TOKEN_ID, positive, token_ids_of
+from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.locks import alone, lock_of_pool
 from ngram_pool.table import SuccessorTable
@@ -154,7 +155,7 @@ class NGramPool:
         self._held = self._empty(min(_FIRST_NUM_ROWS, self._capacity))
         self._sequence_0 = _Sequence(_NO_PRIOR)
         self._allocate_the_rest()
-        self._run_kernels()
+        compile_by(self._run_kernels)
 
     @alone
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""Kernels are compiled once, whatever state Numba's cache on disk is in.
+
+What is known of Numba's insides is here; the kernels themselves are in `_kernels.py`.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from numba.core.dispatcher import Dispatcher
+
+from ngram_pool import _kernels
+
+
+def compile_by(run_all: Callable[[], object]) -> None:
+    """Have the kernels compiled, or loaded, by a function that runs each of them.
+
+    Numba raises whatever comes up where a file of its cache is cut off or a disk is full, and would
+    again in every process. So where anything is raised, what cannot be read is compiled, and
+    written anew where it can be. What still is raised has another reason.
+
+    Warns:
+        UserWarning: the cache is broken; names its folder.
+    """
+    try:
+        run_all()
+        return
+    except Exception as error:
+        kernels: list[Any] = [k for k in vars(_kernels).values() if isinstance(k, Dispatcher)]
+        if not kernels:  # NUMBA_DISABLE_JIT=1
+            raise
+        reason = f"{type(error).__name__}: {error}"
+    caches = [kernel._cache for kernel in kernels]
+    for kernel, cache in zip(kernels, caches, strict=True):
+        kernel._cache = _ForgivingCache(cache)
+    run_all()
+    warnings.warn(
+        f"the cache of compiled code in {caches[0].cache_path} is broken ({reason}): what cannot "
+        "be read there was compiled, and written anew where it could be",
+        stacklevel=3,
+    )
+
+
+class _ForgivingCache:
+    """A cache that lacks what cannot be read, and need not keep what it is given."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    @property
+    def cache_path(self) -> Any:
+        return self._cache.cache_path
+
+    def flush(self) -> None:
+        self._cache.flush()
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return self._cache.load_overload(sig, target_context)
+        except Exception:
+            with suppress(Exception):
+                self._cache.flush()
+            return None
+
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        with suppress(Exception):
+            self._cache.save_overload(sig, cres)

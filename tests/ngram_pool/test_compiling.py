@@ -1,0 +1,116 @@
+"""A cache of compiled code that is broken costs a warning and the time to compile, no more."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+from ngram_pool import NGramPool, _kernels
+
+if os.environ.get("NUMBA_DISABLE_JIT") == "1":
+    pytest.skip("nothing is compiled with NUMBA_DISABLE_JIT=1", allow_module_level=True)
+
+# Copies a sound cache, breaks it, and says what a pool then is: its drafts, and the warnings.
+PROGRAM = """
+import shutil, sys, warnings
+from pathlib import Path
+from ngram_pool import NGramPool, _kernels
+from tests.ngram_pool.test_compiling import BREAKS, drafts
+folder = Path(_kernels.rebase._cache.cache_path)
+if sys.argv[2] in BREAKS:
+    for file in Path(sys.argv[1]).glob("_kernels.*.nb?"):
+        shutil.copy(file, folder)
+    BREAKS[sys.argv[2]](folder)
+for _ in range(2):  # the second one has nothing to complain of
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pool = NGramPool(100)
+    print(drafts(pool), *(warning.message for warning in caught), sep="|")
+"""
+
+
+def drafts(pool: NGramPool) -> str:
+    pool.observe([1, 2, 3, 1, 2, 4, 1, 2])
+    draft = pool.draft([1, 2], 6)
+    return repr((draft.token_ids.tolist(), draft.probs.tolist()))
+
+
+def file_of_rebase(folder: Path, suffix: str) -> Path:
+    """Return a file of one kernel, which is quick to compile."""
+    line = _kernels.rebase.py_func.__code__.co_firstlineno  # type: ignore[attr-defined]
+    (file,) = folder.glob(f"_kernels.rebase-{line}.*{suffix}")
+    return file
+
+
+def changed(change: Callable[[bytes], bytes], suffix: str) -> Callable[[Path], None]:
+    def change_file(folder: Path) -> None:
+        file = file_of_rebase(folder, suffix)
+        file.write_bytes(change(file.read_bytes()))
+
+    return change_file
+
+
+def noise(data: bytes) -> bytes:
+    return random.Random(0).randbytes(len(data))
+
+
+def forbid_writing(folder: Path) -> None:
+    """Let a file be neither read nor replaced, not even by root, who may write everywhere."""
+    file = file_of_rebase(folder, ".nbi")
+    file.unlink()
+    file.mkdir()
+
+
+def fill_the_disk(folder: Path) -> None:
+    def save(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file_of_rebase(folder, ".nbi").unlink()
+    files: Any = IndexDataCacheFile
+    files._save_data = save
+
+
+BREAKS: dict[str, Callable[[Path], None]] = {
+    "index empty": changed(lambda data: b"", ".nbi"),
+    "index cut off early": changed(lambda data: data[:9], ".nbi"),
+    "index cut off": changed(lambda data: data[:-20], ".nbi"),
+    "index noise": changed(noise, ".nbi"),
+    "code empty": changed(lambda data: b"", ".nbc"),
+    "code cut off": changed(lambda data: data[: len(data) // 2], ".nbc"),
+    "code noise": changed(noise, ".nbc"),
+    "not to be written": forbid_writing,
+    "disk full": fill_the_disk,
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_cannot_be_read_is_compiled_and_written_anew_where_it_can_be(
+    name: str, tmp_path: Path
+) -> None:
+    sound = _kernels.rebase._cache.cache_path  # type: ignore[attr-defined]
+    expected = drafts(NGramPool(100))
+
+    def run(break_it: str) -> list[list[str]]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, sound, break_it],
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line.split("|") for line in done.stdout.splitlines()]
+
+    first, second = run(name)
+    assert first[0] == second[0] == expected
+    (warning,) = first[1:]
+    assert warning.startswith(f"the cache of compiled code in {tmp_path}")
+    assert not second[1:]
+    if name not in ("not to be written", "disk full"):
+        assert run("as it is") == [[expected]] * 2
