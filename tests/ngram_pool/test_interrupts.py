@@ -38,7 +38,7 @@ class Use:
         self.table = SuccessorTable(1000)
         self.table.put(*(part[:20] for part in KNOWN))
         self.other = self.pool.open_sequence(self.table)
-        self.sequence: int | None = None
+        self.sequence: Any = None
         self.pool.observe([1, 2, 1], self.other)
 
     def full(self) -> "Use":
