@@ -120,7 +120,8 @@ class NGramPool:
     only sequence 0 is open in a copy.
 
     Args:
-        capacity_tokens: how many tokens are held at most; up to 60 bytes each.
+        capacity_tokens: how many tokens are held at most; up to 20 + 8 N bytes each, 60 with the
+            default N, beside 2.7 kB for each node of the largest draft, 64 at least.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
 
     Raises:

@@ -213,6 +213,23 @@ def test_memory_stays_within_64_bytes_a_token(capacity: int) -> None:
     assert pool.nbytes <= 64 * capacity + max(scratch, 0)
 
 
+@pytest.mark.parametrize("max_ngram_size", [1, 5, 8, 20])
+def test_memory_stays_within_20_bytes_and_8_for_each_order(max_ngram_size: int) -> None:
+    """12 of text, 4 of links and 4 of heads for each order, and 7.5 of the harvest."""
+    capacity = 2**14 if JIT_IS_OFF else 66_000  # a harvest of just more than a power of two
+    room_for_drafts = NGramPool(1, max_ngram_size).nbytes
+    pool = NGramPool(capacity, max_ngram_size)
+    pool.observe(np.arange(2 * capacity) % 50_000)
+    contexts = np.stack([np.full(capacity // 4, -1), np.arange(capacity // 4)], 1)
+    pool.harvest(contexts, contexts[:, 1:], np.full((len(contexts), 1), 0.1))
+    assert len(pool) == capacity
+    promised = (20 + 8 * max_ngram_size) * capacity
+    assert pool.nbytes - room_for_drafts <= promised
+    assert room_for_drafts < 64 * 2800 + 30_000
+    if not JIT_IS_OFF:
+        assert pool.nbytes > 0.6 * promised  # it is filled
+
+
 def test_a_pool_can_be_copied_and_pickled() -> None:
     text = noisy_text(500)
     pool = NGramPool(400)
