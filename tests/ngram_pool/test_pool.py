@@ -156,6 +156,16 @@ def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
             assert list(zip(*as_tuple(draft), strict=True)) == expected
 
 
+def test_a_bucket_is_read_no_further_than_256_entries() -> None:
+    """Else a text made so that its n-grams share a bucket would make every draft slow."""
+    bucket = _kernels.hash_step(0, 5) % 4096
+    other = next(t for t in range(6, 10**6) if _kernels.hash_step(0, t) % 4096 == bucket)
+    for num_others, expected in ((255, [7]), (256, [])):
+        pool = NGramPool(4096)
+        pool.observe([5, 7] + [other] * num_others)
+        assert pool.draft([5], 1).token_ids.tolist() == expected
+
+
 # --- memory ---------------------------------------------------------------------------------
 
 
