@@ -1,7 +1,10 @@
 """Serve a model that decodes with lade, by transformers' own OpenAI-compatible server.
 
-Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT], and then, for one,
+Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], and then, for one,
 transformers chat MODEL http://localhost:8000
+
+Requests are private: each drafts from its own text alone. Where all of them are yours, `share` lets
+later answers profit from earlier ones.
 """
 
 import sys
@@ -16,14 +19,17 @@ from lade.models import default_model
 class LadeServe(Serve):  # type: ignore[misc]
     """`transformers serve`, and its model is wrapped before the first request."""
 
+    shares_text = False
+
     def start_server(self) -> None:
-        """Called once the model is loaded; all requests share one pool."""
+        """Called once the model is loaded."""
         for loaded in self._model_manager.loaded_models.values():
-            lade.wrap(loaded.model)
+            lade.wrap(loaded.model, shares_text=self.shares_text)
         super().start_server()
 
 
-def main(name: str | None = None, port: str = "8000") -> None:
+def main(name: str | None = None, port: str = "8000", share: str = "") -> None:
+    LadeServe.shares_text = share == "share"
     server = LadeServe(name or str(default_model()), port=int(port), non_blocking=True)
     try:
         threading.Event().wait()

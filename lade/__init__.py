@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting import Drafter as Drafter
+    from lade.errors import DrafterWarning as DrafterWarning
     from lade.errors import EagerExecutionWarning as EagerExecutionWarning
     from lade.errors import LadeError as LadeError
     from lade.errors import PlainDecodingWarning as PlainDecodingWarning
     from lade.errors import UnsupportedModelError as UnsupportedModelError
     from lade.errors import UnsupportedOptionError as UnsupportedOptionError
+    from lade.errors import VerificationWarning as VerificationWarning
     from lade.hf import GenerateOutput as GenerateOutput
     from lade.hf import decode as decode
     from lade.hf import generate as generate
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from lade.prewarming import prewarm as prewarm
     from lade.probing import Probe as Probe
     from lade.probing import probe as probe
+    from lade.probing import recheck as recheck
     from lade.probing import release as release
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
@@ -43,6 +46,7 @@ _HOMES = {
     "Config": "lade.config",
     "DecodeStats": "lade.stats",
     "Drafter": "lade.drafting",
+    "DrafterWarning": "lade.errors",
     "EagerExecutionWarning": "lade.errors",
     "GenerateOutput": "lade.hf",
     "LadeError": "lade.errors",
@@ -54,10 +58,12 @@ _HOMES = {
     "Step": "lade.stats",
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
+    "VerificationWarning": "lade.errors",
     "decode": "lade.hf",
     "generate": "lade.hf",
     "prewarm": "lade.prewarming",
     "probe": "lade.probing",
+    "recheck": "lade.probing",
     "release": "lade.probing",
     "unwrap": "lade.hf",
     "wrap": "lade.hf",
@@ -67,6 +73,7 @@ __all__ = [
     "Config",
     "DecodeStats",
     "Drafter",
+    "DrafterWarning",
     "EagerExecutionWarning",
     "GenerateOutput",
     "LadeError",
@@ -78,11 +85,13 @@ __all__ = [
     "Step",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "VerificationWarning",
     "__version__",
     "decode",
     "generate",
     "prewarm",
     "probe",
+    "recheck",
     "release",
     "unwrap",
     "wrap",

@@ -216,9 +216,10 @@ class MeasuredBudget:
 
     def _rows_of(self, num_rows: int) -> list[_Row]:
         """Return what is known of the rows; nothing in a call that begins, or where some wait."""
-        if num_rows == 1 or len(self._rows) != num_rows:
+        rows = [*self._rows.values()]  # at once: calls of other threads replace them
+        if num_rows == 1 or len(rows) != num_rows:
             return [_Row()] * num_rows
-        return [*self._rows.values()]
+        return rows
 
     def _record_rows(self, outcomes: Sequence[Outcome], num_emitted: Mapping[int, int]) -> None:
         """Learn how far each row is, and how well its next token was foreseen."""
@@ -243,7 +244,7 @@ class MeasuredBudget:
         num_bits = num_rows.bit_length()
         if num_bits not in self._costs:
             # Learn from the batch size next to this one: what counts is mostly all rows' tokens.
-            known = [bits for bits, costs in self._costs.items() if not costs.are_unknown]
+            known = [bits for bits, costs in dict(self._costs).items() if not costs.are_unknown]
             nearest = min(known, key=lambda bits: abs(bits - num_bits), default=None)
             if nearest is None:
                 guess = 1 + _PRIOR_SLOPE * num_rows * (_KNOTS - 1)

@@ -251,6 +251,10 @@ class _Storage:
         for group in self._groups:
             yield from group
 
+    def stores(self) -> list[tuple[_Store, int]]:
+        """Return all stores, each with the first slot that it holds."""
+        return [(store, group.offset) for group in self._groups for store in group]
+
     def reset(self) -> None:
         """Forget all but the memory."""
         self.is_prefilling, self.length = True, None
@@ -636,6 +640,24 @@ class TreeCache(Cache):  # type: ignore[misc]
                 source = [length + node for node in path[in_place:]]
                 self._storage.move(row, source, length + in_place)
         self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
+
+    def pending(self, nodes: Sequence[int]) -> list[Tensor]:
+        """Return copies of what was written for one node of each row since the last commit."""
+        return [
+            torch.stack(
+                [
+                    store.buffer[:, row, :, length + node - offset]
+                    for row, (node, length) in enumerate(zip(nodes, self.lengths, strict=True))
+                ]
+            )
+            for store, offset in self._storage.stores()
+        ]
+
+    def put_pending(self, states: Sequence[Tensor]) -> None:
+        """Write such copies over what was written first since the last commit."""
+        for (store, offset), of_rows in zip(self._storage.stores(), states, strict=True):
+            for row, (state, length) in enumerate(zip(of_rows, self.lengths, strict=True)):
+                store.buffer[:, row, :, length - offset] = state
 
     def select(self, places: Sequence[int]) -> None:
         """Go on with these of the rows in use, ascending; between steps only."""

@@ -3,6 +3,7 @@
 Next file: `hf.py`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+from lade import ties
 from lade.cache import kind_of
 from lade.config import SPECULATING, Way
 from lade.internals import Model, mesh_of
-from lade.probing import WITHOUT_CACHE, CacheKind, has_usual_outputs
+from lade.probing import WITHOUT_CACHE, CacheKind, Profile, has_usual_outputs
 from lade.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 from lade.rules import Lengths, longest_draft, why_no_snapshot, why_no_tree, why_not_speculate
 
@@ -41,12 +43,17 @@ class Call(NamedTuple):
     excluded: dict[Way, str]  # ways it cannot take, and why
     cache: CacheKind
     is_padded: bool  # whether rows have padding, or may come to be of different lengths
+    num_new: int  # the most tokens to emit
     max_length: int  # how long the text may get with a draft
     why_eager: str | None = None  # why its steps cannot be of fixed shape
 
 
 def examine(
-    model: Model, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: Model,
+    profile: Profile,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> Call:
     """Return which ways of verifying are open to a call that `generate` has prepared."""
     excluded: dict[Way, str] = {}
@@ -84,14 +91,17 @@ def examine(
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
-    _exclude_by_outputs(model, cache, kind, model_kwargs, exclude)
-    limits = [longest_draft(model, config.max_length, input_ids.shape[1], lengths.first_position)]
+    _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
+    longest = math.ceil(config.max_length)  # `generate` takes a float, too
+    limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
         sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
         limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
     is_padded = lengths.is_padded or lengths.num_rows > 1
-    return Call(excluded, kind, is_padded, min(limits), _why_eager(model, model_kwargs))
+    num_new = longest - input_ids.shape[1]
+    why_eager = _why_eager(model, model_kwargs)
+    return Call(excluded, kind, is_padded, num_new, min(limits), why_eager)
 
 
 def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
@@ -101,6 +111,8 @@ def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
             return f"{name.replace('_', ' ')} were asked for"
     if mesh_of(model) is not None:
         return "several processes run it together"
+    if ties.applies(model):
+        return "how its sparse attention chooses keys is watched"
     places = (getattr(model, "hf_device_map", None) or {}).values()
     if len({str(place).removeprefix("cuda:") for place in places}) > 1:
         return "its layers are on several devices"
@@ -109,6 +121,7 @@ def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
 
 def _exclude_by_outputs(
     model: Model,
+    profile: Profile,
     cache: Any,
     kind: CacheKind,
     model_kwargs: dict[str, Any],
@@ -122,7 +135,7 @@ def _exclude_by_outputs(
     what = " and ".join(wanted).replace("_", " ")
     if kind == "none":
         exclude(f"{what} of whole texts were asked for", *SPECULATING)
-    elif not has_usual_outputs(model, wanted):
+    elif not has_usual_outputs(model, profile, wanted):
         exclude(f"{what} were asked for, of which it has others", *SPECULATING)
     if "attentions" in wanted:
         exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
@@ -140,7 +153,7 @@ def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
     if embeds is not None:
         num_slots = max(num_slots, embeds.shape[1])
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
-    num_new = config.max_length - input_ids.shape[1]
+    num_new = math.ceil(config.max_length) - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())
     if positions is not None and not is_padded:  # positions that are not slots are as if padded
         cache = cache_in(model_kwargs)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 
+from lade import ties
 from lade.errors import UnsupportedModelError
 from lade.inputs import extended, widened
 from lade.internals import Model, prefill
@@ -24,8 +25,10 @@ from lade.rollback import (
     record_past,
     saved,
     why_not_croppable,
+    why_not_savable,
 )
-from lade.target import Forward
+from lade.target import Alone, Forward
+from lade.ties import Untied
 from lade.tree import ROOT, Tree
 
 MAX_ROWS = 4  # paths of a draft as rows of a batch; each reads the whole cache once more
@@ -77,6 +80,7 @@ class ChainTarget:
         self.max_candidates: int | None = 1 if self.is_joint or restores else max_candidates
         self.num_pending = 0
         self._model = model
+        self._stepping = Untied(model) if ties.applies(model) else model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
         self._generation_config = generation_config or GenerationConfig()
@@ -84,6 +88,9 @@ class ChainTarget:
         self._num_prompt = input_ids.shape[1]
         self._cache: tuple[str, Any] | None = None  # under its name
         self._saved: Any = None
+        given = find_cache(model_kwargs)
+        self._given = None if given is None else given[1]  # written to
+        self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # the cache keeps what left its windows
 
     @property
@@ -97,9 +104,10 @@ class ChainTarget:
         """Whether the next forward should have no draft."""
         return self.num_pending >= _MAX_PENDING
 
-    def prefill(self) -> Forward:
+    def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts exactly as `generate` does."""
-        output = prefill(self._model, self._ids, self._generation_config, self._model_kwargs)
+        model = self._model if view is None else view
+        output = prefill(model, self._ids, self._generation_config, self._model_kwargs)
         if self._model_kwargs.get("use_cache", True):
             self._cache = find_cache(output)
         self._num_slots = self._count_slots()
@@ -158,7 +166,7 @@ class ChainTarget:
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
-            output = self._model(**inputs, return_dict=True)
+            output = self._stepping(**inputs, return_dict=True)
         except BaseException:
             if self._cache is not None and layout.rows is not None:
                 pick(self._cache[1], 0, self.device)  # it may be the caller's
@@ -210,6 +218,47 @@ class ChainTarget:
             self.num_pending += num_kept
         self._saved = None
 
+    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
+        """Run a token of each path alone, on a copy of the cache, and commit.
+
+        That is the last one; where a state is restored, the first one, right behind that state.
+        """
+        alone = self._look(paths)
+        self.commit(paths)
+        return alone
+
+    def _look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
+        num_kept = 1 if self._restores else len(paths[0])
+        kept = [
+            [tokens[node] for node in path[:num_kept]]
+            for tokens, path in zip(self._tokens, paths, strict=True)
+        ]
+        if num_kept == 0 or not all(kept):
+            return None
+        trial = None
+        if self._cache is not None:
+            trial = self._cache_before(num_kept, paths[0][-1])
+            if trial is None:
+                return None
+        ids = torch.cat([self._ids, torch.tensor(kept, device=self.device)], dim=1)
+        inputs = self._prepared(ids, 1, cache=trial)
+        output = self._model(**inputs, return_dict=True)
+        return Alone([path[num_kept - 1] for path in paths], output.logits[:, -1])
+
+    def _cache_before(self, num_kept: int, last: int) -> Any:
+        """Return a copy of the cache that holds all but the last of so many nodes of a path."""
+        assert self._cache is not None
+        if self._restores:  # tokens that are run again would be run along with it
+            return None if self._saved is None or self.num_pending else saved(self._saved)
+        cache, layout = self._cache[1], self._layout
+        if why_not_savable(cache) is not None or isinstance(cache, StaticCache):
+            return None  # what it holds is not copied, and would be written over
+        trial = saved(cache)
+        if layout.rows is not None:
+            pick(trial, layout.rows[last], self.device)
+        crop(trial, layout.width - (num_kept - 1))
+        return trial
+
     def select(self, places: Sequence[int]) -> None:
         """Keep all rows: they stay of one length."""
 
@@ -236,6 +285,13 @@ class ChainTarget:
         if self._cache is not None and self._is_recording:
             record_past(self._cache[1], False)
 
+    def undo(self) -> None:
+        """Let the caller's cache hold again what it held before the prompts."""
+        if self._given is None:
+            return
+        if isinstance(self._given, Cache):
+            vars(self._given).update(vars(self._as_given))
+
     def release(self) -> None:
         """Do nothing: all goes with the call."""
 
@@ -248,7 +304,7 @@ class ChainTarget:
         return self._num_prompt if embeds is None else embeds.shape[1]
 
     def _prepared(
-        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False
+        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False, cache: Any = None
     ) -> dict[str, Any]:
         """Return the arguments for the last tokens of each row, prepared by the model itself."""
         num_rows = input_ids.shape[0]
@@ -256,7 +312,7 @@ class ChainTarget:
         if is_wide:
             model_kwargs = widened(model_kwargs, num_rows)
         if self._cache is not None:
-            model_kwargs[self._cache[0]] = self._cache[1]
+            model_kwargs[self._cache[0]] = self._cache[1] if cache is None else cache
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=None if self._cache is None else num_tokens,

@@ -164,8 +164,9 @@ class Race:
         num_rows: of the whole batch; finished rows are drawn for too, as `generate` does.
         vocab_size: about; only limits memory.
         device: of the scores; its default generator is drawn from.
-        ahead: whether tokens are picked at nodes that may not be emitted. Draws that were not used
-            are then taken back in the end.
+        ahead: whether tokens are picked at nodes that may not be emitted. What is drawn for them
+            comes from a generator of our own, and in the end the default one draws what was used:
+            it is everybody's, and to put it back would take draws of other threads back, too.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ahead: bool) -> None:
@@ -173,8 +174,13 @@ class Race:
         self._device = device
         self._ahead = ahead
         self._noise: dict[int, Tensor] = {}  # by time
-        self._states: dict[int, Tensor] = {}  # by time, the generator's before that time's draw
+        self._states: dict[int, Tensor] = {}  # by time, the default generator's before that draw
         self._num_drawn = 0
+        self._vocab_size = 0  # of the scores, once there were some
+        self._generator: torch.Generator | None = None
+        if ahead:
+            self._generator = torch.Generator(device)
+            self._generator.set_state(self._state())
         size = 4 * num_rows * vocab_size
         self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
 
@@ -194,8 +200,14 @@ class Race:
                 del times[time]
 
     def close(self, num_times: int) -> None:
-        """Take back what was drawn ahead and not used."""
-        if self._ahead and self._num_drawn > num_times:
+        """Leave the default generator where `generate` would.
+
+        Only where a call was given up in the middle has it drawn more than that.
+        """
+        if self._ahead:
+            for _ in range(min(num_times, self._num_drawn)):
+                self._draw(None)
+        elif num_times in self._states:
             self._restore(self._states[num_times])
         self._noise, self._states = {}, {}
 
@@ -214,14 +226,19 @@ class Race:
         return torch.cat(of_times)[integers_on(self._device, index)]
 
     def _noise_at(self, time: int, vocab_size: int) -> Tensor:
+        self._vocab_size = vocab_size
         while self._num_drawn <= time:
-            if self._ahead:
+            if not self._ahead:
                 self._states[self._num_drawn] = self._state()
-            shape = (self._num_rows, vocab_size)
-            noise = torch.empty(shape, dtype=torch.float32, device=self._device)
-            self._noise[self._num_drawn] = noise.exponential_()
+            self._noise[self._num_drawn] = self._draw(self._generator)
             self._num_drawn += 1
         return self._noise[time]
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        """Draw the noise of one column, [num_rows, vocab_size], by default from everybody's."""
+        shape = (self._num_rows, self._vocab_size)
+        noise = torch.empty(shape, dtype=torch.float32, device=self._device)
+        return noise.exponential_(generator=generator)
 
     def _state(self) -> Tensor:
         if self._device.type == "cpu":

@@ -105,6 +105,9 @@ class Config:
     step_costs: Mapping[int, float] | None = field(default=None, hash=False)
     #: Whether the table that `lade.prewarm` made for the model is used, where there is one.
     uses_table: bool = True
+    #: Whether what a drafter raises, or drafts wrongly, is raised: for those who write one. Else
+    #: one warning tells of it, and the call goes on without drafts.
+    strict_drafter: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
@@ -120,7 +123,7 @@ class Config:
                 raise ValueError(
                     "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
                 )
-        for name in ("uses_table", "stable_text"):
+        for name in ("uses_table", "stable_text", "strict_drafter"):
             if not isinstance(getattr(self, name), bool):
                 got = getattr(self, name)
                 raise TypeError(f"expected Config({name}=…) to be a bool, got {got!r}")

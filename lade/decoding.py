@@ -5,16 +5,18 @@
 Nothing here knows of generation options; `hf.py` translates those. Next file: `drafting.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from lade.budget import Budget, Outcome
 from lade.choose import Choice
+from lade.closeness import distance
 from lade.config import Lookahead
 from lade.drafting import Proposer, chain
 from lade.harvest import PromptHarvester, SentSuccessors, rank, with_probs
@@ -22,10 +24,11 @@ from lade.lookahead import Window, likeliest_tokens
 from lade.outputs import Outputs
 from lade.ranks import Ranks
 from lade.stats import DecodeStats, Step
-from lade.target import Forward, Target
+from lade.target import Alone, Forward, Target
 from lade.text import Text
 from lade.tree import ROOT, Tree
 from lade.verify import accepted_paths
+from lade.watch import Watch
 from ngram_pool import Draft
 
 
@@ -50,6 +53,34 @@ class Rules:
     fills_cache: bool = False
 
 
+class VerificationError(Exception):
+    """Drafts cannot be verified any more; the text so far stands.
+
+    Attributes:
+        is_doubt: whether forwards were not what the check of the model found them to be. Else one
+            failed.
+    """
+
+    def __init__(self, reason: str, is_doubt: bool = False) -> None:
+        super().__init__(reason)
+        self.is_doubt = is_doubt
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """When to hold a committed token against a forward over it alone, and what they may differ by.
+
+    Attributes:
+        watch: counts steps, also those of earlier calls.
+        limit: of the distance of logits.
+        is_exact: whether text is promised to be that of plain decoding.
+    """
+
+    watch: Watch
+    limit: float
+    is_exact: bool
+
+
 class Decoder:
     """One generation: all rows of a batch, from prompt to end.
 
@@ -66,6 +97,7 @@ class Decoder:
         ranks: the processes that run the target together, if there are several.
         lookahead: of the windows to run beside the drafts; the target must verify trees.
         prompt_harvester: looks at the prefill of the target's model, for the drafter.
+        watching: holds a token against plain decoding now and then; None for never.
         overlaps: whether what the next draft does not wait for is done while the device is at the
             next forward. Without it all is done at once, as where the host computes itself.
     """
@@ -84,9 +116,12 @@ class Decoder:
         ranks: Ranks | None = None,
         lookahead: Lookahead | None = None,
         prompt_harvester: PromptHarvester | None = None,
+        watching: Watching | None = None,
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=text.num_rows)
+        #: Why the text is not complete, if it is not.
+        self.failure: VerificationError | None = None
         self._text = text
         self._contexts = contexts
         self._target = target
@@ -98,6 +133,7 @@ class Decoder:
         self._outputs = outputs
         self._ranks = ranks
         self._prompt_harvester = prompt_harvester
+        self._watching = watching
         self._rows = list(range(text.num_rows))  # those in the target's batch
         self._is_filling = False  # all is said, and the cache is filled up
         self._overlaps = overlaps
@@ -110,22 +146,41 @@ class Decoder:
         }
 
     def run(self) -> DecodeStats:
-        """Decode to the end and return the counts and times; the text is in `text`."""
+        """Decode to the end and return the counts and times; the text is in `text`.
+
+        Where the target fails on the way, `failure` says why. Unless all was said by then, the text
+        holds what all rows have, and the random state is that of `generate` there, for it to go on.
+        """
         try:
             self._prefill()
             self._steps()
             if self._rules.fills_cache:
                 self._is_filling = True
-                self._target.rejoin()
+                with self._verifying():
+                    self._target.rejoin()
                 self._rows = list(range(self._text.num_rows))
                 self._steps()
             self._do_put_off()
-            return self.stats
+        except VerificationError as failure:
+            self.failure = failure
+            self._do_put_off()  # what was emitted before is told all the same
+            if self._rules.fills_cache or not all(self._text.is_finished):
+                self._text.cut()
         finally:
             with ExitStack() as stack:  # one that raises does not keep the others open
                 stack.callback(self._proposer.close_all)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
+        return self.stats
+
+    @contextmanager
+    def _verifying(self) -> Iterator[None]:
+        """Call the target, whose failure does not fail the generation."""
+        try:
+            yield
+        except Exception as failure:
+            what = (str(failure).splitlines() or [""])[0][:200]
+            raise VerificationError(f"{type(failure).__name__}: {what}") from failure
 
     def _steps(self) -> None:
         while emitting := [row for row in self._rows if self._may_emit(row)]:
@@ -139,8 +194,9 @@ class Decoder:
         roots = {row: [0, *self._contexts[row]][-1] for row in self._rows}
         trees = {row: Tree.build(roots[row], Draft.empty()) for row in self._rows}
         with self.stats.timed("prefill"):
-            with self._prompt_harvester.watching() if self._prompt_harvester else nullcontext():
-                output = self._target.prefill()
+            harvester = self._prompt_harvester
+            with self._verifying(), harvester.watching() if harvester else nullcontext() as view:
+                output = self._target.prefill(view)
             self._choice.look_at(output.logits[:, -1:], trees)
         for row in self._rows:  # while the device is at it
             self._proposer.open(row, self._contexts[row])
@@ -171,10 +227,12 @@ class Decoder:
                 tree.beside(windows[row].cells()) if row in windows else tree
                 for row, tree in trees.items()
             ]
-            inputs = self._target.inputs(whole)
+            with self._verifying():
+                inputs = self._target.inputs(whole)
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
-            output = self._target.forward(inputs)
+            with self._verifying():
+                output = self._target.forward(inputs)
             logits = output.logits[:, : max(map(len, trees.values()))]
             if not self._is_filling:  # padding needs no choice
                 self._choice.look_at(logits, trees)
@@ -414,9 +472,41 @@ class Decoder:
     def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
         """Keep the accepted paths, in the cache and in what the caller gets."""
         of_rows = [paths[row] for row in self._rows]
-        self._outputs.add_step(output, self._rows, self._target.num_cached, of_rows)
-        self._target.commit(of_rows)
+        with self._verifying():
+            self._outputs.add_step(output, self._rows, self._target.num_cached, of_rows)
+            if self._must_look(output.logits.shape[1]):
+                alone = self._target.commit_and_look(of_rows)
+            else:
+                alone = None
+                self._target.commit(of_rows)
+        if alone is not None:
+            self._hold_against(alone, output.logits)
         self._leave()
+
+    def _must_look(self, width: int) -> bool:
+        """Tell whether to hold this step's drafts against plain decoding."""
+        watching = self._watching
+        return (
+            watching is not None and width > 1 and not self._is_filling and watching.watch.is_due()
+        )
+
+    def _hold_against(self, alone: Alone, logits: Tensor) -> None:
+        """Hold committed tokens against forwards over them alone.
+
+        Raises:
+            VerificationError: they are too far apart.
+        """
+        assert self._watching is not None
+        nodes = torch.tensor(alone.nodes, device=logits.device)
+        mine = logits[torch.arange(len(nodes), device=logits.device), nodes]
+        apart = distance(mine, alone.logits.to(mine.device))
+        watching = self._watching
+        if watching.watch.is_wrong(apart, watching.limit, watching.is_exact):
+            raise VerificationError(
+                f"its logits for a draft differ from those for the same token alone by {apart:.2g} "
+                f"of their standard deviation (expected at most {watching.limit:.2g})",
+                is_doubt=True,
+            )
 
     def _leave(self) -> None:
         """Let finished rows go, so that the others have the machine to themselves."""
@@ -425,7 +515,8 @@ class Decoder:
         staying = [row for row in self._rows if not self._text.is_finished[row]]
         if not staying or len(staying) == len(self._rows):
             return
-        self._target.select([self._rows.index(row) for row in staying])
+        with self._verifying():
+            self._target.select([self._rows.index(row) for row in staying])
         for row in set(self._rows) - set(staying):
             self._proposer.close(row)
         self._rows = staying

@@ -3,17 +3,22 @@
 Next file: `tree.py`.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lade.errors import DrafterWarning
 from lade.grammar import Foresight
 from lade.harvest import Successors
 from lade.tree import Tree
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
+
+_T = TypeVar("_T")
 
 
 class Drafter(Protocol):
@@ -220,13 +225,13 @@ def num_successors_of(drafter: Drafter) -> int:
     return drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0
 
 
-def harvests_prompts(drafter: Drafter) -> bool:
-    """Tell whether a drafter is to learn from the ends of prompts.
+def has_table(drafter: Drafter) -> bool:
+    """Tell whether a drafter has a table that was made before.
 
-    Not where a table was made before: then it took more time (0.7 % of an answer) than it saved.
+    Then it learns nothing from the ends of prompts: that took more time (0.7 % of an answer) than
+    it saved.
     """
-    has_prior = isinstance(drafter, PoolDrafter) and drafter.has_prior
-    return num_successors_of(drafter) > 0 and not has_prior
+    return isinstance(drafter, PoolDrafter) and drafter.has_prior
 
 
 def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
@@ -281,6 +286,65 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
     )
 
 
+def checked(draft: object, max_nodes: int) -> Draft:
+    """Return the draft of a drafter, its depths counted anew, or raise where it is none.
+
+    Args:
+        draft: what a drafter returned.
+        max_nodes: nodes beyond so many are left out.
+
+    Raises:
+        TypeError: it is no `Draft`, or its arrays are not of numbers.
+        ValueError: the arrays do not fit each other, parents do not stand before their children,
+            a probability is none, or what was drawn is not in its support.
+    """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"expected a Draft, got {type(draft).__name__}")
+    token_ids: NDArray[Any] = np.asarray(draft.token_ids)
+    parents: NDArray[Any] = np.asarray(draft.parents)
+    probs: NDArray[Any] = np.asarray(draft.probs)
+    for name, array, kind in (
+        ("token_ids", token_ids, np.integer),
+        ("parents", parents, np.integer),
+        ("probs", probs, np.floating),
+    ):
+        if array.ndim != 1 or len(array) != len(token_ids):
+            raise ValueError(
+                f"expected {name} of shape [{len(token_ids)}], got {list(array.shape)}"
+            )
+        if len(array) and not np.issubdtype(array.dtype, kind):
+            raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
+    num_nodes = min(len(token_ids), max_nodes)
+    parents, probs = parents[:num_nodes].astype(np.int32), probs[:num_nodes].astype(np.float64)
+    if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
+        raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")
+    if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
+        raise ValueError("expected probs from 0 to 1")
+    depths: list[int] = []
+    for parent in parents.tolist():
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    # Ids beyond any vocabulary are cut off later; here they only have to fit.
+    ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
+    whole = Draft(ids, parents, np.array(depths, np.int32), probs)
+    if not isinstance(draft, SampledDraft):
+        return whole
+    support_ids = np.asarray(draft.support_token_ids)[:num_nodes]
+    support_probs = np.asarray(draft.support_probs)[:num_nodes]
+    if support_ids.ndim != 2 or support_ids.shape != support_probs.shape:
+        raise ValueError("expected support_token_ids and support_probs of one shape [num_nodes, n]")
+    if len(support_ids) != num_nodes:
+        raise ValueError(f"expected a support of each of {num_nodes} nodes, got {len(support_ids)}")
+    if not ((support_probs >= 0) & (support_probs <= 1)).all():
+        raise ValueError("expected support_probs from 0 to 1")
+    if not ((support_ids == ids[:, None]) & (support_probs > 0)).any(axis=1).all():
+        raise ValueError("expected every token to be in the support that it was drawn from")
+    return SampledDraft(
+        *(whole.token_ids, whole.parents, whole.depths, whole.probs),
+        support_ids.astype(np.int32),
+        support_probs.astype(np.float64),
+    )
+
+
 class _Proposal(NamedTuple):
     """What a row was proposed last, and how it came about."""
 
@@ -297,12 +361,16 @@ class Proposer:
     drawn must not depend on the tokens drawn, or the text would no longer have the distribution it
     should.
 
+    A drafter can never fail the call that it drafts for: what it raises, and a draft that is none,
+    is told in a warning, and from then on it is not asked any more.
+
     Args:
         drafter: fed by the caller through `open` and `observe`.
         vocab_size: no token id of a draft may reach it.
         max_candidates: paths of a draft that the target can verify at once; None for any number.
         foresight: of the grammar that constrains the text, if there is one.
         rngs: one for each row, to draw drafts with; None to take the likeliest.
+        is_strict: let what the drafter raises through, for those who write one.
     """
 
     def __init__(
@@ -312,8 +380,11 @@ class Proposer:
         max_candidates: int | None = None,
         foresight: Foresight | None = None,
         rngs: Sequence[np.random.Generator] | None = None,
+        is_strict: bool = False,
     ) -> None:
         self._drafter = drafter
+        self._is_strict = is_strict
+        self._has_failed = False
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._foresight = foresight
@@ -321,49 +392,95 @@ class Proposer:
         self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
         self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
         self._learning = drafter if isinstance(drafter, NgramDrafter) else None
-        #: How many of the target's likeliest tokens the drafter wants to be told of.
-        self.num_successors = num_successors_of(drafter)
+        self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # of each row
 
+    @property
+    def num_successors(self) -> int:
+        """How many of the target's likeliest tokens the drafter wants to be told of."""
+        return 0 if self._has_failed else self._num_successors
+
     def open(self, row: int, context: Sequence[int]) -> None:
         """Begin a row with its prompt."""
-        self._sequences[row] = self._drafter.open(context)
+
+        def begin() -> None:
+            self._sequences[row] = self._drafter.open(context)
+
+        self._asked(begin, None)
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
         """Let the drafter learn what was emitted."""
-        self._drafter.observe(self._sequences[row], token_ids)
+        self._asked(lambda: self._drafter.observe(self._sequences[row], token_ids), None)
 
     def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
         """Let the drafter learn what the target found likely behind the nodes of a row's tree."""
-        assert self._harvesting is not None
         parents = [-1, *(tree.draft.parents + 1).tolist()]
-        self._harvesting.harvest(self._sequences[row], context, tree.token_ids, parents, successors)
+        self._harvest(row, context, tree.token_ids, parents, successors)
 
     def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
         """Let the drafter learn what follows the last tokens of a prompt but the very last one."""
-        assert self._harvesting is not None
         num = successors.num_nodes
-        parents = range(-1, num - 1)
         tokens = context[-1 - num : -1]
         committed = context[: len(context) - num]
-        self._harvesting.harvest(self._sequences[row], committed, tokens, parents, successors)
+        self._harvest(row, committed, tokens, range(-1, num - 1), successors)
+
+    def _harvest(
+        self,
+        row: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        def tell() -> None:
+            assert self._harvesting is not None
+            sequence = self._sequences[row]
+            self._harvesting.harvest(sequence, committed, token_ids, parents, successors)
+
+        self._asked(tell, None)
 
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
         """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
-        assert self._learning is not None
-        self._learning.observe_ngrams(self._sequences[row], ngrams)
+
+        def tell() -> None:
+            assert self._learning is not None
+            self._learning.observe_ngrams(self._sequences[row], ngrams)
+
+        self._asked(tell, None)
 
     def close(self, row: int) -> None:
         """End a row."""
-        self._drafter.close(self._sequences.pop(row))
+        sequence = self._sequences.pop(row, None)
+        if sequence is not None:
+            self._asked(lambda: self._drafter.close(sequence), None, even_if_failed=True)
 
     def close_all(self) -> None:
         """End all rows that are open."""
         with ExitStack() as stack:  # one that raises does not keep the others open
-            for row in self._sequences:
+            for row in [*self._sequences]:
                 stack.callback(self.close, row)
+
+    def _asked(self, ask: Callable[[], _T], instead: _T, *, even_if_failed: bool = False) -> _T:
+        """Return what the drafter answers, or something else where it fails or has failed."""
+        if self._has_failed and not even_if_failed:
+            return instead
+        try:
+            return ask()
+        except Exception as failure:
+            if self._is_strict:
+                raise
+            if not self._has_failed:
+                self._has_failed = True
+                what = (str(failure).splitlines() or [""])[0][:200]
+                warnings.warn(
+                    f"lade goes on without drafts: {type(self._drafter).__name__} failed "
+                    f"({type(failure).__name__}: {what}); Config(strict_drafter=True) raises it",
+                    DrafterWarning,
+                    stacklevel=2,
+                )
+            return instead
 
     def propose(
         self, row: int, committed: Sequence[int], context: Sequence[int], room: int, max_nodes: int
@@ -384,7 +501,7 @@ class Proposer:
         left = max_nodes - len(forced)
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
-            draft = self._drafter.draft(self._sequences[row], context, left).first(left)
+            draft = self._asked(partial(self._drafted, row, context, left), draft)
             if self._max_candidates is not None:
                 draft = narrowed(draft, self._max_candidates)
         draft = self._possible(after(forced, draft) if forced else draft, room)
@@ -398,12 +515,21 @@ class Proposer:
         num_drawn = len(proposed) - len(forced)
         if self._rngs is None or num_drawn < 1:
             return proposed
-        assert self._sampling is not None
         context = [*context, *forced] if forced else context
-        sampled: Draft = self._sampling.sample(
-            self._sequences[row], context, num_drawn, self._rngs[row]
-        )
+        drawn = partial(self._drawn, row, context, num_drawn, self._rngs[row])
+        sampled = self._asked(drawn, Draft.empty())
         return self._possible(after(forced, sampled) if forced else sampled, room)
+
+    def _drafted(self, row: int, context: Sequence[int], max_nodes: int) -> Draft:
+        drafted = self._drafter.draft(self._sequences[row], context, max_nodes)
+        return checked(drafted, max_nodes)
+
+    def _drawn(
+        self, row: int, context: Sequence[int], max_nodes: int, rng: np.random.Generator
+    ) -> Draft:
+        assert self._sampling is not None
+        drawn = self._sampling.sample(self._sequences[row], context, max_nodes, rng)
+        return checked(drawn, max_nodes)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

@@ -17,6 +17,14 @@ class PlainDecodingWarning(UserWarning):
     """A model or a call leaves no way to verify drafts, and is decoded one token a forward."""
 
 
+class VerificationWarning(PlainDecodingWarning):
+    """Drafts could not be verified any more in the middle of a call; the rest of it is plain."""
+
+
+class DrafterWarning(UserWarning):
+    """A drafter failed, or drafted what is no draft; the call goes on without it."""
+
+
 class EagerExecutionWarning(UserWarning):
     """Steps cannot be of fixed shape, or not be recorded; the text is the same."""
 

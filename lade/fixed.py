@@ -71,7 +71,7 @@ class FixedTarget(TreeTarget):
         shelf: where memory and recordings of earlier calls are kept.
         new_graphs: makes what records steps; None to run all of them eagerly.
         why_not_recorded: the reason for that, where they were to be recorded.
-        call: runs the model; the model itself, or what `torch.compile` made of it.
+        call: runs the steps; what `torch.compile` made of the model, None for the model itself.
         variant: what tells recordings of one kind from those of others.
         widths: to pad trees to; multiples of the last one beyond it.
     """
@@ -97,7 +97,7 @@ class FixedTarget(TreeTarget):
         self._variant = variant
         self._new_graphs = new_graphs
         self._why_not_recorded = why_not_recorded
-        self._call = model if call is None else call
+        self._call = call
         self._widths = widths
         super().__init__(
             model,
@@ -170,6 +170,7 @@ class FixedTarget(TreeTarget):
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Tell the device about the trees behind the committed tokens."""
+        self._trees = trees
         if self._must_show_rows:
             self._show_rows()
         width = self.width_of(max(map(len, trees)))
@@ -210,6 +211,10 @@ class FixedTarget(TreeTarget):
             return _Logits(self._run(step, is_recorded=False))
         self._workspace.notice_moves()
         return _Logits(graphs.run(step.shape, partial(self._run, step)))
+
+    def forward_once(self, inputs: Any) -> Forward:
+        """Run the model on such inputs eagerly."""
+        return _Logits(self._run(inputs, is_recorded=False))
 
     def select(self, places: Sequence[int]) -> None:
         """Leave the other rows out; what the cache holds of them stays."""
@@ -304,7 +309,7 @@ class FixedTarget(TreeTarget):
             for reach, window in self._reach_windows.items()
         }
         mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
-        logits: Tensor = self._call(
+        logits: Tensor = (self._call or self._view())(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
             attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),

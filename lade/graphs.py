@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lade.closeness import distance
 from lade.internals import Model, has_adapters, has_hook, runs_experts_eagerly
 from lade.rules import rope_of
 
@@ -204,7 +205,7 @@ class Graphs:
         try:
             recording = self._recorder.record(run)
             recording.replay()
-            error = _difference(recording.output, expected)
+            error = distance(recording.output, expected)
         except torch.OutOfMemoryError:
             self.forget()  # what they held may be what is missing
             self._failure = "no memory was left to record a step"
@@ -218,13 +219,6 @@ class Graphs:
                 return
             self._recordings[key] = recording
             self._num_bytes += max(0, self._recorder.num_bytes() - before)
-
-
-def _difference(output: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of logits in units of their standard deviation."""
-    if not bool(expected.isfinite().all()):  # a model's own affair; NaN in the same places will do
-        return float(not torch.equal(output.isfinite(), expected.isfinite()))
-    return float((output.double() - expected.double()).abs().max() / expected.double().std())
 
 
 def can_record(device: torch.device) -> bool:

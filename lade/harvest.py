@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.transfer import Sent
+from lade.view import counterpart, keep_attributes, with_own_hooks
 
 
 class Successors(NamedTuple):
@@ -123,6 +124,7 @@ class PromptHarvester:
     """
 
     def __init__(self, model: Any, num_successors: int, vocab_size: int) -> None:
+        self._model = model
         self._num_successors = num_successors
         self._vocab_size = vocab_size
         self._head = model.get_output_embeddings()
@@ -130,16 +132,15 @@ class PromptHarvester:
         self._states: Tensor | None = None  # [rows, num_tokens, hidden_size]
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Look at the hidden states of the forwards made inside."""
+    def watching(self) -> Iterator[Any]:
+        """Yield a view of the model, whose hidden states are seen; None if they cannot be."""
         if self._head is None or self._body is None:
-            yield
+            yield None
             return
-        handle = self._body.register_forward_hook(self._see)
-        try:
-            yield
-        finally:
-            handle.remove()
+        view = with_own_hooks(self._model, [self._body])
+        counterpart(view, self._model, self._body).register_forward_hook(self._see)
+        yield view
+        keep_attributes(view, self._model)
 
     @torch.no_grad()
     def successors(self, logits: Tensor) -> Successors | None:

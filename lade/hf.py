@@ -9,14 +9,20 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from packaging import version
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
@@ -34,18 +40,24 @@ from lade.choose import (
     Race,
     RejectionChoice,
 )
+from lade.closeness import is_exact_in, limit_of
 from lade.config import Config, Execution
-from lade.decoding import Decoder, Rules
+from lade.decoding import Decoder, Rules, VerificationError, Watching
 from lade.drafting import (
     Drafter,
     NgramDrafter,
     PoolDrafter,
     Proposer,
     SamplingDrafter,
-    harvests_prompts,
-    num_successors_of,
+    has_table,
 )
-from lade.errors import EagerExecutionWarning, PlainDecodingWarning, UnsupportedOptionError
+from lade.errors import (
+    EagerExecutionWarning,
+    LadeError,
+    PlainDecodingWarning,
+    UnsupportedOptionError,
+    VerificationWarning,
+)
 from lade.fixed import FixedTarget
 from lade.grammar import foresight_of
 from lade.harvest import PromptHarvester
@@ -65,6 +77,7 @@ from lade.outputs import Outputs
 from lade.probing import (
     ChosenWay,
     Profile,
+    Profiles,
     choose_way,
     make_target,
     prior_of,
@@ -73,12 +86,14 @@ from lade.probing import (
 )
 from lade.processors import Processors
 from lade.ranks import Ranks
+from lade.resume import Told, finish_plainly
 from lade.rollback import cache_in
 from lade.rules import refuse_encoder_decoder
 from lade.stats import DecodeStats, Step
 from lade.stopping import ColumnStream, PlainStream, StopRule
 from lade.target import Target
 from lade.text import Text
+from lade.ties import TieError
 from ngram_pool import NGramPool
 
 OnStep = Callable[[Step], None]
@@ -107,7 +122,7 @@ def generate(
     """Generate as `model.generate(input_ids, **generate_kwargs)` does, with fewer forwards.
 
     Args:
-        model: a transformers causal LM.
+        model: a transformers causal LM, or what PEFT or `torch.compile` made of one.
         input_ids: int64 [rows, num_tokens], batches padded on the left.
         pool: learns the prompt and the answer, and drafts from all it has learned; pass the same
             one again to keep it. A new one is made if None.
@@ -120,42 +135,49 @@ def generate(
         What `generate` returns; with `return_dict_in_generate=True` it has a field `stats` more.
 
     Raises:
+        TypeError: `model` cannot generate, or another argument is of a wrong type.
         UnsupportedModelError: the model cannot verify drafts in the way that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
-    model = without_compiler(model)
-    refuse_unsupported_arguments(model, generate_kwargs)
-    prepared = take_stop_strings(model, generate_kwargs)
-    streamer = generate_kwargs.get("streamer")
-
-    def strategy(_: Model, input_ids: Tensor, **prepared_kwargs: Any) -> Any:
-        return decode(
-            model,
-            input_ids,
-            pool=pool,
-            drafter=drafter,
-            config=config,
-            on_step=on_step,
-            token_streamer=streamer,
-            **prepared_kwargs,
-        )
-
-    if input_ids is not None:
-        generate_kwargs["input_ids"] = input_ids
-    # The class's generate: the instance may carry the one that `wrap` put there.
-    return type(model).generate(prepared, custom_generate=strategy, **generate_kwargs)
+    ours = _Ours(pool, drafter, config, on_step)
+    args = () if input_ids is None else (input_ids,)
+    return _generate(_generating(model), ours, args, generate_kwargs)
 
 
-def wrap(model: Model, *, pool: NGramPool | None = None, config: Config | None = None) -> Model:
+def wrap(
+    model: Model,
+    *,
+    pool: NGramPool | None = None,
+    config: Config | None = None,
+    shares_text: bool = False,
+) -> Model:
     """Let `model.generate`, and all that calls it, decode with lade from now on; return the model.
 
-    All calls share one pool, `pool` or a new one, so later answers profit from earlier ones.
-    Wrapping again replaces pool and config. The class is not touched; `unwrap` undoes it.
+    `model.generate` takes `pool`, `drafter`, `config` and `on_step` besides, for one call each.
+    Wrapping again replaces what was given before. The class is not touched; `unwrap` undoes it.
+
+    Text is private to its call: each has a pool of its own. How fast an answer comes tells what its
+    pool has seen, so a pool that strangers share tells each what the others wrote.
+
+    Args:
+        model: a transformers causal LM, or what PEFT or `torch.compile` made of one.
+        pool: that all calls without one of their own share.
+        config: of all calls without one of their own.
+        shares_text: share a new pool among all calls, as on a machine with one user, where later
+            answers profit from earlier ones.
+
+    Raises:
+        TypeError: `model` cannot generate, or another argument is of a wrong type.
+        ValueError: pool and config contradict each other.
     """
-    _check_pool(pool, config)
-    inner = without_compiler(model)
-    inner._lade_wrapping = (pool if pool is not None else _new_pool(config), config)
-    inner.generate = _WrappedGenerate(inner)
+    inner = _generating(model)
+    _Ours(pool, None, config, None)
+    if pool is None and shares_text:
+        pool = _new_pool(config)
+    before = vars(inner).get("generate")
+    if isinstance(before, _WrappedGenerate):
+        before = before.before
+    inner.generate = _WrappedGenerate(inner, pool, config, before)
     return model
 
 
@@ -166,28 +188,161 @@ def unwrap(model: Model) -> Model:
         ValueError: the model is not wrapped.
     """
     inner = without_compiler(model)
-    if "_lade_wrapping" not in vars(inner):
+    wrapped = getattr(inner, "__dict__", {}).get("generate")
+    if not isinstance(wrapped, _WrappedGenerate):
         raise ValueError(
             f"expected a model that lade.wrap was called on, got {type(inner).__name__}"
         )
-    del inner.generate, inner._lade_wrapping
+    if wrapped.before is None:
+        del inner.generate
+    else:
+        inner.generate = wrapped.before
     return model
 
 
 class _WrappedGenerate:
-    """The `generate` of a wrapped model; it goes where the model goes, copied or pickled."""
+    """The `generate` of a wrapped model; it goes where the model goes, copied or pickled.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: the wrapped one.
+        pool: that its calls share, if they share one.
+        config: of its calls.
+        before: what the model had in this place, which is not its class's.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: NGramPool | None,
+        config: Config | None,
+        before: Callable[..., Any] | None,
+    ) -> None:
+        self.pool = pool
+        self.config = config
+        self.before = before
         self._model = model
 
-    def __call__(self, *args: Any, **generate_kwargs: Any) -> Any:
-        """Take what `generate` takes, by place or by name, and hand it on with the model's pool."""
-        signature = inspect.signature(type(self._model).generate)
-        by_place = signature.bind_partial(self._model, *args).arguments
-        names = [name for name in by_place if name != next(iter(signature.parameters))]
-        generate_kwargs |= {name: by_place[name] for name in names if by_place[name] is not None}
-        pool, config = self._model._lade_wrapping
-        return generate(self._model, pool=pool, config=config, **generate_kwargs)
+    def __call__(
+        self,
+        *args: Any,
+        pool: NGramPool | None = None,
+        drafter: Drafter | None = None,
+        config: Config | None = None,
+        on_step: OnStep | None = None,
+        **generate_kwargs: Any,
+    ) -> Any:
+        """Take what `generate` takes, and what `lade.generate` takes besides."""
+        if generate_kwargs.get("custom_generate") is not None:
+            # The caller has chosen another way of decoding; it may be lade's own.
+            mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
+            generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
+            return _generate_of(self._model)(*args, **generate_kwargs)
+        if pool is None and drafter is None:
+            pool = self.pool
+        config = self.config if config is None else config
+        return _generate(self._model, _Ours(pool, drafter, config, on_step), args, generate_kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was written: a copy of the model is not the model's user."""
+        pool = self.pool
+        if pool is not None:
+            pool = NGramPool(pool.capacity_tokens, pool.max_ngram_size)
+        return {**vars(self), "pool": pool}
+
+
+class _Ours(NamedTuple):
+    """What is not `generate`'s own, checked."""
+
+    pool: NGramPool | None
+    drafter: Drafter | None
+    config: Config | None
+    on_step: OnStep | None
+
+
+def _generating(model: Model) -> Model:
+    """Return the model inside of what `torch.compile` made of it, or raise where it is none."""
+    inner = without_compiler(model)
+    can_generate = callable(getattr(type(inner), "generate", None))
+    if not (isinstance(inner, nn.Module) and can_generate and hasattr(inner, "config")):
+        raise TypeError(
+            f"expected a transformers causal LM, one that has a method generate, got {inner!r}"[
+                :200
+            ]
+            if isinstance(inner, str)
+            else "expected a transformers causal LM, one that has a method generate, got "
+            f"{type(inner).__name__}"
+        )
+    return inner
+
+
+def _generate(
+    model: Model, ours: _Ours, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+) -> Any:
+    """Call the model's own `generate` with our strategy in it."""
+    _check_ours(ours)
+    own = _generate_of(model)
+    args, generate_kwargs = _by_name(own, args, generate_kwargs)
+    refuse_unsupported_arguments(model, generate_kwargs)
+    Profiles.of(model)  # a twin of the model shares them
+    twin = take_stop_strings(model, generate_kwargs)
+    if twin is not model:
+        own = _generate_of(twin)
+    streamer = generate_kwargs.get("streamer")
+
+    def strategy(model: Model, input_ids: Tensor, **prepared_kwargs: Any) -> Any:
+        # The model handed over is the one to decode: PEFT's is around it.
+        return decode(
+            model,
+            input_ids,
+            pool=ours.pool,
+            drafter=ours.drafter,
+            config=ours.config,
+            on_step=ours.on_step,
+            token_streamer=streamer,
+            **prepared_kwargs,
+        )
+
+    return own(*args, custom_generate=strategy, **generate_kwargs)
+
+
+def _generate_of(model: Model) -> Callable[..., Any]:
+    """Return the `generate` that a model has without lade."""
+    own: Callable[..., Any] | None = vars(model).get("generate")
+    if isinstance(own, _WrappedGenerate):
+        own = own.before
+    return partial(type(model).generate, model) if own is None else own
+
+
+def _by_name(
+    own: Callable[..., Any], args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments by name where they have one, for those that are looked at here.
+
+    What a `generate` takes as `*args`, as PEFT's does, has the names of transformers' own; but the
+    first is left in its place.
+    """
+    try:
+        taken = [*inspect.signature(own).parameters.values()]
+    except (TypeError, ValueError):  # of code that is not Python
+        return args, generate_kwargs
+    by_place = [each for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    takes_more = any(each.kind is each.VAR_POSITIONAL for each in taken)
+    usual = [*inspect.signature(GenerationMixin.generate).parameters][1:]
+    in_place, named = [], {}
+    for place, value in enumerate(args):
+        if place < len(by_place):
+            if by_place[place].kind is inspect.Parameter.POSITIONAL_ONLY:
+                in_place.append(value)
+            else:
+                named[by_place[place].name] = value
+        elif takes_more and 0 < place < len(usual):
+            named |= {} if value is None else {usual[place]: value}
+        else:
+            in_place.append(value)
+    twice = named.keys() & generate_kwargs.keys()
+    if twice:
+        raise TypeError(f"generate() got multiple values for argument {min(twice)!r}")
+    return tuple(in_place), generate_kwargs | named
 
 
 # --- the strategy ---------------------------------------------------------------------------
@@ -215,25 +370,39 @@ def decode(
     """
     refuse_encoder_decoder(model)
     refuse_unsupported_options(model, generation_config)
-    _check_drafter(pool, drafter, config)
+    _check_ours(_Ours(pool, drafter, config, on_step))
     execution = _wished_execution(model, config)
-    call = examine(model, input_ids, generation_config, model_kwargs)
+    profile = profile_of(model)
     num_rows, device = input_ids.shape[0], input_ids.device
-    way = choose_way(
-        model,
-        is_padded=call.is_padded,
-        cache=call.cache,
-        asked=config.target if config is not None else None,
-        excluded=call.excluded,
-        execution=execution,
-        why_eager=call.why_eager,
-        stable_width=_stable_width(model, config),
-    )
     lookahead = config.lookahead if config is not None else None
-    if lookahead is not None:
-        _refuse_lookahead(model, way)
-    if way.way == "plain":
-        _warn_once(model, way)
+    try:
+        call = examine(model, profile, input_ids, generation_config, model_kwargs)
+        way = choose_way(
+            model,
+            is_padded=call.is_padded,
+            cache=call.cache,
+            asked=config.target if config is not None else None,
+            excluded=call.excluded,
+            execution=execution,
+            why_eager=call.why_eager,
+            stable_width=_stable_width(model, config),
+            profile=profile,
+        )
+        if lookahead is not None:
+            _refuse_lookahead(model, way)
+        target = None
+        if way.way != "plain":
+            num_new = call.num_new + (0 if lookahead is None else lookahead.num_cells)
+            target = make_target(
+                model, input_ids, model_kwargs, way, num_new, generation_config, profile
+            )
+    except LadeError:
+        raise
+    except Exception as failure:  # whatever it is, plain decoding runs into it too, or does not
+        why = f"{type(failure).__name__}: {failure}"
+        way, target = ChosenWay("plain", None, {"tree": why}), None
+    if target is None:
+        _warn_once(model, profile, way)
         return _decode_plainly(
             model,
             input_ids,
@@ -243,11 +412,7 @@ def decode(
             PlainStream(token_streamer, on_step, num_rows),
             model_kwargs,
         )
-    num_new = generation_config.max_length - input_ids.shape[1]
-    if lookahead is not None:
-        num_new += lookahead.num_cells
-    target = make_target(model, input_ids, model_kwargs, way, num_new, generation_config)
-    drafter = _choose_drafter(model, pool, drafter, config, target)
+    drafter = _choose_drafter(model, profile, pool, drafter, config, target)
     stop = StopRule(stopping_criteria, num_rows)
     pad_token = generation_config._pad_token_tensor if stop.has_eos else None
     text = Text(input_ids, None if pad_token is None else int(pad_token))
@@ -257,19 +422,28 @@ def decode(
     is_joint = stop.is_joint or processors.is_joint or target.is_joint
     cache = cache_in(model_kwargs)
     stream = ColumnStream(token_streamer, text)
+    told = Told(text)
 
     def emit(steps: Sequence[Step]) -> None:
         stream.put_complete()
-        if on_step is not None:
-            for step in steps:
+        for step in steps:
+            told.add(step)
+            if on_step is not None:
                 on_step(step)
 
     is_stable = config is not None and config.stable_text
     rngs = None
-    num_ranked = num_successors_of(drafter)
     if generation_config.do_sample and config is not None and config.verifier == "rejection":
         rngs, choice = _rejection(text, processors, device, outputs.on_choice)
-    else:
+    proposer = Proposer(
+        drafter,
+        target.vocab_size,
+        target.max_candidates,
+        foresight_of(logits_processor),
+        rngs,
+        config is not None and config.strict_drafter,
+    )
+    if rngs is None:
         choice = _exact(
             text,
             processors,
@@ -277,7 +451,7 @@ def decode(
             target.vocab_size,
             device,
             outputs.on_choice,
-            num_ranked,
+            proposer.num_successors,
         )
     rules = Rules(
         max_length=call.max_length,
@@ -287,35 +461,55 @@ def decode(
         keeps_finished=is_joint or text.pad_token_id is None or len(outputs) > 0 or is_stable,
         fills_cache=bool(generation_config.return_dict_in_generate) or _is_users(cache),
     )
+    ranks = Ranks.of(model)
     decoder = Decoder(
         text,
         _contexts(input_ids, model_kwargs.get("attention_mask")),
         target,
-        Proposer(
-            drafter,
-            target.vocab_size,
-            target.max_candidates,
-            foresight_of(logits_processor),
-            rngs,
-        ),
+        proposer,
         choice,
-        _choose_budget(config, profile_of(model), way),
+        _choose_budget(config, profile, way),
         rules,
         emit,
         outputs,
-        Ranks.of(model),
+        ranks,
         lookahead,
-        _prompt_harvester(model, drafter, target),
+        _prompt_harvester(model, drafter, proposer, target),
+        # Processes that run a model together must all look, or none.
+        Watching(profile.watch, limit_of(model), is_exact_in(model)) if ranks is None else None,
         overlaps=_is_waited_for(device),
     )
     stats = decoder.run()
+    if decoder.failure is not None:
+        _give_up(model, profile, way, decoder.failure)
+        emit(told.missing(stats))
+        if not all(text.is_finished):
+            target.undo()
+            output, rest = finish_plainly(
+                model,
+                text,
+                outputs,
+                told,
+                stream.num_put,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                token_streamer,
+                on_step,
+                model_kwargs,
+            )
+            if not generation_config.return_dict_in_generate:
+                return output
+            stats.add(rest)
+            return GenerateOutput(**output, stats=stats)
     stream.end()
     if rules.fills_cache:
         cache = target.hand_over(cache)
-    target.release()
+    if decoder.failure is None:
+        target.release()
     if execution != "eager":
         is_asked = config is not None and config.execution is not None
-        _warn_of_eager_steps(model, way, target, is_asked)
+        _warn_of_eager_steps(model, profile, way, target, is_asked)
     if not generation_config.return_dict_in_generate:
         return text.sequences()
     return GenerateOutput(
@@ -327,6 +521,20 @@ def decode(
         past_key_values=cache,
         stats=stats,
     )
+
+
+def _give_up(model: Model, profile: Profile, way: ChosenWay, failure: VerificationError) -> None:
+    """Say that the rest of a call is plain, and trust the check no more that had said otherwise."""
+    # Memory may be there the next time, and another text has other ties.
+    if not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
+        profile.drop_verdict(way.way, str(failure))
+    text = (
+        f"lade decodes the rest of a call of {type(model).__name__} plainly, one token a forward: "
+        f"{failure}"
+    )
+    if failure.is_doubt:
+        text += "; the model is checked anew at the next call"
+    _say_once(profile, text, VerificationWarning)
 
 
 def _decode_plainly(
@@ -346,19 +554,18 @@ def _decode_plainly(
     return GenerateOutput(**output, stats=stream.stats)
 
 
-def _warn_once(model: Model, way: ChosenWay) -> None:
+def _warn_once(model: Model, profile: Profile, way: ChosenWay) -> None:
     """Say why there is no speed to be had; the text is not affected."""
     if not way.reasons:
         return  # asked for
     reasons = "; ".join(f"{name}: {reason}" for name, reason in way.reasons.items())
     text = f"lade decodes {type(model).__name__} plainly, one token a forward. {reasons}"
-    _say_once(model, text, PlainDecodingWarning)
+    _say_once(profile, text, PlainDecodingWarning)
 
 
-def _say_once(model: Model, text: str, category: type[Warning]) -> None:
-    warned = profile_of(model).warned
-    if text not in warned:
-        warned.add(text)
+def _say_once(profile: Profile, text: str, category: type[Warning]) -> None:
+    if text not in profile.warned:
+        profile.warned.add(text)
         warnings.warn(text, category, stacklevel=3)
 
 
@@ -401,7 +608,9 @@ def _wished_execution(model: Model, config: Config | None) -> Execution:
     return asked or usual
 
 
-def _warn_of_eager_steps(model: Model, way: ChosenWay, target: Target, is_asked: bool) -> None:
+def _warn_of_eager_steps(
+    model: Model, profile: Profile, way: ChosenWay, target: Target, is_asked: bool
+) -> None:
     """Say why steps were not executed as wished for; the text is not affected.
 
     Other ways than trees know no shapes, which is worth a word only to those who asked for some.
@@ -413,18 +622,19 @@ def _warn_of_eager_steps(model: Model, way: ChosenWay, target: Target, is_asked:
         what, reason = "recorded", target.why_not_recorded
     if reason is not None:
         text = f"lade executes steps of {type(model).__name__} eagerly, not {what}: {reason}"
-        _say_once(model, text, EagerExecutionWarning)
+        _say_once(profile, text, EagerExecutionWarning)
 
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Return what the drafter sees of each prompt: all that is not masked."""
-    if attention_mask is None:
+    """Return what the drafter sees of each prompt: all tokens that are not masked."""
+    seen = input_ids >= 0  # others stand where embeddings were passed
+    if attention_mask is not None:
+        # The mask also covers the cache of an earlier turn, whose tokens may not have been passed.
+        masks = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
+        seen &= masks.to(input_ids.device)
+    elif bool(seen.all()):
         return input_ids.tolist()
-    # The mask also covers the cache of an earlier turn, whose tokens may not have been passed.
-    masks = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
-    return [
-        ids[mask].tolist() for ids, mask in zip(input_ids, masks.to(input_ids.device), strict=True)
-    ]
+    return [ids[mask].tolist() for ids, mask in zip(input_ids, seen, strict=True)]
 
 
 def _wanted_outputs(config: GenerationConfig) -> list[str]:
@@ -444,11 +654,23 @@ def _is_users(cache: DynamicCache | None) -> bool:
     return not _MARKS_CACHES or getattr(cache, "_is_user_defined", False)
 
 
-def _check_drafter(pool: NGramPool | None, drafter: Drafter | None, config: Config | None) -> None:
-    """Raise where pool, drafter and config contradict each other."""
+def _check_ours(ours: _Ours) -> None:
+    """Raise where pool, drafter and config are none, or contradict each other."""
+    pool, drafter, config, on_step = ours
+    for name, value, kind in (("pool", pool, NGramPool), ("config", config, Config)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"expected {name} to be a lade.{kind.__name__}, got {value!r}")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"expected on_step to be callable, got {on_step!r}")
     _check_pool(pool, config)
     if drafter is None:
         return
+    lacking = [name for name in ("open", "draft", "observe", "close") if not hasattr(drafter, name)]
+    if lacking or isinstance(drafter, type):
+        raise TypeError(
+            f"expected drafter to be a lade.Drafter, got {drafter!r}"
+            + (f", which has no {lacking[0]}" if lacking else "")
+        )
     if pool is not None:
         raise ValueError("expected pool or drafter, got both")
     if config is not None and (config.max_candidates or config.max_ngram_size):
@@ -466,13 +688,14 @@ def _check_drafter(pool: NGramPool | None, drafter: Drafter | None, config: Conf
 
 def _choose_drafter(
     model: Model,
+    profile: Profile,
     pool: NGramPool | None,
     drafter: Drafter | None,
     config: Config | None,
     target: Target,
 ) -> Drafter:
     if drafter is None:
-        prior = prior_of(model) if config is None or config.uses_table else None
+        prior = prior_of(model, profile) if config is None or config.uses_table else None
         limits = [target.max_candidates, config.max_candidates if config is not None else None]
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
         return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates, prior)
@@ -486,15 +709,17 @@ def _choose_drafter(
     return drafter
 
 
-def _prompt_harvester(model: Model, drafter: Drafter, target: Target) -> PromptHarvester | None:
+def _prompt_harvester(
+    model: Model, drafter: Drafter, proposer: Proposer, target: Target
+) -> PromptHarvester | None:
     """Return what looks at the prompts for a drafter that wants it.
 
     Nothing does for a model that several processes run together: whether it can be done is decided
     by numbers that differ between them, and all of them have to do it, or none.
     """
-    if not harvests_prompts(drafter) or mesh_of(model) is not None:
+    if proposer.num_successors == 0 or has_table(drafter) or mesh_of(model) is not None:
         return None
-    return PromptHarvester(model, num_successors_of(drafter), target.vocab_size)
+    return PromptHarvester(model, proposer.num_successors, target.vocab_size)
 
 
 def _refuse_lookahead(model: Model, way: ChosenWay) -> None:

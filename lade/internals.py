@@ -4,8 +4,7 @@ Where a public function does, that one is called. These are tested on the oldest
 supported version. Next file: `rollback.py`.
 """
 
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,56 +45,10 @@ def decode_plainly(
     )
 
 
-class _Switched(NamedTuple):
-    """A model's own attention while calls, of several threads it may be, use another one."""
-
-    of_text: str | None
-    of_parts: dict[str, str | None]
-    num_calls: int
-
-
-_switching = Lock()
-
-
 def attention_of(model: Model) -> str | None:
     """Return the name of the text part's own attention implementation."""
-    switched: _Switched | None = getattr(model, "_lade_switched", None)
-    if switched is not None:
-        return switched.of_text
     name: str | None = model.config.get_text_config(decoder=True)._attn_implementation
     return name
-
-
-def switch_attention(model: Model, attention: str) -> None:
-    """Let a model use another attention implementation, until it is switched back as often."""
-    with _switching:
-        switched: _Switched | None = getattr(model, "_lade_switched", None)
-        if switched is None:
-            switched = _Switched(attention_of(model), _attentions_of(model), 0)
-            model.set_attn_implementation(attention)
-        model._lade_switched = switched._replace(num_calls=switched.num_calls + 1)
-
-
-def switch_attention_back(model: Model) -> None:
-    """Give a model its own attention back, once nobody uses another one any more."""
-    with _switching:
-        switched: _Switched = model._lade_switched
-        if switched.num_calls > 1:
-            model._lade_switched = switched._replace(num_calls=switched.num_calls - 1)
-        else:
-            model.set_attn_implementation(switched.of_parts)
-            del model._lade_switched
-
-
-def _attentions_of(model: Model) -> dict[str, str | None]:
-    """Return the attention of all parts, in the form that `set_attn_implementation` takes."""
-    config = model.config
-    names = {"": config._attn_implementation}
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            names[name] = part._attn_implementation
-    return names
 
 
 def runs_experts_eagerly(model: Model) -> bool:
@@ -115,15 +68,17 @@ def has_adapters(model: Model) -> bool:
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Tell whether something is called with each forward of a module, by torch or by accelerate.
-
-    transformers leaves hooks of its own behind, which gather outputs when they are asked for; lade
-    looks at the ends of prompts. Neither has to be called for a step.
-    """
+    """Tell whether something is called with each forward of a module, by torch or by accelerate."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    ignored = ("transformers.utils.", "lade.")
-    is_hooked = any(not getattr(hook, "__module__", "").startswith(ignored) for hook in hooks)
-    return is_hooked or hasattr(module, "_hf_hook")
+    return not all(map(is_own_hook, hooks)) or hasattr(module, "_hf_hook")
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Tell whether a hook is one that transformers leaves behind to gather outputs.
+
+    It does something only where outputs are asked for.
+    """
+    return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
 def without_compiler(model: Model) -> Model:

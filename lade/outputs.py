@@ -74,6 +74,14 @@ class Outputs:
                         kept = [*range(cached), *(cached + ancestor for ancestor in path[: i + 1])]
                     of_rows[row].append(_of_layers(layers, index, node, kept))
 
+    def first_columns(self, name: str, num_columns: int) -> tuple[Any, ...]:
+        """Return the entries of so many columns of emitted tokens, which all rows have."""
+        if name in self._columns:
+            return (self.columns(name) or ())[:num_columns]
+        num_steps = num_columns - 1  # besides the prefill
+        self._of_rows[name] = [row[:num_steps] for row in self._of_rows[name]]
+        return (self.columns(name) or ())[:num_columns]
+
     def columns(self, name: str) -> tuple[Any, ...] | None:
         """Return one entry for each column of emitted tokens, or None if `name` is not wanted."""
         if name not in self._of_rows:

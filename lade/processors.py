@@ -85,7 +85,9 @@ class Processors:
         if not self.need_prefix:
             return self.without_prefix(scores)
         if self.is_joint:
-            processed: Tensor = self._all(text.prefixes(rows), scores)
+            prefixes = text.prefixes(rows)
+            processed: Tensor = self._all(prefixes, scores)
+            text.adopt(prefixes)
             return processed
         parts = [
             self._of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)

@@ -19,7 +19,9 @@ from transformers.cache_utils import DynamicCache
 
 from lade.harvest import Successors
 from lade.internals import Model, device_of_inputs
+from lade.probing import unchanged_random_state
 from lade.rollback import expand, saved
+from lade.view import in_evaluation
 
 _NUM_ROWS = 64  # on a CPU, where more are hardly faster by the token
 _NUM_ROWS_OF_ACCELERATOR = 256
@@ -32,16 +34,11 @@ Hear = Callable[[NDArray[np.int64], Successors], bool]
 @contextmanager
 def speaking(model: Model, num_successors: int) -> Iterator["Speaker"]:
     """Yield a speaker; leave the model, and the global random state, as they were."""
-    trained = [module for module in model.modules() if module.training]
-    device = device_of_inputs(model)
-    model.eval()
-    try:
-        # Our own draws do not touch it, but those of a model's forward may.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield Speaker(model, num_successors)
-    finally:
-        for module in trained:
-            module.training = True
+    if any(module.training for module in model.modules()):
+        model = in_evaluation(model)
+    # Our own draws do not touch it, but those of a model's forward may.
+    with unchanged_random_state(model):
+        yield Speaker(model, num_successors)
 
 
 class Speaker:

@@ -64,7 +64,9 @@ class StopRule:
                 finished = bool(self._of_rows(text.prefix(row), None)) or finished
             text.is_finished[row] = text.is_finished[row] or finished
         if self._of_all:
-            done = self._of_all(text.prefixes(rows), self._outputs.columns("scores"))
+            prefixes = text.prefixes(rows)
+            done = self._of_all(prefixes, self._outputs.columns("scores"))
+            text.adopt(prefixes)
             for row, finished in zip(rows, done.tolist(), strict=True):
                 text.is_finished[row] = text.is_finished[row] or finished
 
@@ -80,7 +82,7 @@ class ColumnStream:
     def put_complete(self) -> None:
         """Put every column that is complete, int64 [rows] each, on the CPU."""
         text = self._text
-        while self._streamer is not None and self._next < text.longest:
+        while self._next < text.longest:
             column = []
             for row, token_ids in enumerate(text.token_ids):
                 if self._next < len(token_ids):
@@ -89,8 +91,14 @@ class ColumnStream:
                     column.append(padding)
                 else:
                     return
-            self._streamer.put(torch.tensor(column))
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor(column))
             self._next += 1
+
+    @property
+    def num_put(self) -> int:
+        """Columns that the streamer had, or would have had, the prompt's included."""
+        return self._next
 
     def end(self) -> None:
         """Tell the streamer that all has come."""
@@ -113,15 +121,24 @@ class _Watched(StoppingCriteriaList):  # type: ignore[misc]
 
 
 class PlainStream(BaseStreamer):  # type: ignore[misc]
-    """Listens to plain decoding, and tells streamer, `on_step` and statistics what lade would."""
+    """Listens to plain decoding, and tells streamer, `on_step` and statistics what lade would.
+
+    Args:
+        streamer: gets every column.
+        on_step: told of every token.
+        num_rows: of the batch.
+        is_resumed: whether it goes on with a text that was begun.
+    """
 
     def __init__(
         self,
         streamer: BaseStreamer | None,
         on_step: Callable[[Step], None] | None,
         num_rows: int,
+        is_resumed: bool = False,
     ) -> None:
-        self.stats = DecodeStats(num_prefills=num_rows)
+        self.stats = DecodeStats(num_prefills=0 if is_resumed else num_rows)
+        self._is_resumed = is_resumed
         self._streamer = streamer
         self._on_step = on_step
         self._watched = _Watched(StoppingCriteriaList())
@@ -148,7 +165,7 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
             if before[row]:
                 continue
             step = Step([token_id], 0, 0, row)
-            if self._num_columns:
+            if self._num_columns or self._is_resumed:
                 self.stats.count_row_step(step)
             if self._on_step is not None:
                 self._on_step(step)

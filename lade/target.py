@@ -4,12 +4,13 @@ Next file: `cache.py`. The other ways are in `chain.py`; `probing.py` chooses.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from lade import ties
 from lade.attention import PACKED_SDPA
 from lade.cache import Kind, LayerKind, TreeCache, kind_of
 from lade.inputs import TOKEN_TYPES, extended
@@ -17,14 +18,15 @@ from lade.internals import (
     Model,
     attention_of,
     prefill,
-    switch_attention,
-    switch_attention_back,
 )
 from lade.masks import FULL, TreeSlots
 from lade.rollback import cache_in
 from lade.rules import MAX_OVERHANG, TreeLayout
+from lade.ties import Untied
 from lade.tree import Tree, TreeBatch
 from lade.tree_attention import STABLE_ATTENTION, TREE_ATTENTION
+from lade.view import with_attention
+from ngram_pool import Draft
 
 # Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
 # (Flex attention would too, but compiles anew for trees of other sizes.)
@@ -51,6 +53,13 @@ class Forward(Protocol):
     @property
     def attentions(self) -> tuple[Tensor | None, ...] | None:
         """Of every layer, [rows, heads, num_nodes, num_keys], where they were asked for."""
+
+
+class Alone(NamedTuple):
+    """What a forward over a single token of each row, as in plain decoding, found behind it."""
+
+    nodes: list[int]  # which of the nodes run last it was, in each row
+    logits: Tensor  # [rows, vocab_size]
 
 
 class Target(Protocol):
@@ -80,8 +89,8 @@ class Target(Protocol):
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft, because there are too many of those."""
 
-    def prefill(self) -> Forward:
-        """Run the prompts."""
+    def prefill(self, view: Model | None = None) -> Forward:
+        """Run the prompts, through a view of the model if one is given."""
 
     def width_of(self, num_tokens: int) -> int:
         """Return how many tokens of each row a forward runs for so many."""
@@ -95,6 +104,13 @@ class Target(Protocol):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes run last, keep those on each row's accepted path, the root first."""
 
+    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
+        """Commit, and run a committed token of each row once more, alone; nothing else changes.
+
+        Returns:
+            None where that cannot be done without a trace; committed is all the same.
+        """
+
     def select(self, places: Sequence[int]) -> None:
         """Go on with some rows alone, given as ascending indices into those there are now."""
 
@@ -105,7 +121,10 @@ class Target(Protocol):
         """Let the caller's cache hold what was run, rows being of one length; return the cache."""
 
     def close(self) -> None:
-        """Leave the model as it was; called once, also after an error."""
+        """Leave the caller's cache as it was made; called once, also after an error."""
+
+    def undo(self) -> None:
+        """Put the caller's cache back to what it held before the prompts, after an error."""
 
     def release(self) -> None:
         """Let a later call have what it can use; called last, and not after an error."""
@@ -175,7 +194,7 @@ class TreeTarget:
             if model_kwargs.get(name)
         }
         self._attention = attention
-        self._is_switched = False  # whether another attention than the model's own is in use
+        self._stepping: Any = None  # what runs the trees
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask is made in a tenth of the time.
@@ -190,9 +209,10 @@ class TreeTarget:
         """Cached tokens of each row there is now."""
         return self.cache.lengths
 
-    def prefill(self) -> Forward:
+    def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts exactly as `generate` does."""
-        output = prefill(self._model, self._input_ids, self._generation_config, self._model_kwargs)
+        model = self._model if view is None else view
+        output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
         cache = cache_in(output)
         # phi3 begins with one of its own where the prompt is long.
         if cache is not None and cache is not self.cache:
@@ -208,9 +228,6 @@ class TreeTarget:
         self._learn_habits(last)
         self._rows = [*range(rows)]  # those there are now
         self._place_rows()
-        if self._attention is not None:
-            switch_attention(self._model, self._attention)
-            self._is_switched = True
         forward: Forward = output
         return forward
 
@@ -225,6 +242,7 @@ class TreeTarget:
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the arguments of the model's forward for trees behind the committed tokens."""
+        self._trees = trees
         batch = TreeBatch.stack(trees, self.device)
         return {
             "input_ids": batch.token_ids,
@@ -239,13 +257,34 @@ class TreeTarget:
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model on such inputs."""
-        output: Forward = self._model(**inputs)
+        output: Forward = self._view()(**inputs)
         return output
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
         self.cache.keep(paths)
         self._place_rows()
+
+    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
+        """Commit; run the last node of every path alone behind those before it."""
+        if not all(paths):
+            self.commit(paths)
+            return None
+        nodes = [path[-1] for path in paths]
+        trees = [
+            Tree.build(tree.token_ids[node], Draft.empty())
+            for tree, node in zip(self._trees, nodes, strict=True)
+        ]
+        kept = self.cache.pending(nodes)
+        self.commit([path[:-1] for path in paths])
+        logits = self.forward_once(self.inputs(trees)).logits[:, 0].clone()
+        self.cache.put_pending(kept)
+        self.commit([[0]] * len(paths))
+        return Alone(nodes, logits)
+
+    def forward_once(self, inputs: Any) -> Forward:
+        """Run the model on such inputs, and note nothing for forwards to come."""
+        return self.forward(inputs)
 
     def select(self, places: Sequence[int]) -> None:
         """Leave the other rows out; what the cache holds of them stays."""
@@ -265,10 +304,18 @@ class TreeTarget:
         return cache
 
     def close(self) -> None:
-        """Give the model its own attention back."""
-        if self._is_switched:
-            self._is_switched = False
-            switch_attention_back(self._model)
+        """Do nothing: the model and the caller's cache were never touched."""
+
+    def undo(self) -> None:
+        """Do nothing: the caller's cache was copied."""
+
+    def _view(self) -> Model:
+        """Return what runs trees; made after the prefill, which may leave notes in the model."""
+        if self._stepping is None:
+            attention, model = self._attention, self._model
+            view = model if attention is None else with_attention(model, attention)
+            self._stepping = Untied(view) if ties.applies(model) else view
+        return self._stepping
 
     def release(self) -> None:
         """Do nothing: all goes with the call."""

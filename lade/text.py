@@ -50,6 +50,28 @@ class Text:
         self.token_ids[row].append(token_id)
         return token_id
 
+    def cut(self) -> None:
+        """Go back to the columns that all rows have, for somebody to go on from there.
+
+        Where all rows are finished, that is before the last column. A row that is finished by then
+        gets its padding.
+        """
+        length = self.longest - 1
+        if not all(self.is_finished):
+            rows = zip(self.token_ids, self.is_finished, strict=True)
+            length = min(len(token_ids) for token_ids, is_finished in rows if not is_finished)
+        length = max(length, self.num_prompt)
+        for row, token_ids in enumerate(self.token_ids):
+            num_own = self.num_unpadded[row]
+            is_ended = self.is_finished[row] and num_own <= length
+            missing = length - len(token_ids)
+            if missing > 0 and self.pad_token_id is not None:
+                token_ids += [self.pad_token_id] * missing
+            del token_ids[length:]
+            self.is_finished[row] = is_ended
+            self.num_unpadded[row] = min(num_own, length)
+            self._num_known[row] = min(self._num_known[row], length)
+
     def prefix(self, row: int) -> Tensor:
         """Return a row, int64 [1, num_tokens]; a view of memory that later tokens go to."""
         length = len(self.token_ids[row])
@@ -72,6 +94,12 @@ class Text:
         # Contiguous, as `generate` has it: who sees all rows may be anybody's code.
         return self._ids[:, : parts[0].shape[1]].contiguous()
 
+    def adopt(self, prefixes: Tensor) -> None:
+        """Keep what somebody has written into such rows, as `generate` does."""
+        mine = self._ids[:, : prefixes.shape[1]]
+        if mine.data_ptr() != prefixes.data_ptr():
+            mine.copy_(prefixes)
+
     def sequences(self) -> Tensor:
         """Return all rows, int64 [rows, num_tokens], short ones padded to the longest."""
         length, pad_token_id = self.longest, self.pad_token_id
@@ -80,4 +108,7 @@ class Text:
             missing = length - len(token_ids)
             assert not missing or pad_token_id is not None
             rows.append([*token_ids, *[pad_token_id or 0] * missing])
-        return torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
+        ids = torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
+        for row, num_known in enumerate(self._num_known):
+            ids[row, :num_known] = self._ids[row, :num_known]  # processors may have written there
+        return ids

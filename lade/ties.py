@@ -5,8 +5,7 @@ Scores end in a ReLU summed over the heads of the indexer; with few heads many a
 of two equal ones is taken follows where they lie in memory. A tree has its nodes' keys where plain
 decoding has none, so a tie at the last place may go to another key there, and the text is another
 from then on. Nothing can be seen of that in what a forward returns; this module looks at the scores
-while it runs. Nodes with a tie, and those behind them, are not to be used; where the root has one,
-the step is to be run again without a draft, which lies in memory as plain decoding does.
+while it runs. A forward with a tie is not used, and the rest of the call is decoded plainly.
 
 Next file: `target.py`.
 """
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lade.internals import Model
+from lade.view import with_own_hooks
 
 # What rounding may do to a score, as a part of the greatest one of its query: scores that are
 # nearer to each other are a tie. Measured: the same tokens in trees of 9 nodes and one at a time,
@@ -37,6 +37,10 @@ _MASKED = torch.finfo(torch.float32).min / 2
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
+class TieError(RuntimeError):
+    """A forward over several tokens chose keys by a tie; its logits may not be plain decoding's."""
+
+
 def num_chosen(model: Model) -> int | None:
     """Return how many keys each query of a model chooses, or None if it sees all."""
     config = model.config.get_text_config(decoder=True)
@@ -51,6 +55,32 @@ def applies(model: Model) -> bool:
     any model.
     """
     return num_chosen(model) is not None and model.dtype in _TOLERANCES
+
+
+class Untied:
+    """Runs forwards of a model, each of which must have no tie.
+
+    Args:
+        model: one that `applies` is true of; it is left as it is.
+    """
+
+    def __init__(self, model: Model) -> None:
+        indexers = [module for module in model.modules() if _chooses(module)]
+        self._view = with_own_hooks(model, indexers)
+        self._watch = TieWatch(self._view)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run a forward.
+
+        Raises:
+            TieError: it may have had a tie.
+        """
+        with self._watch:
+            output = self._view(**inputs)
+        # A single token sees its keys where plain decoding has them.
+        if inputs["input_ids"].shape[1] > 1 and self._watch.found:
+            raise TieError("which keys its sparse attention takes was decided by a tie")
+        return output
 
 
 class TieWatch:

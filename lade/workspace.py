@@ -159,11 +159,11 @@ class Shelf:
     A copy of the model begins with an empty one: recordings belong to the weights that they read.
 
     Attributes:
-        compiled: what `torch.compile` made of the model; None until it was asked for.
+        compiled: what `torch.compile` made of the model, by the attention that steps take.
     """
 
     def __init__(self) -> None:
-        self.compiled: Any = None
+        self.compiled: dict[str | None, Any] = {}
         self._kept: list[Workspace] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,7 +187,7 @@ class Shelf:
     def clear(self) -> None:
         """Let go of what is kept."""
         self._kept.clear()
-        self.compiled = None
+        self.compiled = {}
 
     def __len__(self) -> int:
         """Return how many are kept."""

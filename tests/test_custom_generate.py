@@ -119,11 +119,11 @@ def test_a_model_folder_can_bring_lade_along(tmp_path: Path) -> None:
     assert model.generate(PROMPT, **options).equal(expected)  # by place
     assert model.generate(input_ids=PROMPT, **options).equal(expected)
     assert model.generate(PROMPT, None, None, StoppingCriteriaList(), **options).equal(expected)
-    assert hasattr(model, "_lade_profile")  # lade has measured it
-    assert not hasattr(plain, "_lade_profile")
+    assert hasattr(model, "_lade_profiles")  # lade has measured it
+    assert not hasattr(plain, "_lade_profiles")
 
     write = pipeline("text-generation", model=str(folder), trust_remote_code=True)
     (said,) = write("hello", streamer=TextStreamer(tokenizer), **options)
     inputs = tokenizer("hello", return_tensors="pt")
     assert said["generated_text"] == tokenizer.decode(plain.generate(**inputs, **options)[0])
-    assert hasattr(write.model, "_lade_profile")
+    assert hasattr(write.model, "_lade_profiles")

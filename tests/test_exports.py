@@ -19,10 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 # Each module of the core may import those to its left, and none to its right.
 ORDER = [
+    *("_version", "errors", "config", "internals", "view"),
     *(
-        "_version",
-        "errors",
-        "config",
         "grammar",
         "transfer",
         "harvest",
@@ -35,7 +33,10 @@ ORDER = [
         "tree_attention",
     ),
     *(
-        "internals",
+        "closeness",
+        "structure",
+        "watch",
+        "randomness",
         "fingerprint",
         "tables",
         "inputs",
@@ -43,6 +44,7 @@ ORDER = [
         "rollback",
         "rules",
         "budget",
+        "ties",
         "target",
         "graphs",
         "workspace",
@@ -52,7 +54,7 @@ ORDER = [
         "probing",
     ),
     *("text", "processors", "rejection", "choose", "verify", "stats", "outputs", "decoding"),
-    *("options", "stopping", "calls", "hf", "models", "speaker", "prewarming"),
+    *("options", "stopping", "calls", "resume", "hf", "models", "speaker", "prewarming"),
 ]
 
 

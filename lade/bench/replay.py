@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lade.bench.methods import METHODS
 from lade.bench.traces import Trace, Traces
-from lade.drafting import Drafter, Proposer, chain, harvests_prompts, num_successors_of
+from lade.drafting import Drafter, Proposer, chain, has_table, num_successors_of
 from lade.harvest import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
@@ -114,7 +114,7 @@ def replay_trace(
     try:
         proposer.open(_ROW, committed)
         if harvests:
-            num_harvested = NUM_HARVESTED_PROMPT_TOKENS if harvests_prompts(drafter) else 1
+            num_harvested = 1 if has_table(drafter) else NUM_HARVESTED_PROMPT_TOKENS
             _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
             _harvest(proposer, trace, num_prompt - 1, num_prompt)
         committed.append(token_ids[num_prompt])  # the prefill's

@@ -118,7 +118,7 @@ def compare(case: Case, ours: Door = call_lade, *, anew: bool = False) -> Verdic
         except CannotBuild as error:
             return Verdict("not built", reason=str(error))
         if anew:
-            vars(model).pop("_lade_profile", None)
+            vars(model).pop("_lade_profiles", None)
         own_config = model.generation_config
         model.generation_config = deepcopy(own_config)
         try:

@@ -9,7 +9,6 @@ from transformers import AttentionInterface
 
 import lade
 from lade.attention import PACKED_SDPA, packed_sdpa
-from lade.internals import attention_of, switch_attention, switch_attention_back
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -82,34 +81,22 @@ def test_what_else_layers_pass_is_left_to_sdpa() -> None:
     assert attend(packed_sdpa) == attend(AttentionInterface()["sdpa"])
 
 
-def test_steps_use_it_where_heads_share_keys_and_the_model_gets_its_own_back() -> None:
+def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> None:
     model = tiny_model("llama")
     seen: set[str] = set()
 
     def look(module: Any, args: Any) -> None:
-        seen.add(model.config._attn_implementation)
+        seen.add(module.self_attn.config._attn_implementation)
+        assert model.config._attn_implementation == "sdpa"
 
     handle = model.model.layers[0].register_forward_pre_hook(look)
     assert lade.probe(model).attention == PACKED_SDPA
     lade.generate(model, torch.arange(2, 9)[None], **GREEDY)
     handle.remove()
     assert seen == {"sdpa", PACKED_SDPA}
-    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("num_key_value_heads", "attention"), [(4, "sdpa"), (2, "eager")])
 def test_other_models_keep_their_attention(num_key_value_heads: int, attention: str) -> None:
     model = tiny_model("llama", attention=attention, num_key_value_heads=num_key_value_heads)
     assert lade.probe(model).attention == attention
-
-
-def test_the_models_own_attention_is_told_while_another_thread_uses_ours() -> None:
-    model = tiny_model("llama")
-    switch_attention(model, PACKED_SDPA)  # one thread
-    switch_attention(model, PACKED_SDPA)  # and another
-    assert attention_of(model) == "sdpa"
-    switch_attention_back(model)
-    assert attention_of(model) == "sdpa"
-    assert model.config._attn_implementation == PACKED_SDPA
-    switch_attention_back(model)
-    assert attention_of(model) == model.config._attn_implementation == "sdpa"

@@ -19,6 +19,7 @@ from transformers import (
 
 import lade
 from lade.drafting import chain
+from lade.probing import profile_of
 from lade.support.tiny import tiny_model as architecture
 from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
 
@@ -506,7 +507,7 @@ def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> No
     )
     lade.generate(model, torch.tensor([[5, 6, 7] * 26]), max_new_tokens=9, do_sample=False)
     assert max(rows for rows, _ in widths[1:]) >= 1
-    choices = {key[0] for key in model._lade_profile.findings}
+    choices = {key[0] for key in profile_of(model).findings}
     assert choices == {"tree", "rows"}
 
 
@@ -554,7 +555,7 @@ def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
     prompt = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6]])
     _, got = both(model, prompt, attention_mask=(prompt != 0).long())
     assert got.stats.mean_accepted_tokens > 1.1
-    findings = model._lade_profile.findings
+    findings = profile_of(model).findings
     assert findings["tree", "dynamic", True, None].reason is not None
     both(model, PROMPTS[0])
     assert findings["tree", "dynamic", False, None].reason is None

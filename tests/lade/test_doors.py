@@ -82,7 +82,7 @@ def test_wrap_shares_one_pool_and_unwrap_leaves_no_trace(model: Any) -> None:
     assert len(pool) == 24
     assert type(model).generate is transformers.GenerationMixin.generate
     assert lade.unwrap(model) is model
-    assert set(vars(model)) - attributes == {"_lade_profile"}
+    assert set(vars(model)) - attributes == {"_lade_profiles"}
     with pytest.raises(
         ValueError, match=r"expected a model that lade\.wrap was called on, got Llama"
     ):
@@ -118,18 +118,20 @@ def test_a_wrapped_model_takes_arguments_by_place_and_can_be_pickled(model: Any)
 
     config = GenerationConfig(do_sample=False, max_new_tokens=12)
     expected = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
-    lade.wrap(model)
+    lade.wrap(model, pool=lade.NGramPool(1000))
     got = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
     assert got.tolist() == expected.tolist()
+    assert len(model.generate.pool) > 0
     loaded = pickle.loads(pickle.dumps(model))
+    assert len(loaded.generate.pool) == 0  # it carries nobody's text
+    assert loaded.generate.pool.capacity_tokens == 1000
     got = loaded.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
     assert got.tolist() == expected.tolist()
-    assert len(loaded._lade_wrapping[0]) == 2 * len(model._lade_wrapping[0])
     lade.unwrap(loaded)
 
 
 def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any) -> None:
-    lade.wrap(model)
+    lade.wrap(model, shares_text=True)
     expected = plain(model)
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -137,7 +139,7 @@ def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any
             parameter.zero_()
     got = copied.generate(PROMPT, attention_mask=MASK, do_sample=False, max_new_tokens=25)
     assert got.tolist() == expected
-    assert copied._lade_wrapping[0] is not model._lade_wrapping[0]
+    assert copied.generate.pool is not model.generate.pool
     lade.unwrap(copied)
 
 

@@ -225,7 +225,7 @@ def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
-    assert len(probing.prior_of(tabled) or ()) > 0.9 * VOCAB_SIZE
+    assert len(probing.prior_of(tabled, probing.profile_of(tabled)) or ()) > 0.9 * VOCAB_SIZE
     prompt = torch.tensor([[3]])
     texts, num_drafted = [], []
     for config in (lade.Config(max_draft_tokens=4), lade.Config(4, 4, uses_table=False)):
@@ -239,10 +239,10 @@ def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
 
 
 def test_prewarming_is_noticed_by_the_next_call(tmp_path: Path, tabled: Any) -> None:
-    before = probing.prior_of(tabled)
-    assert probing.prior_of(tabled) is before
+    before = probing.prior_of(tabled, probing.profile_of(tabled))
+    assert probing.prior_of(tabled, probing.profile_of(tabled)) is before
     probing.forget_prior(tabled)
-    assert probing.prior_of(tabled) is not before
+    assert probing.prior_of(tabled, probing.profile_of(tabled)) is not before
 
 
 def test_a_folder_that_may_not_be_looked_into_has_no_tables(

@@ -424,7 +424,7 @@ def test_the_check_runs_once_and_leaves_no_trace() -> None:
     assert len(calls) <= 12
     assert max(calls) <= 6
     assert torch.equal(torch.get_rng_state(), state)
-    assert set(vars(model)) - attributes == {"_lade_profile"}
+    assert set(vars(model)) - attributes == {"_lade_profiles"}
     assert len(model._forward_pre_hooks) == 1
     handle.remove()
     profile = profile_of(model)

@@ -1,0 +1,275 @@
+"""A call whose drafts cannot be verified any more goes on plainly, and loses nothing."""
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import lade
+from lade.chain import ChainTarget
+from lade.errors import VerificationWarning
+from lade.fixed import FixedTarget
+from lade.support.tiny import tiny_model as tiny_architecture
+from lade.target import TreeTarget
+from tests.lade.both import ListStreamer
+from tests.lade.tiny import BatchDrafter, tiny_model
+
+ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9, 9, 9, 9]])
+
+
+class CallsProcessor(LogitsProcessor):  # type: ignore[misc]
+    """Counts its calls, and does something else at every third."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return scores * (0.3 if len(self.lengths) % 3 == 0 else 1.1)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, method: str, after: int, error: type[Exception] = RuntimeError
+) -> None:
+    """Let a method of every target raise at one of its calls."""
+    for kind in (TreeTarget, ChainTarget, FixedTarget):
+        if method not in vars(kind):
+            continue
+        own, num_calls = getattr(kind, method), [0]
+
+        def fail(
+            self: Any, *args: Any, own: Any = own, num_calls: Any = num_calls, **kwargs: Any
+        ) -> Any:
+            num_calls[0] += 1
+            if num_calls[0] == after:
+                raise error("what no check has seen")
+            return own(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, method, fail)
+
+
+def compared(model: Any, prompt: torch.Tensor, config: lade.Config, **options: Any) -> Any:
+    """Run plain and lade, whose target fails on the way; compare all that can be seen."""
+    options = {
+        "attention_mask": (prompt != 0).long(),
+        "max_new_tokens": 20,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        **options,
+    }
+
+    def run(call: Any, **ours: Any) -> tuple[Any, list[Any], list[int], torch.Tensor]:
+        streamer, processor = ListStreamer(), CallsProcessor()
+        given = {"streamer": streamer} | ours
+        if options.get("joint"):
+            given["logits_processor"] = LogitsProcessorList([processor])
+        rest = {name: value for name, value in options.items() if name != "joint"}
+        torch.manual_seed(3)
+        output = call(prompt, **rest, **given)
+        return output, streamer.events, processor.lengths, torch.get_rng_state()
+
+    expected, events, lengths, state = run(model.generate)
+    masks = options["attention_mask"].tolist()
+    answers = [
+        [*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]]
+        for row, mask in zip(expected.sequences.tolist(), masks, strict=True)
+    ]
+    drafter = BatchDrafter(answers, np.random.default_rng(0), accept=0.7)
+    told: dict[int, list[int]] = {}
+
+    def on_step(step: Any) -> None:
+        told.setdefault(step.row, []).extend(step.token_ids)
+
+    with pytest.warns(VerificationWarning, match="what no check has seen"):
+        got, mine, calls, after = run(
+            lambda *args, **given: lade.generate(model, *args, **given),
+            drafter=drafter,
+            config=config,
+            on_step=on_step,
+        )
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert mine == events
+    assert calls == lengths
+    assert torch.equal(after, state)
+    assert drafter.closed == len(answers) or not drafter._rows
+    for row, answer in enumerate(expected.sequences.tolist()):
+        new = answer[prompt.shape[1] :]
+        assert new[: len(told[row])] == told[row]
+        assert all(token in (0, 96) for token in new[len(told[row]) :])  # padding alone is not told
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        of_plain, of_lade = expected.get(name), got.get(name)
+        assert (of_plain is None) == (of_lade is None)
+        for a, b in zip(_flat(of_plain), _flat(of_lade), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    return expected, got
+
+
+def _flat(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [tensor for value in values or () if value is not None for tensor in _flat(value)]
+
+
+@pytest.mark.parametrize("method", ["prefill", "inputs", "forward", "commit"])
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("target", ["tree", "rows", "chain"])
+def test_a_target_that_fails_on_the_way_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, method: str, after: int, target: Any
+) -> None:
+    config = lade.Config(max_draft_tokens=8, target=target)
+    for prompt in (ONE, THREE):
+        model = tiny_model("llama", seed=2)
+        lade.probe(model, num_rows=len(prompt))
+        lade.generate(model, prompt, config=config, max_new_tokens=2, pad_token_id=0)
+        with monkeypatch.context() as patch:
+            failing(patch, method, 1 if method == "prefill" else after)
+            compared(model, prompt, config, do_sample=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "joint": True},
+        {"do_sample": True, "eos_token_id": [50, 51]},
+        {"do_sample": True, "output_scores": True, "output_logits": True},
+        {"do_sample": False, "output_hidden_states": True},
+        {"do_sample": False, "repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_the_rest_has_all_that_the_call_asked_for(
+    monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
+) -> None:
+    config = lade.Config(max_draft_tokens=8)
+    for prompt in (ONE, THREE):
+        model = tiny_model(family, seed=1)
+        lade.generate(model, prompt, config=config, max_new_tokens=2, pad_token_id=0)
+        with monkeypatch.context() as patch:
+            failing(patch, "commit", 2)
+            compared(model, prompt, config, **options)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "rwkv", "lfm2", "bloom"])
+def test_other_architectures_go_on_plainly_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float64)
+    config = lade.Config(max_draft_tokens=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        lade.generate(model, ONE, config=config, max_new_tokens=2, pad_token_id=0)
+    failing(monkeypatch, "commit", 2)
+    compared(model, ONE, config, do_sample=True)
+
+
+def test_a_chat_goes_on_in_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    first = model.generate(
+        ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=5, return_dict_in_generate=True
+    )
+    longer = torch.cat([first.sequences, ONE], dim=1)
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(longer),
+        "do_sample": False,
+        "max_new_tokens": 12,
+    }
+    expected = model.generate(longer, **options)
+    for target in ("tree", "chain"):
+        model = tiny_model("llama", seed=1)
+        config = lade.Config(max_draft_tokens=4, target=target)
+        lade.generate(model, ONE, config=config, max_new_tokens=2)
+        given = copy.deepcopy(first.past_key_values)
+        with monkeypatch.context() as patch:
+            failing(patch, "commit", 2)
+            with pytest.warns(VerificationWarning):
+                got = lade.generate(model, longer, past_key_values=given, config=config, **options)
+        assert got.tolist() == expected.tolist()
+        assert given.get_seq_length() == expected.shape[1] - 1
+
+
+def test_embeddings_go_on_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    embeds = model.get_input_embeddings()(ONE) * 0.9
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    mask = torch.ones_like(ONE)
+    expected = model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
+    config = lade.Config(max_draft_tokens=4)
+    lade.generate(model, ONE, config=config, max_new_tokens=2)
+    failing(monkeypatch, "commit", 3)
+    with pytest.warns(VerificationWarning):
+        got = lade.generate(
+            model, inputs_embeds=embeds, attention_mask=mask, config=config, **options
+        )
+    assert got.tolist() == expected.tolist()
+
+
+def test_what_plain_raises_too_is_raised() -> None:
+    model = tiny_model("llama", seed=1)
+    lade.probe(model)
+
+    def fail(module: Any, args: Any, output: Any) -> None:
+        if output.shape[1] == 1 or armed:
+            raise KeyError("the user's own")
+
+    armed: list[int] = []
+    model.lm_head.register_forward_hook(fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        with pytest.raises(KeyError, match="the user's own"):
+            lade.generate(model, ONE, max_new_tokens=8)
+
+
+def test_what_a_callback_raises_is_raised() -> None:
+    model = tiny_model("llama", seed=1)
+
+    def fail(step: Any) -> None:
+        raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        lade.generate(model, ONE, on_step=fail, max_new_tokens=8)
+
+
+def test_a_way_that_fails_twice_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    config = lade.Config(max_draft_tokens=4)
+    lade.generate(model, ONE, config=config, max_new_tokens=2)
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            failing(patch, "commit", 2)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", VerificationWarning)
+                lade.generate(model, ONE, config=config, max_new_tokens=12)
+        reasons = lade.probe(model).reasons
+    assert "what no check has seen" in reasons["tree"]
+
+
+def test_memory_that_runs_out_on_the_way_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    config = lade.Config(max_draft_tokens=4)
+    lade.generate(model, ONE, config=config, max_new_tokens=2)
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            failing(patch, "forward", 3, torch.OutOfMemoryError)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", VerificationWarning)
+                lade.generate(model, ONE, config=config, max_new_tokens=12)
+    assert lade.probe(model).target == "tree"
+
+
+def test_a_check_that_breaks_is_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=1)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(ONE, **options)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a config like no other")
+
+    monkeypatch.setattr("lade.hf.examine", broken)
+    with pytest.warns(lade.PlainDecodingWarning, match="a config like no other"):
+        got = lade.generate(model, ONE, **options)
+    assert got.tolist() == expected.tolist()
