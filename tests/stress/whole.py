@@ -1,0 +1,119 @@
+"""What must be as before, whatever happened to a call."""
+
+import gc
+import os
+import tempfile
+import threading
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ngram_pool import NGramPool
+from tests.stress.uses import Use
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+
+
+def state_of(use: Use) -> dict[str, Any]:
+    """Return all that a call must leave as it was, by what it is."""
+    model = use.model
+    state: dict[str, Any] = {
+        "generate": id(vars(model).get("generate")),
+        "config": repr(model.config),
+        "attention": model.config._attn_implementation,
+        "generation config": repr(model.generation_config),
+        "weights": [(id(weight), weight._version) for weight in model.parameters()],
+        "class": [id(getattr(type(model), name)) for name in ("forward", "generate", "_sample")],
+    }
+    for name, module in model.named_modules():
+        state[f"{name}: training"] = module.training
+        state[f"{name}: attributes"] = sorted(vars(module))
+        state[f"{name}: forward"] = id(vars(module).get("forward"))
+        state[f"{name}: hooks"] = [sorted(getattr(module, hooks)) for hooks in _HOOKS]
+    state |= of_process() | of_thread()
+    if use.keeps_random_state:
+        state["random state"] = hash(torch.get_rng_state().numpy().tobytes())
+    return state
+
+
+def of_process() -> dict[str, Hashable]:
+    return {
+        "global hooks": (
+            *torch_module._global_forward_hooks,
+            *torch_module._global_forward_pre_hooks,
+        ),
+        "attention functions": (*AttentionInterface().valid_keys(),),
+        "mask functions": (*AttentionMaskInterface().valid_keys(),),
+        "dtype": torch.get_default_dtype(),
+        "torch threads": torch.get_num_threads(),
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0,
+        "temporary files": tuple(
+            sorted(name for name in os.listdir(tempfile.gettempdir()) if "lade" in name)
+        ),
+    }
+
+
+def of_thread() -> dict[str, Hashable]:
+    """What torch keeps for each thread."""
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "function modes": len(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+        "dispatch modes": len(_get_current_dispatch_mode_stack()),
+    }
+
+
+def damage(use: Use, before: dict[str, Any]) -> list[str]:
+    """Return what is not as it was, or not sound."""
+    now = state_of(use)
+    found = [f"{name} differs" for name in before | now if before.get(name) != now.get(name)]
+    if use.pool is not None:
+        found += damage_of_pool(use.pool)
+    return found
+
+
+def damage_of_pool(pool: NGramPool) -> list[str]:
+    found = []
+    if pool.num_open_sequences:
+        gc.collect()  # what is left of the traceback's frames may be in cycles
+        if pool.num_open_sequences:
+            found.append(f"{pool.num_open_sequences} sequences are open")
+    if not _is_free(pool):
+        return [*found, "the lock of the pool is taken"]
+    try:
+        pool.check()
+    except AssertionError as error:
+        found.append(f"the pool is not sound: {error!r}")
+    return found
+
+
+def _is_free(pool: NGramPool) -> bool:
+    """Whether another thread can have the pool's lock."""
+    got: list[bool] = []
+
+    def take() -> None:
+        got.append(pool._lock.acquire(timeout=5))
+        if got[0]:
+            pool._lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def answers(use: Use) -> list[str]:
+    """Call once more; return what is wrong with the answer."""
+    try:
+        got = use.call()
+    except BaseException as error:
+        return [f"the next call raised {type(error).__name__}: {str(error)[:200]}"]
+    return [] if got == use.expected else ["the next answer is wrong"]
