@@ -194,6 +194,7 @@ class _Group:
         self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(_MAX_SLACK, window) if window is not None else 0
+        self.clears = False  # whether what leaves a window may be no number
         if window is not None:
             max_slots = min(max_slots, window + self._slack + _FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
@@ -224,6 +225,16 @@ class _Group:
     def first_slot(self, length: int) -> int:
         """Return the first slot that a token behind `length` others can see."""
         return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def clear(self, lengths: Sequence[int]) -> None:
+        """Clear what has left the windows of the rows in use: NaN is NaN, hidden or not."""
+        if not self.clears:
+            return
+        for store in self:
+            for row, length in enumerate(lengths):
+                store.buffer[:, row, :, : max(0, self.first_slot(length) - self.offset)] = 0
+        stop = max(lengths) - self.offset
+        self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
 
     def trim(self, lengths: Sequence[int]) -> None:
         """Forget what has left the window of every row, now and then."""
@@ -260,7 +271,7 @@ class _Storage:
         self.is_prefilling, self.length = True, None
         self.lengths, self._rows, self._parked, self._slots = [], [], {}, {}
         for group in self._groups:
-            group.offset, group.fixed = 0, None
+            group.offset, group.fixed, group.clears = 0, None, False
         for store in self:
             store.whole.zero_()
             store.use(store.whole.shape[1])
@@ -284,6 +295,7 @@ class _Storage:
         if not self.is_prefilling:
             for group in self._groups:
                 group.trim([*lengths, *self._parked.values()])
+                group.clear(lengths)
 
     def end_prefill(self) -> None:
         """From now on tokens are run that may be rejected."""
@@ -572,6 +584,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         return min((store.whole.shape[3] for store in stores), default=sys.maxsize)
 
     @property
+    def is_clearing(self) -> bool:
+        """Whether layers with windows hold what is no number, and will have let it go by and by."""
+        return any(group.clears for group in self._groups.values())
+
+    @property
     def num_bytes(self) -> int:
         """Size of the memory."""
         return sum(store.whole.nbytes for store in self._storage)
@@ -620,11 +637,18 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self._held:
             layer.forget()
 
-    def keep_all(self) -> None:
-        """Commit every slot of the prompt, those of padding too; what comes now may be rejected."""
+    def keep_all(self, may_be_nan: bool = False) -> None:
+        """Commit every slot of the prompt, those of padding too; what comes now may be rejected.
+
+        Args:
+            may_be_nan: whether to look for slots that are no number, as padding is to some models.
+        """
         num_pending = max(layer.num_pending for layer in self._held)
         self._commit([length + num_pending for length in self.lengths])
         self._storage.end_prefill()
+        for group in self._groups.values():
+            group.clears = may_be_nan and group.window is not None
+            group.clear(self.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the slots written since the last commit, keep those of each row's path, in order.

@@ -28,7 +28,7 @@ from lade.rollback import (
     why_not_savable,
 )
 from lade.target import Alone, Forward
-from lade.ties import Untied
+from lade.ties import TieError, Untied
 from lade.tree import ROOT, Tree
 
 MAX_ROWS = 4  # paths of a draft as rows of a batch; each reads the whole cache once more
@@ -92,6 +92,7 @@ class ChainTarget:
         self._given = None if given is None else given[1]  # written to
         self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # the cache keeps what left its windows
+        self._is_plain = False
 
     @property
     def num_cached(self) -> list[int]:
@@ -102,7 +103,7 @@ class ChainTarget:
     @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
-        return self.num_pending >= _MAX_PENDING
+        return self._is_plain or self.num_pending >= _MAX_PENDING
 
     def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts exactly as `generate` does."""
@@ -167,6 +168,8 @@ class ChainTarget:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
             output = self._stepping(**inputs, return_dict=True)
+        except TieError:
+            raise  # after the forward, which is taken back
         except BaseException:
             if self._cache is not None and layout.rows is not None:
                 pick(self._cache[1], 0, self.device)  # it may be the caller's
@@ -191,6 +194,23 @@ class ChainTarget:
             hidden_states and tuple(map(of_nodes, hidden_states)),
             attentions and tuple(map(of_queries, attentions)),
         )
+
+    def discard(self) -> None:
+        """Forget what was run last, and want no draft any more."""
+        self._is_plain = True
+        if self._cache is None:
+            return
+        name, cache = self._cache
+        if not self._restores:
+            if self._layout.rows is not None:
+                pick(cache, 0, self.device)
+            crop(cache, self._layout.width)
+        elif self._saved is not None:
+            if isinstance(cache, Cache):
+                vars(cache).update(vars(self._saved))
+            else:
+                self._cache = name, self._saved
+        self._saved = None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths; go back to where they end."""

@@ -26,6 +26,7 @@ from lade.ranks import Ranks
 from lade.stats import DecodeStats, Step
 from lade.target import Alone, Forward, Target
 from lade.text import Text
+from lade.ties import TieError
 from lade.tree import ROOT, Tree
 from lade.verify import accepted_paths
 from lade.watch import Watch
@@ -231,8 +232,18 @@ class Decoder:
                 inputs = self._target.inputs(whole)
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
-            with self._verifying():
-                output = self._target.forward(inputs)
+            try:
+                with self._verifying():
+                    output = self._target.forward(inputs)
+            except VerificationError as failure:
+                if not isinstance(failure.__cause__, TieError):
+                    raise
+                # The roots alone, now and from now on.
+                trees = {row: tree.without_draft() for row, tree in trees.items()}
+                whole, windows = [*trees.values()], {}
+                with self._verifying():
+                    self._target.discard()
+                    output = self._target.forward(self._target.inputs(whole))
             logits = output.logits[:, : max(map(len, trees.values()))]
             if not self._is_filling:  # padding needs no choice
                 self._choice.look_at(logits, trees)

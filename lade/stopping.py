@@ -31,6 +31,7 @@ class StopRule:
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._max_length: int | None = None
+        self._reminder: Any = None  # says once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
         self._of_rows = StoppingCriteriaList()
         self._of_all = StoppingCriteriaList()
@@ -38,6 +39,8 @@ class StopRule:
             if type(criterion) is MaxLengthCriteria:
                 limits = [self._max_length, criterion.max_length]
                 self._max_length = min(limit for limit in limits if limit is not None)
+                if criterion.max_position_embeddings is not None:
+                    self._reminder = criterion
             elif type(criterion) is EosTokenCriteria:
                 self._eos_token_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is StopStringCriteria:
@@ -60,6 +63,9 @@ class StopRule:
             finished = token_ids[-1] in self._eos_token_ids
             if self._max_length is not None and len(token_ids) >= self._max_length:
                 finished = True
+            elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
+                self._reminder(text.prefix(row), None)
+                self._reminder = None
             if self._of_rows:
                 finished = bool(self._of_rows(text.prefix(row), None)) or finished
             text.is_finished[row] = text.is_finished[row] or finished

@@ -101,6 +101,9 @@ class Target(Protocol):
     def forward(self, inputs: Any) -> Forward:
         """Run the model on such inputs; a device may still be at it when this returns."""
 
+    def discard(self) -> None:
+        """Forget what was run last, and want no draft any more."""
+
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Of the nodes run last, keep those on each row's accepted path, the root first."""
 
@@ -148,9 +151,7 @@ class TreeTarget:
     """
 
     max_candidates: int | None = None
-    is_joint = False
     num_pending = 0
-    must_catch_up = False
 
     def __init__(
         self,
@@ -195,6 +196,11 @@ class TreeTarget:
         }
         self._attention = attention
         self._stepping: Any = None  # what runs the trees
+        num_chosen = ties.num_chosen(model) if ties.applies(model) else None
+        # Where it chooses keys, rows of one length have them where plain decoding has.
+        longest = num_slots + max_new_tokens
+        self.is_joint = input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
+        self._is_plain = False
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask is made in a tenth of the time.
@@ -217,7 +223,7 @@ class TreeTarget:
         # phi3 begins with one of its own where the prompt is long.
         if cache is not None and cache is not self.cache:
             self.cache.take_over(cache)
-        self.cache.keep_all()
+        self.cache.keep_all(may_be_nan=self._padding is not None)
         rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
@@ -230,6 +236,15 @@ class TreeTarget:
         self._place_rows()
         forward: Forward = output
         return forward
+
+    @property
+    def must_catch_up(self) -> bool:
+        """Whether drafts are not wanted now.
+
+        Padding may be no number, and so is a node that it is hidden from, in layers with windows
+        until it has left them: as plain decoding does, token by token.
+        """
+        return self._is_plain or self.cache.is_clearing
 
     @property
     def is_typical(self) -> bool:
@@ -259,6 +274,11 @@ class TreeTarget:
         """Run the model on such inputs."""
         output: Forward = self._view()(**inputs)
         return output
+
+    def discard(self) -> None:
+        """Forget what was run last, and want no draft any more."""
+        self.cache.keep([[]] * len(self._rows))
+        self._is_plain = True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""

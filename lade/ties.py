@@ -5,7 +5,7 @@ Scores end in a ReLU summed over the heads of the indexer; with few heads many a
 of two equal ones is taken follows where they lie in memory. A tree has its nodes' keys where plain
 decoding has none, so a tie at the last place may go to another key there, and the text is another
 from then on. Nothing can be seen of that in what a forward returns; this module looks at the scores
-while it runs. A forward with a tie is not used, and the rest of the call is decoded plainly.
+while it runs. A forward with a tie is not used: the rest of the call is decoded token by token.
 
 Next file: `target.py`.
 """

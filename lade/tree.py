@@ -57,6 +57,10 @@ class Tree:
         depths = [0, *draft.depths.tolist()]
         return cls([root_token_id, *token_ids], depths, _unpacked(seen), children, draft)
 
+    def without_draft(self) -> "Tree":
+        """Return the root alone."""
+        return Tree.build(self.token_ids[ROOT], Draft.empty())
+
     def beside(self, cells: Cells) -> "Tree":
         """Return the tree with cells behind its nodes; no walk down the tree comes to them."""
         size = len(self)

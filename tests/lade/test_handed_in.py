@@ -1,0 +1,257 @@
+"""Whatever model is handed in, the one decoded is the one that `generate` would run."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
+
+import lade
+from lade.support.tiny import tiny_model as tiny_architecture
+from tests.lade.both import ListStreamer
+from tests.lade.tiny import tiny_model
+
+PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+OPTIONS: dict[str, Any] = {
+    "attention_mask": torch.ones_like(PROMPT),
+    "do_sample": False,
+    "max_new_tokens": 24,
+    "pad_token_id": 0,
+}
+DOORS: dict[str, Callable[..., Any]] = {
+    "generate": lade.generate,
+    "wrap": lambda model, *args, **options: _wrapped(model, *args, **options),
+    "decode": lambda model, *args, **options: model.generate(
+        *args, custom_generate=lade.decode, **options
+    ),
+}
+
+
+def _wrapped(model: Any, *args: Any, **options: Any) -> Any:
+    lade.wrap(model)
+    try:
+        return model.generate(*args, **options)
+    finally:
+        lade.unwrap(model)
+
+
+def adapted(kind: str) -> Any:
+    """Return a model with adapters of PEFT, whose weights are not the identity."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = tiny_model("llama", seed=1, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    configs = {
+        "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, configs[kind]()).eval()
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_peft_count(kind: str, door: Callable[..., Any]) -> None:
+    model = adapted(kind)
+    expected = model.generate(input_ids=PROMPT, **OPTIONS)
+    if kind != "lora":  # which is inside of the base model
+        base = model.get_base_model().generate(PROMPT, **OPTIONS)
+        assert expected.tolist() != base.tolist()
+    assert door(model, input_ids=PROMPT, **OPTIONS).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_added_to_a_model_that_was_used_count(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    base = tiny_model("llama", seed=1, dtype=torch.float32)
+    base.generation_config.eos_token_id = None
+    lade.wrap(base)
+    base.generate(PROMPT, **OPTIONS)
+    configs = {
+        "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    }
+    model = peft.get_peft_model(base, configs[kind]()).eval()
+    got = [
+        model.generate(input_ids=PROMPT, **OPTIONS).tolist(),  # through the wrapped base
+        lade.generate(model, PROMPT, **OPTIONS).tolist() if kind == "lora" else None,
+        lade.generate(model, input_ids=PROMPT, **OPTIONS).tolist(),
+    ]
+    lade.unwrap(base)
+    expected = model.generate(input_ids=PROMPT, **OPTIONS).tolist()
+    assert all(each in (expected, None) for each in got)
+
+
+class Counting(LogitsProcessor):  # type: ignore[misc]
+    """A processor that notes its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return scores
+
+
+class TakesAnything(LlamaForCausalLM):  # type: ignore[misc]
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+class HasItsOwnNames(LlamaForCausalLM):  # type: ignore[misc]
+    def generate(self, prompt: Any, how: Any = None, /, *, extra: int = 1, **kwargs: Any) -> Any:
+        assert extra == 2
+        return super().generate(prompt, how, **kwargs)
+
+
+def remade(kind: type) -> Any:
+    model = tiny_model("llama", seed=1)
+    model.__class__ = kind
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")  # of one like no other
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, TakesAnything, HasItsOwnNames])
+def test_arguments_by_place_reach_a_wrapped_model(kind: type) -> None:
+    model = remade(kind)
+    config = GenerationConfig(do_sample=False, max_new_tokens=12, pad_token_id=0)
+    mask: dict[str, Any] = {"attention_mask": torch.ones_like(PROMPT)}
+    if kind is HasItsOwnNames:
+        mask["extra"] = 2
+    expected = model.generate(PROMPT, config, **mask)
+    lade.wrap(model)
+    seen: list[Any] = []
+    got = model.generate(PROMPT, config, on_step=seen.append, **mask)
+    assert got.tolist() == expected.tolist()
+    assert seen  # it was lade
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, TakesAnything])
+def test_a_streamer_by_place_gets_all(kind: type) -> None:
+    model = remade(kind)
+    config = GenerationConfig(do_sample=False, max_new_tokens=8, pad_token_id=0)
+    mask = {"attention_mask": torch.ones_like(PROMPT)}
+    place = [PROMPT, config, None, None, None, None, None]
+    plain, mine = ListStreamer(), ListStreamer()
+    model.generate(*place, plain, **mask)
+    lade.wrap(model)
+    model.generate(*place, mine, **mask)
+    assert mine.events == plain.events
+    with pytest.raises(TypeError, match="multiple values for argument 'streamer'"):
+        model.generate(*place, mine, streamer=mine, **mask)
+
+
+def test_a_generate_of_the_instance_is_the_models_own() -> None:
+    model = tiny_model("llama", seed=1)
+    expected = model.generate(PROMPT, **OPTIONS | {"max_new_tokens": 5})
+    model.generate = functools.partial(type(model).generate, model, max_new_tokens=5)
+    own = model.generate
+    rest = {name: value for name, value in OPTIONS.items() if name != "max_new_tokens"}
+    assert lade.generate(model, PROMPT, **rest).tolist() == expected.tolist()
+    lade.wrap(model)
+    lade.wrap(model)
+    assert model.generate(PROMPT, **rest).tolist() == expected.tolist()
+    lade.unwrap(model)
+    assert model.generate is own
+
+
+def test_another_custom_generate_of_a_wrapped_model_is_the_callers_choice() -> None:
+    model = lade.wrap(tiny_model("llama", seed=1))
+    pool = lade.NGramPool()
+    got = model.generate(PROMPT, custom_generate=lade.decode, pool=pool, **OPTIONS)
+    assert len(pool) == got.shape[1]
+
+    def mine(model: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return input_ids + 1
+
+    assert model.generate(PROMPT, custom_generate=mine, **OPTIONS).tolist() == (PROMPT + 1).tolist()
+
+
+def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does() -> None:
+    class Writing(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            input_ids[:, 1] = 9
+            return scores
+
+    model = tiny_model("llama", seed=1)
+    for num_rows in (1, 2):
+        prompt = PROMPT.repeat(num_rows, 1)
+        options = OPTIONS | {"attention_mask": torch.ones_like(prompt)}
+        expected = model.generate(prompt.clone(), logits_processor=[Writing()], **options)
+        assert expected[0, 1] == 9
+        got = lade.generate(model, prompt.clone(), logits_processor=[Writing()], **options)
+        assert got.tolist() == expected.tolist()
+
+
+def test_lengths_may_be_floats_as_in_generate() -> None:
+    model = tiny_model("llama", seed=1)
+    for length in (4.0, 4.5):
+        options = OPTIONS | {"max_new_tokens": length}
+        expected = model.generate(PROMPT, **options)
+        assert lade.generate(model, PROMPT, **options).tolist() == expected.tolist()
+
+
+def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation import stopping_criteria
+
+    told: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
+    model = tiny_model("llama", seed=1, max_position_embeddings=16)
+    model.generation_config.eos_token_id = None
+    model.generate(PROMPT, **OPTIONS)
+    assert told
+    expected = told[0]
+    told.clear()
+    lade.generate(model, PROMPT, **OPTIONS)
+    assert told == [expected]
+
+
+def test_what_is_no_number_leaves_the_window() -> None:
+    """A query of padding that sees nothing is NaN in eager attention in float64."""
+    model = tiny_model("mistral", seed=1, attention="eager", sliding_window=4)
+    model.generation_config.eos_token_id = None
+    prompt = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7], [5, 6, 7, 5, 6, 7, 5, 6]])
+    options = OPTIONS | {"attention_mask": (prompt != 0).long(), "max_new_tokens": 30}
+    pool = lade.NGramPool()
+    expected = model.generate(prompt, **options)
+    pool.observe(expected[0].tolist())
+    got = lade.generate(model, prompt, pool=pool, config=lade.Config(max_draft_tokens=4), **options)
+    assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "name", ["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"]
+)
+@pytest.mark.parametrize("num_heads", [2, 16])
+def test_sparse_attention_that_ties_is_exact_or_plain(name: str, num_heads: int) -> None:
+    options = {"index_topk": 64, "index_n_heads": num_heads}
+    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float32, **options)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(2)
+    for seed in range(3):
+        prompt = torch.randint(2, 90, (1, 84), generator=generator)
+        given: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt),
+            "do_sample": False,
+            "max_new_tokens": 24,
+            "pad_token_id": 0,
+        }
+        expected = model.generate(prompt, **given)
+        pool = lade.NGramPool()
+        pool.observe(expected[0].tolist())
+        pool.observe([*range(2, 90)] * (1 + seed))
+        config = lade.Config(max_draft_tokens=8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+            got = lade.generate(model, prompt, pool=pool, config=config, **given)
+        assert got.tolist() == expected.tolist()
