@@ -4,6 +4,7 @@ A case holds Python expressions over the names of `parts.py`; each run evaluates
 no processor, streamer or cache serves twice. Case i of a seed depends on these two numbers alone.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -16,12 +17,18 @@ from lade.support.tiny import VOCAB_SIZE
 from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
 
 Rows = tuple[tuple[int, ...], ...]
+_LIST = "logits_processor"
 
 # Older releases of transformers run the chunks of the whole prompt again, cached or not.
 _CHUNKS_AFTER_A_CACHE = "prefill_ids" in GenerationMixin._prefill.__code__.co_varnames
 
 NUM_MODELS = 3  # of each family and attention; each has its own sizes
-SHARE_OF_FAMILIES = 0.35  # of all cases; the others are of any architecture
+SHARE_OF_FAMILIES = 0.45  # of all cases; the others are of any architecture
+SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
+# Of what happens before the call and during it; a copy of a model is checked anew, which takes long
+# for some architectures.
+SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
+SHARE_OF_MORE = 0.2  # with what lade is seldom given
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,11 @@ class Case:
     lade: dict[str, str] = field(default_factory=dict)  # pool, drafter, config
     num_calls: int = 1  # of lade with the same pool, each compared
     follow_up: str = ""  # plain, lade: who goes on from the cache that was returned
+    events: tuple[str, ...] = ()  # on a copy of the model, before anything that is compared
+    profile: dict[str, str] = field(default_factory=dict)  # fields of what lade knows of the model
+    # Calls of lade that are broken off before the compared one: where, at which call, by what.
+    interrupts: tuple[tuple[str, int, str], ...] = ()
+    threads: int = 0  # that make the call at once, each with its own prompt, after all else
 
     @property
     def drawn(self) -> list[str]:
@@ -61,7 +73,36 @@ class Case:
         names += [f"dtype {self.model.get('dtype', 'float64')}"]
         names += [f"follow-up by {self.follow_up}"] if self.follow_up else []
         names += [f"target {way}" for way in WAYS if f"target={way!r}" in self.lade["config"]]
+        given = ("lookahead", "stable_text", "execution")
+        names += [f"lade {name}" for name in given if f"{name}=" in self.lade["config"]]
+        names += [f"pool of {self.lade['pool'].partition('(')[0]}"] if "pool" in self.lade else []
+        names += [
+            f"event {re.sub('[^a-z ]|model|True|False', '', each).strip()}" for each in self.events
+        ]
+        names += [f"profile {name}" for name in self.profile]
+        names += [f"{error} in {place}" for place, _, error in self.interrupts]
+        names += [f"threads {self.threads}"] if self.threads else []
+        names += ["nested in a processor"] if "Nested" in self.options.get(_LIST, "") else []
+        names += ["tiny vocabulary"] if self.vocab_size < 6 else []
         return names
+
+    @property
+    def is_private(self) -> bool:
+        """Tell whether the model of the case is a copy."""
+        return bool(self.events or self.interrupts or self.threads)
+
+    @property
+    def may_fail(self) -> bool:
+        """Tell whether forwards that verify drafts are made to fail in the middle of a call."""
+        return any(event.startswith("failing") for event in self.events)
+
+    @property
+    def dtype(self) -> str:
+        """Return the lowest precision that the model is in at any time."""
+        if any("float32" in event for event in self.events):
+            return "float32"
+        name: str = self.model.get("dtype", "float64")
+        return name
 
     @property
     def architecture(self) -> str:
@@ -77,6 +118,8 @@ class Case:
 
     def model_call(self) -> str:
         """Return the expression for the model."""
+        if self.is_private:
+            return f"deepcopy({replace(self, events=(), interrupts=(), threads=0).model_call()})"
         if not self.architecture:
             return f"fuzz_model({', '.join(f'{name}={v!r}' for name, v in self.model.items())})"
         given = [repr(self.architecture), f"seed={self.model['seed']}"]
@@ -319,7 +362,9 @@ def draw_case(seed: int, index: int, architectures: Sequence[str] | None = None)
     case = _draw_places(case, rng, settings, options)
     if "guidance_scale" in settings and rng.random() < 0.6:
         case = replace(case, negative=tuple(hand.tokens(5)), negative_mask=rng.random() < 0.3)
-    return _draw_lade(case, hand, earlier_answer=case.earlier is not None)
+    case = _draw_more(_draw_lade(case, hand), hand)
+    share = SHARE_WITH_EVENTS["architectures" if case.architecture else "families"]
+    return _draw_what_happens(case, hand) if rng.random() < share else case
 
 
 def _is_eager(model: dict[str, Any]) -> bool:
@@ -337,10 +382,11 @@ def _draw_model(rng: Random, architectures: Sequence[str] | None) -> dict[str, A
         dtype = "float32" if name in FLOAT32_ONLY else "float64"
         return {"architecture": name, "seed": 0, "attention": attention, "dtype": dtype}
     number = rng.randrange(NUM_MODELS)
+    is_tiny = rng.random() < SHARE_OF_TINY_VOCABULARIES
     return {
         "family": rng.choice(FAMILIES),
         "seed": number,
-        "vocab_size": (12, 19, 40)[number],
+        "vocab_size": ((2, 3, 5) if is_tiny else (12, 19, 40))[number],
         "hidden_size": (16, 32, 16)[number],
         "sharpness": (1.0, 2.0, 6.0)[number],
         "attention": rng.choice(["sdpa", "sdpa", "eager"]),
@@ -393,7 +439,7 @@ def _draw_prompt(case: Case, hand: _Hand) -> Case:
 
 def _repetitive(hand: _Hand, length: int) -> tuple[int, ...]:
     """Return a text of the tokens from 1 on (0 is padding) in which a short pattern repeats."""
-    pattern = [hand.whole(1, hand.vocab_size - 2) for _ in range(hand.whole(1, 4))]
+    pattern = [hand.whole(1, max(1, hand.vocab_size - 2)) for _ in range(hand.whole(1, 4))]
     return tuple((pattern * length)[:length])
 
 
@@ -491,7 +537,7 @@ def _draw_places(
     return replace(case, options=on_call | options, config=config, model_config=model_config)
 
 
-def _draw_lade(case: Case, hand: _Hand, earlier_answer: bool) -> Case:
+def _draw_lade(case: Case, hand: _Hand) -> Case:
     rng = hand.rng
     door = rng.choices(["generate", "wrap", "custom_generate"], [60, 20, 20])[0]
     if door == "custom_generate" and {"streamer", "tokenizer"} & case.options.keys():
@@ -507,8 +553,9 @@ def _draw_lade(case: Case, hand: _Hand, earlier_answer: bool) -> Case:
         "foreign": f"pool_of(random_texts({rng.randrange(99)}, {3 * hand.vocab_size}, 400))",
         "small": f"pool_of(answer, capacity_tokens={rng.randint(3, 40)})",
         "used": f"used_pool(model, {[list(_repetitive(hand, 5)) for _ in range(2)]})",
+        "shared": f"used_pool(fuzz_model('llama', 5, vocab_size=57), {[hand.tokens(6)]})",
     }
-    kind = rng.choices(["fresh", *pools, "drafter"], [20, 20, 10, 2, 10, 4, 34])[0]
+    kind = rng.choices(["fresh", *pools, "drafter"], [20, 20, 10, 2, 10, 4, 2, 32])[0]
     if kind == "drafter" and door != "wrap":
         accept = rng.choice([0.0, 0.5, 0.9, 1.0])
         given["drafter"] = (
@@ -522,8 +569,150 @@ def _draw_lade(case: Case, hand: _Hand, earlier_answer: bool) -> Case:
         elif rng.random() < 0.3:
             sizes["max_ngram_size"] = rng.randint(1, 7)
     values = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
-    given["config"] = f"lade.Config({values})"
+    given["config"] = f"lade.Config({values}, strict_drafter=True)"
     again = "pool" in given and rng.random() < 0.1
     returned = case.setting("return_dict_in_generate") == "True"
     follow_up = rng.choice(["plain", "lade"]) if returned and rng.random() < 0.15 else ""
     return replace(case, door=door, lade=given, num_calls=1 + again, follow_up=follow_up)
+
+
+def _draw_more(case: Case, hand: _Hand) -> Case:
+    """Draw what lade is seldom given, and what it seldom knows of a model."""
+    rng = hand.rng
+    if rng.random() >= SHARE_OF_MORE:
+        return case
+    given, profile, config = dict(case.lade), {}, case.lade["config"]
+    has_target = "target=" in config
+    kind = rng.choice(["lookahead", "stable", "fixed", "prior", "watch", "nested", "nested"])
+    more = ""
+    if kind == "lookahead" and not has_target and "drafter" not in given:
+        size = f"window_size={hand.whole(1, 5)}, ngram_size={hand.whole(3, 5)}"
+        more = f"lookahead=lade.Lookahead({size})"
+    elif kind == "stable" and not has_target:
+        more = "stable_text=True"
+    elif kind == "fixed":
+        more = "execution='fixed'"
+    elif kind == "prior":
+        profile["prior"] = f"[random_table({rng.randrange(99)}, {hand.vocab_size})]"
+        given.pop("drafter", None)
+    elif kind == "nested" and not case.architecture:
+        case = _draw_nested(case, rng)
+        given = dict(case.lade)
+    if kind == "watch" or rng.random() < 0.3:
+        profile["watch"] = "Watch(first=1, last=1)"
+    if more:
+        given["config"] = config.replace("strict_drafter", f"{more}, strict_drafter")
+    return replace(case, lade=given, profile=profile)
+
+
+def _draw_nested(case: Case, rng: Random) -> Case:
+    """Let a callback call the model."""
+    kind = rng.choice(["forward", "generate", "lade"])
+    if rng.random() < 0.5 and _LIST not in case.options:
+        processor = f"LogitsProcessorList([NestedProcessor(log, model, {kind!r})])"
+        return replace(case, options=case.options | {_LIST: processor})
+    pool = ", pool" if kind == "lade" and "pool" in case.lade else ""
+    return replace(case, lade=case.lade | {"on_step": f"NestedStep(model, {kind!r}{pool})"})
+
+
+def _draw_what_happens(case: Case, hand: _Hand) -> Case:
+    """Draw what happens to a copy of the model before the compared call, and to calls."""
+    rng = hand.rng
+    rows = [list(_repetitive(hand, 5)) for _ in case.rows]
+    if len(rows) > 1 or any(0 in row for row in case.mask or ()):
+        rows = [[0, *row[1:]] for row in rows[:1]] + rows[:2]
+    events = [f"used(model, {rows})"] if rng.random() < 0.9 else []
+    kind = rng.choices(["change", "interrupt", "threads"], [70, 20, 10])[0]
+    if kind == "threads" and _can_run_at_once(case):
+        case = replace(
+            case,
+            options={**case.options, "do_sample": "False"},
+            config={name: v for name, v in case.config.items() if name != "do_sample"},
+            threads=hand.whole(2, 3),
+        )
+    elif kind == "interrupt":
+        places = ["forward", "forward", "streamer", "processor", "criterion"]
+        if "on_step" not in case.lade:
+            places.append("on_step")
+        case = replace(
+            case,
+            interrupts=tuple(
+                (rng.choice(places), rng.randint(0, 12), rng.choice(_ERRORS))
+                for _ in range(rng.randint(1, 2))
+            ),
+        )
+        if any(place == "forward" for place, *_ in case.interrupts):
+            events.insert(0, f"fused(model, {hand.whole(0, 9)})")
+    if kind == "change" or rng.random() < 0.2:
+        case = _draw_changes(case, hand, rows, events)
+    return replace(case, events=tuple(events))
+
+
+_ERRORS = ("KeyboardInterrupt", "KeyboardInterrupt", "ValueError", "RuntimeError")
+
+
+def _can_run_at_once(case: Case) -> bool:
+    """Tell whether threads share nothing in the call but what lade and models promise to share.
+
+    The random state is one for all threads, and so is the `generate` of a wrapped model.
+    """
+    shared = ("RandomProcessor", "Nested")
+    return (
+        not case.architecture
+        and case.door != "wrap"
+        and not {"drafter", "on_step"} & case.lade.keys()
+        and not any(name in case.options.get(_LIST, "") for name in shared)
+        and case.setting("num_return_sequences") is None
+        and case.form != "none"
+    )
+
+
+def _draw_changes(case: Case, hand: _Hand, rows: list[list[int]], events: list[str]) -> Case:
+    """Add one or more changes of the model to the events."""
+    rng = hand.rng
+    makers: dict[str, Callable[[], list[str]]] = {
+        "hook": lambda: [f"hooked(model, {rng.choice(_HOOKS)!r}, {hand.whole(0, 15)})"],
+        "forward": lambda: [f"forwarded(model, {hand.whole(0, 15)})"],
+        "copy": lambda: [f"copied(model, {rng.choice(['deepcopy', 'deepcopy', 'pickle'])!r})"],
+        "weights": lambda: [f"swapped(model, {hand.whole(0, 99)}, {rng.random() < 0.5})"],
+        "module": lambda: [f"exchanged(model, {hand.whole(0, 99)})"],
+        "wrap": lambda: [f"wrapped(model, {rows}, {rng.random() < 0.4})"],
+        "compile": lambda: ["compiled(model)"],
+        "failing": lambda: [f"failing(model, {rng.choice([0, 1, 2, 5, 12, 20, 30])})"],
+        "adapter": lambda: [f"adapted(model, {rng.choice(_ADAPTERS)!r}, {hand.whole(0, 99)})"],
+        "dtype": lambda: ["converted(model, 'float32')"],
+        "quantize": lambda: ["quantized(model)"],
+        "train": lambda: ["trained(model)"],
+    }
+    weights = [20, 5, 6, 8, 6, 6, 6, 8, 14, 6, 14, 1]
+    if case.architecture:
+        makers = {name: makers[name] for name in ("hook", "copy", "weights", "module", "wrap")}
+        weights = weights[: len(makers)]
+    chunks = case.earlier is not None or case.setting("prefill_chunk_size") is not None
+    nests = "on_step" in case.lade or "Nested" in case.options.get(_LIST, "")
+    drawn: list[str] = []
+    for name in rng.choices([*makers], weights, k=rng.choice([1, 1, 2])):
+        if name == "failing" and (chunks or case.num_calls > 1):
+            continue  # plain decoding runs several tokens behind a cache there, too
+        if name in ("adapter", "train") and nests:
+            continue  # PEFT changes the model for the time of a call; dropout draws
+        if name in ("adapter", "train") and case.threads:
+            continue  # nor do these two bear threads in plain decoding
+        if name in drawn or (drawn and {name, *drawn} & {"quantize", "adapter", "dtype"}):
+            continue  # packages know each other's models less than lade does
+        made = makers[name]()
+        if name == "quantize":
+            case = replace(case, model={**case.model, "dtype": "float32"})
+        if name == "dtype" and rng.random() < 0.3 and not _is_eager(case.model):
+            made = [*made, *([events[-1]] if events else []), "converted(model, 'float64')"]
+        if name == "hook" and rng.random() < 0.25:
+            made = [*made, f"used(model, {rows})", "unhooked(model)"]
+        if name == "adapter" and rng.random() < 0.25:
+            made = [*made, f"used(model, {rows})", "unadapted(model)"]
+        events += made
+        drawn.append(name)
+    return case
+
+
+_HOOKS = ("last", "last", "single", "single", "before single", "harmless")
+_ADAPTERS = ("lora", "lora", "ia3", "prompt", "prefix", "own")

@@ -23,7 +23,7 @@ from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 import lade
 from lade.probing import choose_way
 from lade.support.tiny import CannotBuild
-from tests.fuzz import parts
+from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
 
 # Scores are float32, and a tree sums in another order than a single token does.
@@ -42,6 +42,8 @@ NEGLIGIBLE = 20.0
 TIE = {"float64": 1e-6, "float32": 1e-5, "any architecture": 1e-5}
 # Under which names caches are passed.
 CACHES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+
+_WARNED = "lade warned:"
 
 Door = Callable[..., Any]  # (model, door, call arguments, lade's arguments) -> output
 Kind = Literal["same", "tie", "refused", "unsteady", "not built", "mismatch"]
@@ -76,6 +78,7 @@ class Verdict:
     error: str = ""  # what both raised, if they did
     stats: Any = None  # lade's DecodeStats, where they were returned
     way: str = ""  # of verifying, as lade chose it
+    skipped: list[str] = field(default_factory=list)  # events that could not happen, and why
 
 
 # --- running --------------------------------------------------------------------------------
@@ -93,6 +96,9 @@ def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str,
         return model.generate(*place, custom_generate=lade.decode, **arguments, **given)
     if door == "generate":
         return lade.generate(model, *place, **arguments | given)
+    given = dict(given)
+    if "on_step" in given:  # of one call
+        arguments["on_step"] = given.pop("on_step")
     lade.wrap(model, **given)
     try:
         return model.generate(*place, **arguments)
@@ -117,6 +123,8 @@ def compare(case: Case, ours: Door = call_lade, *, anew: bool = False) -> Verdic
             model = parts.model_of(case.model)
         except CannotBuild as error:
             return Verdict("not built", reason=str(error))
+        if case.is_private:
+            return _compare(case, deepcopy(model), ours)
         if anew:
             vars(model).pop("_lade_profiles", None)
         own_config = model.generation_config
@@ -128,37 +136,173 @@ def compare(case: Case, ours: Door = call_lade, *, anew: bool = False) -> Verdic
 
 
 def _compare(case: Case, model: Any, ours: Door) -> Verdict:
-    names = {**vars(parts), "model": model}
+    verdict = Verdict("same")
+    names = {**vars(parts), **vars(events), "model": model}
+    for event in case.events:
+        try:
+            names["model"] = _evaluate(event, names)
+        except events.CannotHappenError as error:
+            verdict.skipped.append(str(error))
+        except Exception as error:
+            return Verdict("mismatch", [f"{event} raised {_told(error)}"])
     _prepare(case, names)
     plain = _run(case, names, call_plain, {})
     answer = plain.sequences
     names["answer"] = answer.tolist() if answer is not None else [list(row) for row in case.rows]
+    given: dict[str, Any] = {}
     try:
-        given = {name: _evaluate(value, names) for name, value in case.lade.items()}
+        for name, value in case.lade.items():
+            names[name] = given[name] = _evaluate(value, names)
+        settings = {name: _evaluate(value, names) for name, value in case.profile.items()}
     except Exception as error:
         return Verdict("mismatch", [f"making {case.lade} raised {_told(error)}"])
-    verdict = Verdict("same", error=type(plain.error).__name__ if plain.error else "")
-    for call in range(case.num_calls):
+    verdict.error = type(plain.error).__name__ if plain.error else ""
+    before = events.settle(names["model"], **settings)
+    try:
+        return _compare_calls(case, names, plain, given, ours, verdict)
+    finally:
+        events.settle(names["model"], **before)
+
+
+def _compare_calls(
+    case: Case,
+    names: dict[str, Any],
+    plain: Run,
+    given: dict[str, Any],
+    ours: Door,
+    verdict: Verdict,
+) -> Verdict:
+    make, call, call_ours = _calls(case, names, ours, given)
+    for place, number, error in case.interrupts:
+        found = disturb(names["model"], case.seed, make, call_ours, place, number, error)
+        found += leaks(given)
+        if found:
+            verdict.kind, verdict.differences = "mismatch", found
+            return verdict
+    for number in range(case.num_calls):
         with _noting_way(verdict):
-            mine = _run(case, names, ours, given)
+            mine = record(names["model"], case.seed, make, call_ours, case.may_fail)
         if _is_refusal(case, mine.error):
-            return Verdict("refused", reason=_refused(mine.error))
+            verdict.kind, verdict.reason = "refused", _refused(mine.error)
+            return verdict
         verdict.stats = getattr(mine.output, "stats", None)
-        verdict.differences = differences(plain, mine)
-        drafter = given.get("drafter")
-        if drafter is not None and drafter.open_texts:
-            verdict.differences.append("the drafter was opened and not closed")
-        is_last = call == case.num_calls - 1
+        verdict.differences = differences(plain, mine) + leaks(given)
+        is_last = number == case.num_calls - 1
         if is_last and not verdict.differences and case.follow_up:
             door = ours if case.follow_up == "lade" else call_plain
-            verdict.differences = follow_up(model, plain, mine, door)
+            verdict.differences = follow_up(names["model"], plain, mine, door)
         if verdict.differences:
             if _is_tie(case, names, plain, mine):
                 verdict.kind = "tie"
             else:
                 verdict.kind = "unsteady" if _is_unsteady(case, plain) else "mismatch"
             return verdict
+    if case.threads:
+        verdict.differences = in_threads(case.threads, case.vocab_size, make, call, call_ours)
+        verdict.differences += leaks(given)
+        verdict.kind = "mismatch" if verdict.differences else "same"
     return verdict
+
+
+def leaks(given: dict[str, Any]) -> list[str]:
+    """Say what a call left open of what it was given."""
+    pool, drafter = given.get("pool"), given.get("drafter")
+    found = []
+    if drafter is not None and drafter.open_texts:
+        found.append("the drafter was opened and not closed")
+    if pool is not None and pool.num_open_sequences:
+        found.append(f"the pool has {pool.num_open_sequences} sequences open")
+    return found
+
+
+def disturb(
+    model: Any,
+    seed: int,
+    make_arguments: Callable[[parts.Log], dict[str, Any]],
+    call: Callable[[dict[str, Any]], Any],
+    place: str,
+    number: int,
+    error: str,
+) -> list[str]:
+    """Break a call off by an error in one of its callbacks; say what is left behind.
+
+    Args:
+        model: which has a fuse, if the place is its forward.
+        seed: of torch's random state.
+        make_arguments: returns those of the call.
+        call: the call.
+        place: forward, on_step, streamer, processor or criterion.
+        number: of calls of that callback before the one that raises.
+        error: the name of what is raised.
+    """
+    try:
+        arguments = make_arguments({})
+    except Exception:  # of transformers, as in `record`
+        return []
+    kind = {each.__name__: each for each in (KeyboardInterrupt, ValueError, RuntimeError)}[error]
+    fuse = events.fuse_for(model, place, arguments)
+    before = _frozen(model, arguments)
+    torch.manual_seed(seed)
+    fuse.arm(number, kind)
+    raised = False
+    try:
+        with quiet():
+            call(dict(arguments))
+    except (Exception, KeyboardInterrupt) as caught:
+        raised = isinstance(caught, kind) or caught.__class__ is not KeyboardInterrupt
+    has_blown = fuse.has_blown
+    fuse.disarm()
+    after = _frozen(model, arguments)
+    found = [
+        f"{name} is not as it was before {error}" for name in before if before[name] != after[name]
+    ]
+    # Where forwards fail that verify drafts, plain decoding goes on: but not when told to stop.
+    if has_blown and not raised and (place != "forward" or kind is KeyboardInterrupt):
+        found.append(f"{error} in {place} was swallowed")
+    if "generate" in vars(model):
+        found.append(f"model.generate is still replaced after {error}")
+    return found
+
+
+def in_threads(
+    num_threads: int,
+    vocab_size: int,
+    make_arguments: Callable[[parts.Log], dict[str, Any]],
+    plain: Callable[[dict[str, Any]], Any],
+    ours: Callable[[dict[str, Any]], Any],
+) -> list[str]:
+    """Make a call with other prompts, one after another plainly and at once; compare them."""
+    logs: list[parts.Log] = [{} for _ in range(2 * num_threads)]
+
+    def asked(number: int) -> dict[str, Any]:
+        return events.shifted(make_arguments(logs[number]), number % num_threads, vocab_size)
+
+    def attempted(call: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+        try:
+            return call(arguments)
+        except Exception as error:
+            return error
+
+    try:
+        arguments = [asked(number) for number in range(2 * num_threads)]
+    except Exception:  # of transformers, as in `record`
+        return []
+    with quiet():
+        expected = [attempted(plain, each) for each in arguments[:num_threads]]
+        others = arguments[num_threads:]
+        got = events.at_once([lambda each=each: ours(each) for each in others])  # type: ignore[misc]
+    found = []
+    for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+        first = Run(
+            None if isinstance(a, Exception) else a, a if isinstance(a, Exception) else None
+        )
+        second = Run(
+            None if isinstance(b, Exception) else b, b if isinstance(b, Exception) else None
+        )
+        for run, log in ((first, logs[number]), (second, logs[num_threads + number])):
+            run.log, run.random_state = log, torch.zeros(0)
+        found += [f"thread {number}: {each}" for each in differences(first, second)]
+    return found
 
 
 def _prepare(case: Case, names: dict[str, Any]) -> None:
@@ -197,16 +341,26 @@ def _noting_way(verdict: Verdict) -> Iterator[None]:
 
 
 def _run(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> Run:
+    make, _, call = _calls(case, names, door, given)
+    return record(names["model"], case.seed, make, call)
+
+
+def _calls(case: Case, names: dict[str, Any], door: Door, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what makes the arguments of a call, the plain call, and the one through a door."""
+
     def arguments(log: parts.Log) -> dict[str, Any]:
         inner = {**names, "log": log}
         return {name: _evaluate(value, inner) for name, value in case.arguments().items()}
 
-    def call(arguments: dict[str, Any]) -> Any:
-        if case.form == "place":
-            arguments["place"] = arguments.pop("inputs")
-        return door(names["model"], case.door, arguments, given)
+    def through(door: Door) -> Callable[[dict[str, Any]], Any]:
+        def call(arguments: dict[str, Any]) -> Any:
+            if case.form == "place":
+                arguments["place"] = arguments.pop("inputs")
+            return door(names["model"], case.door, arguments, given)
 
-    return record(names["model"], case.seed, arguments, call)
+        return call
+
+    return arguments, through(call_plain), through(door)
 
 
 def record(
@@ -214,8 +368,17 @@ def record(
     seed: int,
     make_arguments: Callable[[parts.Log], dict[str, Any]],
     call: Callable[[dict[str, Any]], Any],
+    may_fail: bool = False,
 ) -> Run:
-    """Call `generate` in some way from a seed, and keep all that is compared."""
+    """Call `generate` in some way from a seed, and keep all that is compared.
+
+    Args:
+        model: that is called.
+        seed: of torch's random state.
+        make_arguments: returns those of the call, given a log to write to.
+        call: the call.
+        may_fail: whether drafts may turn out wrong after they were checked.
+    """
     run = Run()
     try:
         arguments = make_arguments(run.log)
@@ -229,7 +392,7 @@ def record(
     np.random.seed(1)
     foreign = _foreign_state()
     try:
-        with quiet():
+        with quiet(), _noting_doubts(run, may_fail):
             run.output = call(dict(arguments))
     except Exception as error:
         run.error = error
@@ -243,6 +406,22 @@ def record(
     return run
 
 
+@contextmanager
+def _noting_doubts(run: Run, may_fail: bool) -> Iterator[None]:
+    """Take it for a fault that lade cannot verify drafts any more, unless that was to be."""
+    told: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", lade.VerificationWarning)
+            yield
+    finally:
+        for each in told:
+            if not issubclass(each.category, lade.VerificationWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            elif not may_fail:
+                run.faults.append(f"{_WARNED} {each.message}")
+
+
 def _foreign_state() -> tuple[Any, ...]:
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]
@@ -253,6 +432,14 @@ def _frozen(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     kept = {name: value.tolist() for name, value in arguments.items() if torch.is_tensor(value)}
     kept["the model's attention"] = model.config.get_text_config(decoder=True)._attn_implementation
     kept["model.generation_config"] = model.generation_config.to_dict()
+    kept["the model's config"] = model.config.to_dict()
+    modules = [*model.modules()]
+    kept["the training flag of a module"] = [module.training for module in modules]
+    kept["a hook of the model"] = [
+        (*map(id, hooks.values()),)
+        for module in modules
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+    ]
     if "generation_config" in arguments:
         kept["generation_config"] = arguments["generation_config"].to_dict()
     return kept
@@ -274,8 +461,10 @@ def quiet() -> Iterator[None]:
     Nor is what lade says of plain decoding; how often it does is counted. One model prints.
     """
     with warnings.catch_warnings(), redirect_stdout(StringIO()):
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"transformers\.")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"(transformers|peft)\.")
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        warnings.simplefilter("ignore", lade.EagerExecutionWarning)
+        warnings.simplefilter("error", lade.DrafterWarning)
         yield
 
 
@@ -285,6 +474,8 @@ def quiet() -> Iterator[None]:
 def differences(plain: Run, mine: Run) -> list[str]:
     """Say in what two runs differ; an empty list if in nothing."""
     found = [fault for fault in mine.faults if fault not in plain.faults]
+    if plain.error is not None:  # the model cannot run the call at all, drafts or not
+        found = [fault for fault in found if not fault.startswith(_WARNED)]
     if plain.error is not None or mine.error is not None:
         if plain.error is None or not _is_as_good(mine.error, plain.error):
             found.append(f"plain raised {_told(plain.error)}, lade raised {_told(mine.error)}")
@@ -497,7 +688,13 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
     """
     if not case.architecture:
         return False
-    names = {**vars(parts), "model": parts.architecture.__wrapped__(**case.model)}
+    if case.events or "on_step" in case.lade:
+        return False
+    names = {
+        **vars(parts),
+        **vars(events),
+        "model": parts.architecture.__wrapped__(**case.model),
+    }
     _prepare(case, names)
     num_rows = len(case.rows) * int(case.setting("num_return_sequences") or 1)
     for before in ([5, 6, 7], [60, 50, 40, 30]):
@@ -522,7 +719,7 @@ def _is_tie(case: Case, names: dict[str, Any], plain: Run, mine: Run) -> bool:
     step = position - (plain.sequences.shape[1] - len(margins))
     if not 0 <= step < len(margins):
         return False
-    limit = TIE["any architecture" if case.architecture else case.model.get("dtype", "float64")]
+    limit = TIE["any architecture" if case.architecture else case.dtype]
     return bool((margins[step][differ[:, position]] < limit).all())
 
 

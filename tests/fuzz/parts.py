@@ -98,7 +98,7 @@ def inputs_of(architecture: str) -> frozenset[str]:
     return frozenset(inspect.signature(class_of(architecture).forward).parameters)
 
 
-@lru_cache(maxsize=200)
+@lru_cache(maxsize=400)
 def fuzz_model(
     family: str,
     seed: int,

@@ -47,6 +47,7 @@ class Outcome:
     counts: tuple[int, int, int, int] | None = None
     differences: list[str] = field(default_factory=list)
     program: str = ""
+    skipped: list[str] = field(default_factory=list)  # events that could not happen
 
     @property
     def group(self) -> str:
@@ -75,6 +76,7 @@ class Summary:
     with_stats: int = 0
     with_accepted: int = 0
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    skipped: Counter[str] = field(default_factory=Counter)  # events that could not happen
     groups: Counter[str] = field(default_factory=Counter)  # of mismatches
     failures: list[Outcome] = field(default_factory=list)
     ties: list[int] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Summary:
             counts["raised by both"] += outcome.error != ""
         if outcome.reason:
             self.refusals[outcome.reason] += 1
+        self.skipped.update(outcome.skipped)
         if outcome.error:
             self.errors[outcome.error] += 1
         if outcome.counts is not None:
@@ -123,6 +126,7 @@ class Summary:
             "ways_of_verifying": dict(self.ways.most_common()),
             "mismatches_alike": dict(self.groups.most_common()),
             "refusals": dict(self.refusals.most_common()),
+            "skipped_events": dict(self.skipped.most_common()),
             "raised_by_both": dict(self.errors.most_common()),
             "num_cases_with_stats": self.with_stats,
             "share_with_accepted_drafts": _ratio(self.with_accepted, self.with_stats),
@@ -173,6 +177,7 @@ def judge(index: int, case: Case, ours: Door) -> Outcome:
         error=verdict.error,
         counts=counts,
         differences=verdict.differences,
+        skipped=verdict.skipped,
     )
 
 

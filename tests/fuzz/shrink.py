@@ -1,13 +1,15 @@
 """Make a failing case small, and print one as a program."""
 
+import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.fuzz import parts
+from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
 
+_OWN = ("record", "differences", "follow_up", "leaks", "disturb", "in_threads")
 _LENGTHS = ("max_new_tokens", "max_length")  # without any, `generate` warns and adds 20 tokens
 
 MAX_TRIES = 250  # of running a case, while it is made smaller
@@ -31,9 +33,13 @@ def shrink(case: Case, fails: Callable[[Case], bool], max_tries: int = MAX_TRIES
 
 def _smaller(case: Case) -> Iterator[Case]:
     """Yield cases with one thing less, the most telling first."""
-    for change in (
+    changes: Sequence[dict[str, Any]] = (
         {"follow_up": ""},
         {"num_calls": 1},
+        {"threads": 0},
+        {"interrupts": ()},
+        {"events": ()},
+        {"profile": {}},
         {"earlier": None},
         {"negative": None, "negative_mask": False},
         {"mask": None},
@@ -41,9 +47,18 @@ def _smaller(case: Case) -> Iterator[Case]:
         {"token_types": None},
         {"form": "place"},
         {"door": "generate"},
-    ):
+    )
+    for change in changes:
         if any(getattr(case, name) != value for name, value in change.items()):
             yield _replaced(case, change)
+    for name in ("interrupts", "events"):
+        several = getattr(case, name)
+        for number in range(len(several)):
+            if len(several) > 1:
+                yield _replaced(case, {name: several[:number] + several[number + 1 :]})
+    for name in case.profile:
+        others = {key: value for key, value in case.profile.items() if key != name}
+        yield replace(case, profile=others)
     for place in ("model_config", "config", "options"):
         named = getattr(case, place)
         for name in named:
@@ -60,13 +75,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         if name != "config":
             yield replace(case, lade=others)
             continue
-        # Without a fixed number of draft tokens, time decides, and no run is like another.
-        target = re.findall(r"target='\w+'", case.lade[name])
-        for values in (["max_draft_tokens=4"], ["max_draft_tokens=4", *target]):
-            simple = f"lade.Config({', '.join(values)})"
-            if case.lade[name] == simple:
-                break
-            yield replace(case, lade={**others, name: simple})
+        yield from _with_simpler_config(case)
     if len(case.rows) > 1:
         for row in range(len(case.rows)):
             yield _without_row(case, row)
@@ -91,6 +100,21 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 def _replaced(case: Case, change: dict[str, Any]) -> Case:
     return replace(case, **change)
+
+
+def _with_simpler_config(case: Case) -> Iterator[Case]:
+    """Leave out what is set; but without a fixed number of draft tokens, time decides."""
+    fixed = {"max_draft_tokens": "4", "strict_drafter": "True"}
+    call: Any = ast.parse(case.lade["config"], mode="eval").body
+    given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+    for values in (
+        fixed,
+        {**given, **fixed},
+        *({key: v for key, v in given.items() if key != name} for name in given.keys() - fixed),
+    ):
+        if values != given:
+            simple = ", ".join(f"{name}={value}" for name, value in values.items())
+            yield replace(case, lade={**case.lade, "config": f"lade.Config({simple})"})
 
 
 def _with_fewer_items(case: Case, name: str, value: str) -> Iterator[Case]:
@@ -126,12 +150,12 @@ def _without_column(case: Case, column: int) -> Case:
 def program(case: Case, title: str) -> str:
     """Return a program that runs a case both ways, to be started in the root of the repository."""
     lines = [f"model = {case.model_call()}"]
+    lines += [f"model = {event}" for event in case.events]
     if (turn := case.earlier_turn()) is not None:
         lines.append(f"earlier = {turn}")
     lines += [f"model.generation_config.{name} = {v}" for name, v in case.model_config.items()]
     lines += ["", "", "def arguments(log):", "    return dict("]
     lines += [f"        {name}={value}," for name, value in case.arguments().items()]
-    given = ", ".join(f"{name}={value}" for name, value in case.lade.items())
     first = 'a.pop("inputs"), ' if case.form == "place" else ""
     lines += [
         "    )",
@@ -147,19 +171,35 @@ def program(case: Case, title: str) -> str:
         "",
         f"expected = record(model, {case.seed}, arguments, plain)",
         "answer = [] if expected.error else expected.sequences.tolist()",
-        f"given = dict({given})",
+        *(f"{name} = {value}" for name, value in case.lade.items()),
+        f"given = dict({', '.join(f'{name}={name}' for name in case.lade)})",
+    ]
+    if case.profile:
+        settings = ", ".join(f"{name}={value}" for name, value in case.profile.items())
+        lines.append(f"settle(model, {settings})")
+    for interrupt in case.interrupts:
+        what = ", ".join(map(repr, interrupt))
+        lines.append(f"found = disturb(model, {case.seed}, arguments, ours, {what}) + leaks(given)")
+        lines.append("assert not found, found")
+    lines += [
         f"for _ in range({case.num_calls}):",
-        f"    got = record(model, {case.seed}, arguments, ours)",
+        f"    got = record(model, {case.seed}, arguments, ours, {case.may_fail})",
         '    print("plain", expected.sequences, expected.error, sep="\\n")',
         '    print("lade", got.sequences, got.error, sep="\\n")',
-        "    found = differences(expected, got)",
+        "    found = differences(expected, got) + leaks(given)",
     ]
     if case.follow_up:
         lines.append(f"    found = found or follow_up(model, expected, got, call_{case.follow_up})")
     lines.append("    assert not found, found")
+    if case.threads:
+        lines.append(
+            f"found = in_threads({case.threads}, {case.vocab_size}, arguments, plain, ours)"
+        )
+        lines.append("assert not found, found")
     words = set(re.findall(r"\w+", "\n".join(lines)))
-    own = {"record", "differences", "follow_up", "call_plain", "call_lade"} & words
+    own = {*_OWN, "call_plain", "call_lade"} & words
     made = sorted(words & set(parts.__all__) - {"torch"})
+    happens = sorted(words & set(events.__all__))
     head = [
         f"# {title}",
         "import torch",
@@ -167,6 +207,7 @@ def program(case: Case, title: str) -> str:
         "import lade",
         *(["from lade.support.tiny import tiny_model"] if case.architecture else []),
         f"from tests.fuzz.compare import {', '.join(sorted(own))}",
+        *([f"from tests.fuzz.events import {', '.join(happens)}"] if happens else []),
         *([f"from tests.fuzz.parts import {', '.join(made)}"] if made else []),
         "",
     ]
@@ -174,15 +215,17 @@ def program(case: Case, title: str) -> str:
 
 
 def _door(case: Case, first: str) -> list[str]:
+    others = [name for name in case.lade if name != "on_step"]
+    on_step = "on_step=on_step, " if "on_step" in case.lade else ""
     return {
         "generate": [f"return lade.generate(model, {first}**a, **given)"],
         "custom_generate": [
             f"return model.generate({first}**a, custom_generate=lade.decode, **given)"
         ],
         "wrap": [
-            "lade.wrap(model, **given)",
+            f"lade.wrap(model, {', '.join(f'{name}={name}' for name in others)})",
             "try:",
-            f"    return model.generate({first}**a)",
+            f"    return model.generate({first}{on_step}**a)",
             "finally:",
             "    lade.unwrap(model)",
         ],

@@ -2,7 +2,12 @@
 
 import json
 import sys
+import threading
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 import torch
 
 import lade
+from lade.structure import Structure
 from tests.fuzz import run
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, call_lade, call_plain, compare
@@ -205,6 +211,154 @@ def test_another_error_than_that_of_plain_generate_is_found() -> None:
     assert compare(case, call_plain).error == "ValueError"
     assert compare(case, raises_another_error).kind == "mismatch"
     assert compare(case, returns_nothing).kind == "mismatch"
+
+
+# --- planted faults around a call -------------------------------------------------------------
+
+
+LLAMA = {"family": "llama", "seed": 1, "vocab_size": 40, "hidden_size": 32, "sharpness": 1.0}
+ALL_RIGHT = {
+    "drafter": "ScriptDrafter(answer, 40, 0.8, 0)",
+    "config": "lade.Config(max_draft_tokens=8, strict_drafter=True)",
+}
+WITH_A_POOL = {"pool": "pool_of(answer)", "config": ALL_RIGHT["config"]}
+
+
+def changed(*events: str, dtype: str = "float64", **fields: Any) -> Case:
+    """Return a case whose model was used before these events."""
+    options = {"max_new_tokens": "40", "do_sample": "False", "eos_token_id": "39"}
+    model = {**LLAMA, "attention": "sdpa", "dtype": dtype}
+    used = "used(model, [[5, 6, 5, 6, 5]])"
+    fields = {"rows": ((5, 6, 7, 5, 6),), "options": options, "lade": ALL_RIGHT, **fields}
+    return Case(model, 0, events=(used, *events), **fields)
+
+
+CHANGES = {
+    "quantized": changed("quantized(model)", dtype="float32"),
+    "hooked on the last": changed("hooked(model, 'last', 3)"),
+    "hooked on single tokens": changed("hooked(model, 'single', 2)"),
+    "hooked before single tokens": changed("hooked(model, 'before single', 2)"),
+    "forwarded": changed("forwarded(model, 2)"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES)
+def test_a_verdict_that_outlives_what_was_checked_is_found(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare(case).kind == "same"
+    monkeypatch.setattr(Structure, "is_of", lambda self, model: True)
+    verdict = compare(case)
+    assert (verdict.kind, verdict.way) == ("mismatch", "tree")
+    # Looked at at every step, the model is found out, which is to be told of no case either.
+    verdict = compare(replace(case, profile={"watch": "Watch(first=1, last=1)"}))
+    assert verdict.kind == "mismatch"
+
+
+KEPT: list[int] = []
+
+
+def leaves_a_sequence_open(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    KEPT.append(given["pool"].open_sequence())  # else it is closed at once
+    return call_plain(model, door, arguments, given)
+
+
+def leaves_a_hook(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    model.lm_head.register_forward_hook(lambda *_: None)
+    return call_plain(model, door, arguments, given)
+
+
+def leaves_training_on(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    model.model.norm.train()
+    return call_plain(model, door, arguments, given)
+
+
+def changes_the_config(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    model.config.note = "was here"
+    return call_plain(model, door, arguments, given)
+
+
+def gives_up_drafts(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    warnings.warn("drafts are wrong", lade.VerificationWarning, stacklevel=2)
+    return call_plain(model, door, arguments, given)
+
+
+def gives_up_a_drafter(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    warnings.warn("the drafter failed", lade.DrafterWarning, stacklevel=2)
+    return call_plain(model, door, arguments, given)
+
+
+def errs_in_threads(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    output = call_plain(model, door, arguments, given)
+    return output if threading.current_thread() is threading.main_thread() else output.flip(1)
+
+
+def swallows_interrupts(model: Any, door: str, arguments: dict[str, Any], given: Any) -> Any:
+    with suppress(KeyboardInterrupt):
+        return call_plain(model, door, arguments, given)
+
+
+AROUND = [
+    (leaves_a_sequence_open, "the pool has 1 sequences open"),
+    (leaves_a_hook, "a hook of the model was changed in place"),
+    (leaves_training_on, "the training flag of a module was changed in place"),
+    (changes_the_config, "the model's config was changed in place"),
+    (gives_up_drafts, "lade warned: drafts are wrong"),
+    (gives_up_a_drafter, "plain raised nothing, lade raised DrafterWarning"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), AROUND, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_a_call_leaves_behind_is_found(fault: Door, said: str) -> None:
+    verdict = compare(changed(lade=WITH_A_POOL), fault)
+    assert verdict.kind == "mismatch"
+    assert verdict.differences[0].startswith(said)
+
+
+def test_an_interrupt_that_is_swallowed_is_found() -> None:
+    case = changed("fused(model, 2)", interrupts=(("forward", 3, "KeyboardInterrupt"),))
+    assert compare(case).kind == "same"
+    verdict = compare(case, swallows_interrupts)
+    assert verdict.differences == ["KeyboardInterrupt in forward was swallowed"]
+
+
+@pytest.mark.parametrize("place", ["forward", "on_step", "streamer", "processor", "criterion"])
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
+def test_a_call_that_was_broken_off_anywhere_harms_no_other(place: str, error: str) -> None:
+    interrupts = tuple((place, number, error) for number in (0, 2, 5))
+    case = changed(lade=WITH_A_POOL, interrupts=interrupts)
+    case = replace(case, events=("fused(model, 2)", *case.events))
+    assert compare(case).differences == []
+
+
+def test_a_fault_in_threads_alone_is_found() -> None:
+    case = changed(lade=WITH_A_POOL, threads=2)
+    assert compare(case).kind == "same"
+    verdict = compare(case, errs_in_threads)
+    assert verdict.kind == "mismatch"
+    assert verdict.differences[0].startswith("thread 0: sequences")
+
+
+def test_forwards_that_are_made_to_fail_are_no_mistake() -> None:
+    case = changed("failing(model, 30)")
+    assert case.may_fail
+    assert compare(case).kind == "same"
+
+
+def test_cases_have_all_that_can_happen() -> None:
+    drawn = Counter(name for i in range(6000) for name in draw_case(9, i, FAMILIES).drawn)
+    names = [f"event {name}" for name in HAPPENINGS]
+    names += [f"profile {name}" for name in ("prior", "watch")]
+    names += [f"lade {name}" for name in ("lookahead", "stable_text", "execution", "on_step")]
+    names += ["threads 2", "threads 3", "tiny vocabulary", "nested in a processor"]
+    names += [f"KeyboardInterrupt in {place}" for place in ("forward", "streamer", "on_step")]
+    assert [name for name in names if not any(each.startswith(name) for each in drawn)] == []
+
+
+HAPPENINGS = (
+    *("used", "wrapped", "quantized", "copied", "compiled", "converted", "trained", "swapped"),
+    *("exchanged", "hooked", "unhooked", "forwarded", "adapted", "unadapted", "failing", "fused"),
+)
 
 
 # --- what is no mistake ---------------------------------------------------------------------
