@@ -309,7 +309,7 @@ class FixedTarget(TreeTarget):
             for reach, window in self._reach_windows.items()
         }
         mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
-        logits: Tensor = (self._call or self._view())(
+        logits: Tensor = (self._view() if self._call is None else self._call)(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
             attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),

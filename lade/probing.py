@@ -24,7 +24,7 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.fixed import WIDTHS, FixedTarget
 from lade.graphs import Graphs, can_record, recorder_of, why_not_recorded
 from lade.internals import Model, attention_of, device_of_inputs, without_compiler
-from lade.randomness import draws_random_numbers
+from lade.randomness import draws
 from lade.rules import refuse_encoder_decoder, tree_layout, why_not_stable
 from lade.structure import Structure
 from lade.tables import table_for
@@ -518,7 +518,9 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     """
     profile = profile or profile_of(model)
     if not profile.draws:
-        profile.draws.append(draws_random_numbers(model, _check_tokens(model)[:2]))
+        ids = torch.tensor([_check_tokens(model)], device=device_of_inputs(model))
+        plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
+        profile.draws.append(draws(device_of_inputs(model), lambda: plain.generate(num_new=2)))
     if not profile.draws[0]:
         yield
         return

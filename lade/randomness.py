@@ -3,13 +3,12 @@
 Next file: `probing.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from lade.internals import Model, device_of_inputs
 
 
 class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -37,27 +36,38 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     return None
 
 
-def draws_random_numbers(model: Model, token_ids: Sequence[int]) -> bool:
-    """Tell whether a forward draws from torch's generator, as dropout in training mode does.
+def draws(device: torch.device, run: Callable[[], Any]) -> bool:
+    """Tell whether forwards draw from torch's generator, as those with dropout do.
 
-    One forward is run. Where it cannot be looked into, a model in training mode is taken to draw,
-    another one is not.
+    Only what this thread draws counts, and only then the random state is put back as it was.
 
     Args:
-        model: the target.
-        token_ids: a short text.
+        device: of the model.
+        run: runs some forwards, and draws nothing besides.
     """
-    device = device_of_inputs(model)
+    before = _state_of(device)
     noticing = _Noticing()
-    state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     try:
-        with torch.no_grad(), noticing:
-            model(input_ids=torch.tensor([[*token_ids]], device=device))
-    except Exception:  # what such a mode cannot pass through, or a model that wants more inputs
-        return noticing.has_drawn or bool(model.training)
-    if noticing.has_drawn:  # by us: only then is the state put back
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, device)
-    return noticing.has_drawn
+        with noticing:
+            run()
+        has_drawn = noticing.has_drawn
+    except Exception:  # some operations do not pass through such a mode
+        try:
+            run()
+        except Exception:  # the check will tell what is wrong
+            return noticing.has_drawn
+        has_drawn = not torch.equal(before, _state_of(device))
+    if has_drawn:
+        _put_back(device, before)
+    return has_drawn
+
+
+def _state_of(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _put_back(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

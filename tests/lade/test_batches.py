@@ -59,8 +59,9 @@ def test_finished_rows_leave_the_forward() -> None:
     def watch(module: Any, args: Any, inputs: dict[str, Any]) -> None:
         sizes.append(tuple(inputs["input_ids"].shape))
 
-    both(model, THREE, do_sample=False, eos_token_id=ends)  # with all outputs: all rows stay
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    both(model, THREE, do_sample=False, eos_token_id=ends)  # with all outputs: all rows stay
+    sizes.clear()
     options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": ends, "do_sample": False}
     options["pad_token_id"] = 0
     config = lade.Config(max_draft_tokens=0)
@@ -246,8 +247,8 @@ def test_a_broken_row_closes_the_sequences_of_all() -> None:
             return Draft.empty()
 
     drafter = BrokenBatch([[]] * 3, np.random.default_rng(0), 0.0)
+    options: dict[str, Any] = {"attention_mask": (THREE != 0).long(), "max_new_tokens": 9}
+    config = lade.Config(strict_drafter=True)
     with pytest.raises(OSError, match="disk full"):
-        lade.generate(
-            model, THREE, attention_mask=(THREE != 0).long(), drafter=drafter, max_new_tokens=9
-        )
+        lade.generate(model, THREE, drafter=drafter, config=config, **options)
     assert drafter.closed == 3
