@@ -157,7 +157,12 @@ def _compare(case: Case, model: Any, ours: Door) -> Verdict:
     except Exception as error:
         return Verdict("mismatch", [f"making {case.lade} raised {_told(error)}"])
     verdict.error = type(plain.error).__name__ if plain.error else ""
-    before = events.settle(names["model"], **settings)
+    if not settings:
+        return _compare_calls(case, names, plain, given, ours, verdict)
+    try:
+        before = events.settle(names["model"], **settings)
+    except Exception as error:
+        return Verdict("mismatch", [f"looking at the model raised {_told(error)}"])
     try:
         return _compare_calls(case, names, plain, given, ours, verdict)
     finally:
