@@ -17,6 +17,10 @@ class PlainDecodingWarning(UserWarning):
     """A model or a call leaves no way to verify drafts, and is decoded one token a forward."""
 
 
+class MisfitError(ValueError):
+    """Arguments of a call that do not fit each other, which plain decoding would run into, too."""
+
+
 class VerificationWarning(PlainDecodingWarning):
     """Drafts could not be verified any more in the middle of a call; the rest of it is plain."""
 

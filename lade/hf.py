@@ -54,6 +54,7 @@ from lade.drafting import (
 from lade.errors import (
     EagerExecutionWarning,
     LadeError,
+    MisfitError,
     PlainDecodingWarning,
     UnsupportedOptionError,
     VerificationWarning,
@@ -171,7 +172,7 @@ def wrap(
         ValueError: pool and config contradict each other.
     """
     inner = _generating(model)
-    _Ours(pool, None, config, None)
+    _check_ours(_Ours(pool, None, config, None))
     if pool is None and shares_text:
         pool = _new_pool(config)
     before = vars(inner).get("generate")
@@ -396,7 +397,7 @@ def decode(
             target = make_target(
                 model, input_ids, model_kwargs, way, num_new, generation_config, profile
             )
-    except LadeError:
+    except (LadeError, MisfitError):
         raise
     except Exception as failure:  # whatever it is, plain decoding runs into it too, or does not
         why = f"{type(failure).__name__}: {failure}"
@@ -481,9 +482,10 @@ def decode(
     )
     stats = decoder.run()
     if decoder.failure is not None:
-        _give_up(model, profile, way, decoder.failure)
         emit(told.missing(stats))
-        if not all(text.is_finished):
+        if all(text.is_finished):
+            _give_up(model, profile, way, decoder.failure)
+        else:
             target.undo()
             output, rest = finish_plainly(
                 model,
@@ -498,6 +500,7 @@ def decode(
                 on_step,
                 model_kwargs,
             )
+            _give_up(model, profile, way, decoder.failure)  # not where plain decoding fails, too
             if not generation_config.return_dict_in_generate:
                 return output
             stats.add(rest)

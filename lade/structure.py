@@ -51,7 +51,7 @@ class _Parts(NamedTuple):
     no_weights: tuple[list[dict[str, Any]], _Names]  # where there might be one
     some_dtypes: list[torch.dtype]
     class_forwards: list[tuple[Any, Any]]  # by class
-    configs: list[tuple[Any, dict[str, Any]]]
+    configs: list[tuple[dict[str, Any], _Names, list[Any]]]  # settings, names and values of each
 
 
 class Structure:
@@ -94,6 +94,7 @@ def _root_of(model: Model) -> tuple[Any, ...]:
     return (
         type(model),
         model.training,
+        id(model.config),
         *(_method_of(model, name) for name in _METHODS),
         *map(vars(model).get, _FLAGS),
         _hooks_of(torch_module._global_forward_hooks),
@@ -159,12 +160,24 @@ def _parts_of(model: Model, inner: Sequence[nn.Module]) -> _Parts:
         no_weights=_places(entry for entry in weights if entry[2] is None),
         some_dtypes=_some_dtypes([weight for *_, weight in addressed]),
         class_forwards=[(each, each.forward) for each in classes],
-        configs=[
-            (each, copied)
-            for each in configs.values()
-            if (copied := copy.deepcopy(vars(each))) == vars(each)  # else it never would be
-        ],
+        configs=[_settings_of(vars(each)) for each in configs.values()],
     )
+
+
+def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[Any]]:
+    """Return the attributes of a config, and names and copies of those that can be compared.
+
+    Configs of other parts cannot: to compare them may raise.
+    """
+    kept = {}
+    for name, value in config.items():
+        try:
+            copied = copy.deepcopy(value)
+            if not hasattr(value, "to_dict") and bool(copied == value):
+                kept[name] = copied
+        except Exception:  # whatever a remote config holds
+            continue
+    return config, [*kept], [*kept.values()]
 
 
 def _is_same(parts: _Parts) -> bool:
@@ -186,7 +199,7 @@ def _is_same(parts: _Parts) -> bool:
         and all(id(each["forward"]) == forward for each, forward in parts.own_forwards)
         and all(_hooks_of(hooks) == known for hooks, known in parts.hooks)
         and all(each.forward is forward for each, forward in parts.class_forwards)
-        and all(vars(config) == known for config, known in parts.configs)
+        and all([*map(held.get, names)] == values for held, names, values in parts.configs)
     )
 
 

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from lade import ties
 from lade.attention import PACKED_SDPA
 from lade.cache import Kind, LayerKind, TreeCache, kind_of
+from lade.errors import MisfitError
 from lade.inputs import TOKEN_TYPES, extended
 from lade.internals import (
     Model,
@@ -180,7 +181,7 @@ class TreeTarget:
             held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
             rows = input_ids.shape[0]
             if held != rows:
-                raise ValueError(f"expected past_key_values of {rows} rows, got {held}")
+                raise MisfitError(f"expected past_key_values of {rows} rows, got {held}")
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
         mask = model_kwargs.get("attention_mask")

@@ -75,6 +75,8 @@ def events_of(model: Any, **options: Any) -> list[Any]:
     events: list[Any] = []
     handle = model.model.register_forward_hook(lambda *_: events.append("forward"))
     config = lade.Config(max_draft_tokens=3)
+    lade.probe(model)
+    events.clear()
     got = lade.generate(
         model,
         ONE,

@@ -267,10 +267,13 @@ def test_a_race_forgets_what_is_behind_and_limits_what_is_ahead() -> None:
     assert race.max_lead == 42
     assert Race(64, 200_000, CPU, ahead=True).max_lead == 8
     assert Race(1, 200_000, CPU, ahead=True).max_lead is None
-    small = Race(2, 5, CPU, ahead=True)
-    small(torch.zeros(2, 5), [0, 1], [9, 9])
-    small.begin_step(first_time=7)
-    assert list(small._noise) == list(small._states) == [7, 8, 9]
+    for ahead in (True, False):
+        small = Race(2, 5, CPU, ahead=ahead)
+        small(torch.zeros(2, 5), [0, 1], [9, 9])
+        small.begin_step(first_time=7)
+        assert list(small._noise) == [7, 8, 9]
+        # Ahead it draws from a generator of its own, and nothing has to be put back.
+        assert list(small._states) == ([] if ahead else [7, 8, 9])
 
 
 @pytest.mark.parametrize("kind", [ProcessedChoice, ChoiceAtOnce])
