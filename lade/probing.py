@@ -237,7 +237,7 @@ def prior_of(model: Model, profile: Profile) -> SuccessorTable | None:
 
 def forget_prior(model: Model) -> None:
     """Look for the model's table anew at its next use."""
-    for profile in Profiles.of(without_compiler(model)):
+    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
         profile.prior.clear()
 
 
@@ -407,7 +407,7 @@ def release(model: Model) -> None:
     That is keys and values, and recorded steps, of `Config(execution=…)` other than "eager". The
     next call takes it anew.
     """
-    for profile in Profiles.of(without_compiler(model)):
+    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
         profile.shelf.clear()
     torch.cuda.empty_cache()  # what recordings held; does nothing where there is no GPU
 

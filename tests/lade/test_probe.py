@@ -421,8 +421,8 @@ def test_the_check_runs_once_and_leaves_no_trace() -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     assert lade.probe(model) == lade.probe(model)
-    assert len(calls) <= 12
-    assert max(calls) <= 6
+    assert len(calls) <= 14
+    assert sorted(calls)[-2] <= 6  # but for one, to find out whether forwards draw
     assert torch.equal(torch.get_rng_state(), state)
     assert set(vars(model)) - attributes == {"_lade_profiles"}
     assert len(model._forward_pre_hooks) == 1
@@ -474,7 +474,7 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     USED.clear()
     forwards: list[str] = []
     model.register_forward_pre_hook(
-        lambda *args: forwards.append(model.config._attn_implementation)
+        lambda module, args: forwards.append(module.config._attn_implementation)
     )
     assert check_text(model, None).mean_accepted_tokens > 1.2
     assert {*forwards} == {"blind", "sdpa"}

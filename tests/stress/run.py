@@ -70,7 +70,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     lines = command("lines", "interrupt at every line, and once more when it comes again")
     lines.add_argument("--use", action="append", choices=USES, help="these alone")
-    lines.set_defaults(run=lambda args: interrupt_lines(args.use or USES, seed=args.seed).as_dict())
+    lines.add_argument(
+        "--every-use", action="store_true", help="a line of several uses in each of them"
+    )
+    lines.set_defaults(
+        run=lambda args: interrupt_lines(
+            args.use or USES, known=None if args.every_use else set(), seed=args.seed
+        ).as_dict()
+    )
     interrupts = command("interrupts", "interrupt calls by a signal, at random moments")
     interrupts.add_argument("--calls", type=int, default=1000)
     interrupts.set_defaults(
