@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+# Tiny models are faster on one thread: starting two takes longer than their matrices.
+TEST := OMP_NUM_THREADS=1
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo test check format test-oldest fuzz clean
+.PHONY: help demo test check format test-oldest fuzz stress clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -13,13 +15,14 @@ help:
 	@echo "make format       bring the code into the format that check wants"
 	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about a quarter of an hour)"
+	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make clean        remove the environments and caches"
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/lade demo
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest
+	$(TEST) $(VENV)/bin/python -m pytest
 	NUMBA_DISABLE_JIT=1 $(VENV)/bin/python -m pytest tests/ngram_pool
 
 check: $(VENV)/.dev
@@ -32,10 +35,17 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 
 test-oldest: $(OLDEST)/.dev
-	$(OLDEST)/bin/python -m pytest tests/lade
+	$(TEST) $(OLDEST)/bin/python -m pytest tests/lade
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --cases 20000 --processes 2 --seed 0 --out docs/results/fuzz.json
+
+stress: $(VENV)/.dev
+	$(TEST) $(VENV)/bin/python -m tests.stress lines --out docs/results/stress.json
+	$(TEST) $(VENV)/bin/python -m tests.stress interrupts --out docs/results/stress.json
+	$(TEST) $(VENV)/bin/python -m tests.stress async --out docs/results/stress.json
+	for kind in gemma2 flash sdpa; do $(TEST) $(VENV)/bin/python -m tests.stress threads \
+		--kind $$kind --out docs/results/stress.json || exit 1; done
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"

@@ -211,6 +211,8 @@ class _WrappedGenerate:
         before: what the model had in this place, which is not its class's.
     """
 
+    is_lades = True  # what others know it by
+
     def __init__(
         self,
         model: Model,
@@ -265,13 +267,9 @@ def _generating(model: Model) -> Model:
     inner = without_compiler(model)
     can_generate = callable(getattr(type(inner), "generate", None))
     if not (isinstance(inner, nn.Module) and can_generate and hasattr(inner, "config")):
+        got = repr(inner) if isinstance(inner, str) else type(inner).__name__
         raise TypeError(
-            f"expected a transformers causal LM, one that has a method generate, got {inner!r}"[
-                :200
-            ]
-            if isinstance(inner, str)
-            else "expected a transformers causal LM, one that has a method generate, got "
-            f"{type(inner).__name__}"
+            f"expected a transformers causal LM, which has a method generate, got {got[:100]}"
         )
     return inner
 

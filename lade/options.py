@@ -103,5 +103,5 @@ def _named(mode: str, config: GenerationConfig) -> str:
 
 def _way_out(model: Model) -> str:
     """Return what to add where `model.generate` is ours, and the user may want its own back."""
-    is_wrapped = getattr(model, "_lade_wrapping", None) is not None
+    is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
     return "; lade.unwrap(model) gives the model its own generate back" if is_wrapped else ""
