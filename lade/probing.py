@@ -520,7 +520,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     if not profile.draws:
         ids = torch.tensor([_check_tokens(model)], device=device_of_inputs(model))
         plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
-        profile.draws.append(draws(device_of_inputs(model), lambda: plain.generate(num_new=2)))
+        profile.draws.append(draws(model, lambda: plain.generate(num_new=2)))
     if not profile.draws[0]:
         yield
         return

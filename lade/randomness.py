@@ -4,11 +4,14 @@ Next file: `probing.py`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lade.internals import Model, attention_of, device_of_inputs
 
 
 class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -36,30 +39,40 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     return None
 
 
-def draws(device: torch.device, run: Callable[[], Any]) -> bool:
-    """Tell whether forwards draw from torch's generator, as those with dropout do.
+def draws(model: Model, run: Callable[[], Any]) -> bool:
+    """Tell whether a model's forwards draw from torch's generator, as those with dropout do.
 
-    Only what this thread draws counts, and only then the random state is put back as it was.
+    Only what this thread draws counts, and only then the random state is put back as it was. Where
+    something is compiled, which the looking would disturb, any change of the state counts.
 
     Args:
-        device: of the model.
-        run: runs some forwards, and draws nothing besides.
+        model: the target.
+        run: runs some forwards of it, and draws nothing besides.
     """
+    device = device_of_inputs(model)
     before = _state_of(device)
-    noticing = _Noticing()
+    noticing = None if _is_compiled(model) else _Noticing()
     try:
-        with noticing:
+        with noticing or nullcontext():
             run()
-        has_drawn = noticing.has_drawn
-    except Exception:  # some operations do not pass through such a mode
-        try:
-            run()
-        except Exception:  # the check will tell what is wrong
-            return noticing.has_drawn
-        has_drawn = not torch.equal(before, _state_of(device))
+    except Exception:  # the check will tell what is wrong
+        has_drawn = bool(model.training)
+    else:
+        is_changed = not torch.equal(before, _state_of(device))
+        has_drawn = is_changed and (noticing is None or noticing.has_drawn)
     if has_drawn:
         _put_back(device, before)
     return has_drawn
+
+
+def _is_compiled(model: Model) -> bool:
+    """Tell whether a part of a model is compiled, as flex attention always is."""
+    if attention_of(model) not in ("sdpa", "eager", None):
+        return True
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def _state_of(device: torch.device) -> Tensor:

@@ -191,10 +191,10 @@ def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
 
 def test_noise_of_many_places_is_gathered_on_a_device_in_one_go() -> None:
     """What runs on accelerators, on a device that holds numbers as a CPU does."""
+    torch.manual_seed(0)
     race = Race(3, 50, torch.device("cpu"), ahead=True)
     places = [(0, 2), (2, 0), (1, 1), (0, 0), (2, 2)]
     rows, times = [row for row, _ in places], [time for _, time in places]
-    torch.manual_seed(0)
     one_by_one = race._noise_of(rows, times, 50)
     torch.manual_seed(0)
     other = Race(3, 50, torch.device("cpu"), ahead=True)
