@@ -3,8 +3,7 @@
 Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], and then, for one,
 transformers chat MODEL http://localhost:8000
 
-Requests are private: each drafts from its own text alone. Where all of them are yours, `share` lets
-later answers profit from earlier ones.
+Requests are private; with `share`, where all are yours, later answers profit from earlier ones.
 """
 
 import sys

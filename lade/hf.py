@@ -141,8 +141,9 @@ def generate(
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     ours = _Ours(pool, drafter, config, on_step)
-    args = () if input_ids is None else (input_ids,)
-    return _generate(_generating(model), ours, args, generate_kwargs)
+    if input_ids is not None:
+        generate_kwargs["input_ids"] = input_ids
+    return _generate(_generating(model), ours, (), generate_kwargs)
 
 
 def wrap(
@@ -278,6 +279,9 @@ def _generate(
     model: Model, ours: _Ours, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> Any:
     """Call the model's own `generate` with our strategy in it."""
+    if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
+        # The model has a generate of its own that calls us: we are on our way already.
+        return type(model).generate(model, *args, **generate_kwargs)
     _check_ours(ours)
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
@@ -301,6 +305,7 @@ def _generate(
             **prepared_kwargs,
         )
 
+    strategy.is_lades = True  # type: ignore[attr-defined]
     return own(*args, custom_generate=strategy, **generate_kwargs)
 
 
