@@ -1,9 +1,7 @@
 """Serve a model that decodes with lade, by transformers' own OpenAI-compatible server.
 
-Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], and then, for one,
-transformers chat MODEL http://localhost:8000
-
-Requests are private; with `share`, where all are yours, later answers profit from earlier ones.
+Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], and then, for one, transformers
+chat MODEL http://localhost:8000. Requests are private; `share` lets later answers profit from all.
 """
 
 import sys
