@@ -95,6 +95,24 @@ class NgramDrafter(Drafter, Protocol):
         """
 
 
+class NoDrafter:
+    """Drafts nothing."""
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin a sequence."""
+        return 0
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        """Propose nothing."""
+        return Draft.empty()
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Learn nothing."""
+
+    def close(self, sequence: int) -> None:
+        """End a sequence."""
+
+
 class _Harvest(NamedTuple):
     """What `NGramPool.harvest` takes."""
 

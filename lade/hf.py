@@ -46,12 +46,14 @@ from lade.decoding import Decoder, Rules, VerificationError, Watching
 from lade.drafting import (
     Drafter,
     NgramDrafter,
+    NoDrafter,
     PoolDrafter,
     Proposer,
     SamplingDrafter,
     has_table,
 )
 from lade.errors import (
+    DrafterWarning,
     EagerExecutionWarning,
     LadeError,
     MisfitError,
@@ -704,7 +706,15 @@ def _choose_drafter(
         prior = prior_of(model, profile) if config is None or config.uses_table else None
         limits = [target.max_candidates, config.max_candidates if config is not None else None]
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
-        return PoolDrafter(pool if pool is not None else _new_pool(config), max_candidates, prior)
+        try:
+            pool = _new_pool(config) if pool is None else pool
+        except Exception as failure:  # no memory, no compiler: that costs the drafts alone
+            what = f"{type(failure).__name__}: {failure}"
+            _say_once(
+                profile, f"lade drafts nothing, for no pool can be made ({what})", DrafterWarning
+            )
+            return NoDrafter()
+        return PoolDrafter(pool, max_candidates, prior)
     rejects = config is not None and config.verifier == "rejection"
     if rejects and target.max_candidates is not None and isinstance(drafter, SamplingDrafter):
         # Which of the drawn paths to leave out is the drafter's to say.

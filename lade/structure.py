@@ -63,8 +63,12 @@ class Structure:
 
     def __init__(self, model: Model) -> None:
         inner = [*model.modules()][1:]
-        self._root = _root_of(model)
-        self._parts: _Parts | None = _parts_of(model, inner)
+        self._root: tuple[Any, ...] = ()
+        self._parts: _Parts | None = None
+        try:
+            self._root, self._parts = _root_of(model), _parts_of(model, inner)
+        except Exception:  # of code like no other: it never is what it was
+            return
         # What is compared holds dicts of the modules: with the first of these that goes, let go.
         mine = weakref.ref(self)  # no cycle: with the model, all of this goes at once
 

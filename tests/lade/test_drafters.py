@@ -179,6 +179,18 @@ def test_placeholders_beside_embeddings_are_no_trouble() -> None:
     assert lade.generate(model, ids, **options).tolist() == expected.tolist()
 
 
+def test_a_pool_that_cannot_be_made_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", seed=2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("lade.hf.NGramPool.__init__", fail)
+    with pytest.warns(lade.DrafterWarning, match=r"drafts nothing.*MemoryError: no room"):
+        got = lade.generate(model, PROMPT, **OPTIONS)
+    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+
+
 def test_a_pool_that_cannot_grow_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", seed=2)
 
