@@ -72,8 +72,9 @@ class Result:
                 self.wrong += 1
             else:
                 self.left += 1
-            if len(self.told) < _MOST_TOLD:
-                self.told.append(f"{where}: {what}")
+            finding = f"{where}: {what}"
+            if finding not in self.told and len(self.told) < _MOST_TOLD:
+                self.told.append(finding)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
