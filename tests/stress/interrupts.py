@@ -151,6 +151,8 @@ def interrupt_lines(
     """
     result, rng, reached = Result(), random.Random(seed), set[Line]()
     for name in names:
+        if known is not None:
+            known |= reached
         use = USES[name]()
         before = state_of(use)
         lines = lines_of(use)
@@ -174,9 +176,9 @@ def interrupt_lines(
                 use = USES[name]()
                 _clean_thread()
                 before = state_of(use)
-    result.lines = len(reached)
     if known is not None:
         known |= reached
+    result.lines = len(reached)
     return result
 
 
