@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from lade.attention import PACKED_SDPA
 from lade.budget import Budget, MeasuredBudget
 from lade.chain import MAX_ROWS, ChainTarget
-from lade.closeness import limit_of
+from lade.closeness import distance, limit_of
 from lade.config import SPECULATING, Execution, Way
 from lade.drafting import narrowed
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
@@ -645,7 +645,7 @@ def _difference(
     mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
 ) -> float:
     reference = torch.stack([theirs[place] for place in mine])
-    return float((torch.stack([*mine.values()]) - reference).abs().max() / reference.std())
+    return distance(torch.stack([*mine.values()]), reference)
 
 
 class _Plain:

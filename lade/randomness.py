@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 
 from lade.internals import Model, attention_of, device_of_inputs
 
@@ -60,6 +64,9 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
     else:
         is_changed = not torch.equal(before, _state_of(device))
         has_drawn = is_changed and (noticing is None or noticing.has_drawn)
+    finally:  # interrupted on the way in or out, torch leaves its mode on
+        while noticing is not None and noticing in _get_current_dispatch_mode_stack():
+            _pop_mode()
     if has_drawn:
         _put_back(device, before)
     return has_drawn

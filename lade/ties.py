@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
 from torch.utils.hooks import RemovableHandle
 
 from lade.internals import Model
@@ -114,6 +114,9 @@ class TieWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Interrupted in an indexer, torch calls no hook behind it.
+        while self._mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            _pop_mode()  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -383,10 +383,9 @@ def test_what_cannot_be_held_at_all_is_said(little_memory: dict[str, int]) -> No
     choose_way(model, execution="fixed")
     little_memory["most"] = 40
     message = r"no memory is left for the keys or values of \d+ tokens in 3 layers and 1 rows"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        generate(model, **options)
-    assert model.config._attn_implementation == "sdpa"
-    assert torch.equal(model.generate(ONE, **options), expected)
+    with pytest.warns(lade.VerificationWarning, match=message):
+        got = generate(model, **options)
+    assert torch.equal(got, expected)
     little_memory["most"] = 10**9
     assert torch.equal(generate(model, **options), expected)
 

@@ -206,7 +206,7 @@ def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
 
     told: list[str] = []
     monkeypatch.setattr(stopping_criteria.logger, "warning_once", told.append)
-    model = tiny_model("llama", seed=1, max_position_embeddings=16)
+    model = tiny_model("llama", seed=1, max_position_embeddings=24)
     model.generation_config.eos_token_id = None
     model.generate(PROMPT, **OPTIONS)
     assert told

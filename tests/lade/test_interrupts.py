@@ -27,22 +27,7 @@ def nothing_was_found(result: Result) -> bool:
     return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
-# Found by this test. Such a mode stays in the thread, and sees whatever is called there next.
-_LEFT = {
-    "sparse": "interrupted in an indexer, lade/ties.py leaves its function mode on",
-    "first call": "interrupted behind a forward, lade/randomness.py leaves its dispatch mode on",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=_LEFT[name], strict=True))
-        if name in _LEFT
-        else name
-        for name in USES
-    ],
-)
+@pytest.mark.parametrize("name", USES)
 def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
     result = interrupt_lines([name], answer_every=12, later_every=10, known=_KNOWN)
     _DONE.add(name)
@@ -52,7 +37,7 @@ def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_interrupted_by_a_signal_nothing_is_left() -> None:
-    result = interrupt_by_signals(60, [name for name in USES if name not in _LEFT])
+    result = interrupt_by_signals(60, [*USES])
     assert nothing_was_found(result), result.told
     assert result.interrupted > 40
 

@@ -60,8 +60,6 @@ class CountingPool(lade.NGramPool):
 @contextmanager
 def forwards_of(model: Any) -> Iterator[list[dict[str, Any]]]:
     """Gather the arguments of all forwards that lade runs on trees, those of its check left out."""
-    for num_rows in (1, 2):
-        lade.probe(model, num_rows=num_rows)
     seen: list[dict[str, Any]] = []
 
     def watch(module: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -69,6 +67,9 @@ def forwards_of(model: Any) -> Iterator[list[dict[str, Any]]]:
             seen.append(inputs)
 
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    for num_rows in (1, 2):
+        lade.probe(model, num_rows=num_rows)
+    seen.clear()
     try:
         yield seen
     finally:

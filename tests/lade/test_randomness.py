@@ -1,0 +1,69 @@
+"""The random state is everybody's: nobody's draws come twice because lade looked at a model."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lade
+from lade.choose import Race
+from lade.probing import profile_of
+from tests.lade.tiny import tiny_model
+
+PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+
+
+@pytest.mark.parametrize("what", ["check", "prewarm"])
+def test_draws_of_another_thread_do_not_come_twice(what: str, tmp_path: Path) -> None:
+    drawn: list[int] = []
+    done = threading.Event()
+
+    def draw() -> None:
+        while not done.is_set():
+            drawn.append(int(torch.randint(2**62, (1,))))
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for seed in range(6):
+            model = tiny_model("llama", seed=seed)
+            if what == "check":
+                lade.probe(model)
+            else:
+                lade.prewarm(model, 0.2, folder=tmp_path)
+    finally:
+        done.set()
+        thread.join()
+    assert len(drawn) > 100
+    assert len({*drawn}) == len(drawn)
+
+
+def test_a_model_that_draws_is_found_and_leaves_the_state_as_it_was() -> None:
+    model = tiny_model("opt", dropout=0.5, attention_dropout=0.5).train()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    lade.probe(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert profile_of(model).draws == [True]
+    model.eval()
+    lade.probe(model)
+    assert profile_of(model).draws == [False]
+
+
+def test_draws_ahead_are_nobody_elses() -> None:
+    """As on an accelerator: what is not used is never drawn from everybody's generator."""
+    torch.manual_seed(1)
+    expected = [torch.empty(2, 9).exponential_() for _ in range(2)]
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    race = Race(2, 9, torch.device("cpu"), ahead=True)
+    before = torch.get_rng_state()
+    places: Any = ([0, 1, 0, 1], [0, 0, 6, 6])
+    rows, times = places
+    noise = race._noise_of(rows, times, 9)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(noise[0], expected[0][0])
+    race.close(2)
+    assert torch.equal(torch.get_rng_state(), after)
