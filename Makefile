@@ -14,7 +14,7 @@ help:
 	@echo "make check        format, lint and strict types"
 	@echo "make format       bring the code into the format that check wants"
 	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
-	@echo "make fuzz         compare 20 000 random calls with plain generate (about a quarter of an hour)"
+	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make clean        remove the environments and caches"
 
