@@ -1,21 +1,27 @@
-"""What a result was measured on: hardware, versions, date."""
+"""What a result was measured on: the commit, hardware, versions, date."""
 
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from lade._version import __version__
 
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("lade", "ngram_pool")  # what a result depends on; result files change as they come
+
 
 def environment() -> dict[str, Any]:
-    """Return hardware, versions and date, ready for JSON; no host name and no path."""
+    """Return commit, hardware, versions and date, ready for JSON; no host name and no path."""
     import torch
 
     packages = ("torch", "transformers", "numba", "numpy")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -24,6 +30,38 @@ def environment() -> dict[str, Any]:
         "lade": __version__,
         **{name: metadata.version(name) for name in packages},
     }
+
+
+def commit(package: Path = _PACKAGE) -> str:
+    """Return the commit that the code was checked out at.
+
+    Args:
+        package: the folder of the package `lade`.
+
+    Returns:
+        The commit's hash, with `-dirty` behind it where a source file was changed since; "unknown"
+        outside a git checkout of this project, as in an installed wheel.
+    """
+    root = package.parent
+    # A virtual environment may lie in somebody else's checkout, which does not track our files.
+    if _git(root, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
+        return "unknown"
+    found = _git(root, "rev-parse", "HEAD")
+    changes = _git(root, "status", "--porcelain", "--", *_SOURCES)
+    if not found or changes is None:
+        return "unknown"
+    return f"{found}-dirty" if changes else found
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints, or None where it fails or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:
