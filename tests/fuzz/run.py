@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import lade
+from lade.bench.environment import commit
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, Kind, call_lade, call_plain, compare
 from tests.fuzz.shrink import program, shrink
@@ -313,6 +314,7 @@ def _about(arguments: argparse.Namespace, is_whole: bool, seconds: float) -> dic
         "num_processes": arguments.processes,
         "seconds": round(seconds, 1),
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -466,5 +466,6 @@ def test_the_command_sums_up_and_tells_of_failures(
     assert result["only_architectures"] == ["mamba2", "llama"]
     assert sum(counts["cases"] for counts in result["architectures"].values()) == 4
     assert result["versions"]["python"] == sys.version.split()[0]
+    assert result["commit"]
     assert run.main(["--only", "2", "--against", "plain", "--architectures", ""]) == 0
     assert "# same" in capsys.readouterr().out

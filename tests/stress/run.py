@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import lade
+from lade.bench.environment import commit
 from tests.stress.interrupts import interrupt_by_signals, interrupt_lines, interrupt_threads
 from tests.stress.threads import KINDS, call_from_threads
 from tests.stress.uses import USES
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _about() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
