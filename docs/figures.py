@@ -1,0 +1,535 @@
+"""Write every figure of README.md and of the site from docs/results and docs/support.
+
+    python docs/figures.py            # writes what differs, and names it
+    python docs/figures.py --check    # writes nothing, and fails where anything differs
+
+A page holds a figure between two comments:
+
+    <!-- figures: NAME ARGUMENTS -->
+    …
+    <!-- end -->
+
+What stands between them is replaced by what the function of that name below returns. Both comments
+may stand in one line, around a single number. Files are named by their path in docs/, without
+`.json`. Plots are not stored, so none can differ: `conf.py` draws them when the site is built.
+"""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lade.bench.report import LOOPS, OVERALL, share_text, speedup_text
+from lade.bench.settings import Settings
+from lade.bench.tables import Sheet
+from lade.support.report import markdown as support_document
+from lade.support.report import read_json as read_support
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+SUPPORT = DOCS / "SUPPORT.md"  # all of it is a figure
+
+_MARKED = re.compile(r"<!-- figures: (?P<call>[^\n]*?) -->(?P<body>.*?)<!-- end -->", re.DOTALL)
+_FIGURES: dict[str, Callable[..., str]] = {}
+
+_NAMES = {
+    "plain": "`generate`",
+    "prompt_lookup": "transformers' prompt lookup",
+    "lade": "**lade**",
+    "lade_untabled": "**lade**, without a table",
+    "lade_lookahead": "**lade**, with a lookahead window",
+    "lade_stable": "**lade**, `stable_text=True`",
+    "rival_prompt_lookup": "prompt lookup",
+    "rival_lookahead": "lookahead pool (N=5, G=7)",
+    "rival_recycling": "Token Recycling",
+    "rival_sam": "suffix automaton (SAM)",
+    "rival_sam_recycling": "SAM with Recycling",
+    "rival_goose": "copy and adjacency (Goose-like)",
+    "rival_suffix": "SuffixDecoding-like",
+}
+_PREWARMED = "**lade**, after `lade prewarm`"
+_MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check all pages; return the exit code."""
+    is_check = "--check" in arguments
+    found = [*outdated()]
+    for path, text in found:
+        if not is_check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{'differs from its results' if is_check else 'written'}: {path.relative_to(ROOT)}")
+    if is_check and found:
+        print("run: python docs/figures.py", file=sys.stderr)
+    return int(is_check and bool(found))
+
+
+def outdated() -> Iterator[tuple[Path, str]]:
+    """Yield every file whose figures differ from its results, with the text that it should have."""
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        made = filled(text, path.name)
+        if made != text:
+            yield path, made
+    runs = [read_support(path) for path in sorted((DOCS / "support").glob("transformers-*.json"))]
+    if (document := support_document(runs)) != SUPPORT.read_text(encoding="utf-8"):
+        yield SUPPORT, document
+
+
+def pages() -> list[Path]:
+    """Return all Markdown files that may hold figures."""
+    made = ("_build", "results", "support")
+    found = [path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] not in made]
+    return [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted({*found} - {SUPPORT})]
+
+
+def filled(text: str, name: str = "text") -> str:
+    """Return a page with its figures made anew.
+
+    Raises:
+        ValueError: a figure is asked for that there is not, or with wrong arguments.
+    """
+
+    def make(match: re.Match[str]) -> str:
+        function, *arguments = shlex.split(match["call"])
+        if function not in _FIGURES:
+            raise ValueError(f"expected a figure of {', '.join(_FIGURES)} in {name}: {function}")
+        try:
+            figure = _FIGURES[function](*arguments)
+        except (TypeError, KeyError, OSError) as error:
+            raise ValueError(f"the figure '{match['call']}' in {name}: {error!r}") from error
+        if match["body"].startswith("\n"):
+            figure = f"\n\n{figure}\n\n"
+        return f"<!-- figures: {match['call']} -->{figure}<!-- end -->"
+
+    return _MARKED.sub(make, text)
+
+
+def _figure(function: Callable[..., str]) -> Callable[..., str]:
+    _FIGURES[function.__name__] = function
+    return function
+
+
+# --- single numbers -------------------------------------------------------------------------
+
+
+@_figure
+def value(file: str, path: str, form: str = "") -> str:
+    """Return one number of a file, as `x` (1.50x), `%`, `,` (thousands), or so many decimals."""
+    found: Any = _read(file)
+    for key in path.split("/"):
+        found = found[int(key) if isinstance(found, list) else key]
+    return _formatted(found, form)
+
+
+@_figure
+def overhead(file: str, method: str = "lade") -> str:
+    """Return the median over prompts of the share of a step that is not the model's forward."""
+    return f"{median(prompt[method]['overhead'] for prompt in _read(file)['prompts']):.1%}"
+
+
+@_figure
+def rates(file: str, method: str, group: str = OVERALL) -> str:
+    """Return the speed-up of each pass of a method."""
+    return _passes_text(_read(file)["summary"][group][method])
+
+
+@_figure
+def held_out() -> str:
+    """Return what lade comes to on prompts that its first weights were not fitted to."""
+    file = "results/drafts/held_out"
+    if not _path(file).exists():
+        return "what they give on prompts they were not fitted to was not measured yet."
+    overall = _read(file)["summary"][OVERALL]
+    found = [
+        f"{_label(file, name, overall)} {speedup_text(entry['speedup'])} (MAT {_mat(entry)})"
+        for name, entry in overall.items()
+        if name != "plain"
+    ]
+    num = overall["plain"]["num_prompts"]
+    return (
+        f"on {num} prompts they were not fitted to, {_decoding(file)} in "
+        f"{_read(file)['settings']['dtype']}: {', '.join(found)}."
+    )
+
+
+@_figure
+def ratios(method: str) -> str:
+    """Return by how much a method's MAT exceeds the best rival's, by replay, at each budget."""
+    runs = _replayed()
+    sizes = sorted({size for _, size in runs})
+    best = [
+        max(
+            run["mean_accepted_tokens"]
+            for (name, each), run in runs.items()
+            if _is_rival(name, each, size)
+        )
+        for size in sizes
+    ]
+    ours = [runs[method, size]["mean_accepted_tokens"] for size in sizes]
+    return " / ".join(f"{own / other:.2f}" for own, other in zip(ours, best, strict=True))
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+
+@_figure
+def headline(*files: str) -> str:
+    """Return README's table: the methods of several files, with the hardware below."""
+    rows = []
+    for file in files:
+        settings, overall = _read(file)["settings"], _read(file)["summary"][OVERALL]
+        for method, entry in overall.items():
+            name = _PREWARMED if _uses_table(file, method) else _name(method, overall)
+            rate, ratio = f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"])
+            same = share_text(entry["same_text"])
+            rows.append((settings["dtype"], name, rate, ratio, same))
+    headings = ("number format", "decoding", "tokens/s", "speed-up", "same text")
+    counts = " and ".join(
+        str(_read(file)["summary"][OVERALL]["plain"]["num_prompts"]) for file in files
+    )
+    note = (
+        f"{_model(files[0])}, greedy, {counts} Spec-Bench prompts (answers that end in a loop left "
+        f"out), on {_hardware(files[0])}."
+    )
+    return f"{_table(headings, 2, rows)}\n\n{note}"
+
+
+@_figure
+def methods(*files: str) -> str:
+    """Return the methods of one file, or of several with the same columns."""
+    rows = []
+    for file in files:
+        overall = _read(file)["summary"][OVERALL]
+        for method, entry in overall.items():
+            for label, each in _each_pass(_label(file, method, overall), entry):
+                ratio = speedup_text(each["speedup"])
+                if (
+                    len(entry.get("speedup_of_each_pass", [])) > 1
+                    and each is entry
+                    and method != "plain"
+                ):
+                    ratio += f" ({_passes_text(entry)})"
+                rows.append((label, f"{each['tokens_per_sec']:.1f}", ratio, *_counts(each)))
+    headings = ("decoding", "tokens/s", "speed-up", "MAT", "draft tokens/step", "same text")
+    return _table(headings, 1, rows)
+
+
+@_figure
+def categories(file: str) -> str:
+    """Return the speed-up of every method in every category."""
+    summary = _read(file)["summary"]
+    names = [name for name in summary[OVERALL] if name != "plain"]
+    rows = [
+        (
+            f"{group} ({of_methods['plain']['num_prompts']})",
+            *(speedup_text(of_methods[name]["speedup"]) for name in names),
+        )
+        for group, of_methods in summary.items()
+    ]
+    labels = [_label(file, name, summary[OVERALL]) for name in names]
+    return _table(("category (prompts)", *labels), 1, rows)
+
+
+@_figure
+def texts(file: str) -> str:
+    """Return what lade comes to in every category of a file."""
+    rows = [
+        (
+            f"{group} ({entry['lade']['num_prompts']})",
+            f"{speedup_text(entry['lade']['speedup'])} ({_passes_text(entry['lade'])})",
+            *_counts(entry["lade"])[:2],
+        )
+        for group, entry in _read(file)["summary"].items()
+    ]
+    return _table(("text (prompts)", "speed-up", "MAT", "draft tokens/step"), 1, rows)
+
+
+@_figure
+def replay() -> str:
+    """Return MAT, and draft tokens a step, of every drafter at every budget, by replay."""
+    runs = _replayed()
+    sizes = sorted({size for _, size in runs})
+    rows = []
+    for method in dict.fromkeys(name for name, _ in runs):
+        cells = [runs[method, size] for size in sizes]
+        name = _PREWARMED if method == "lade" else _NAMES.get(method, method)
+        if method == "lade_fresh":
+            name = f"{_PREWARMED}, a new pool for each prompt"
+        numbers = [
+            f"{run['mean_accepted_tokens']:.2f} ({run['nodes_per_step']:.0f})" for run in cells
+        ]
+        rows.append((name, *numbers))
+    return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
+
+
+@_figure
+def batches() -> str:
+    """Return speed-ups by temperature and batch size."""
+    columns = [*(f"batch_{size}" for size in (1, 2, 4, 8)), "samples_8"]
+    rows = []
+    for temperature in ("0", "0.7", "1.0"):
+        cells = []
+        for column in columns:
+            name = f"results/batches/temperature_{temperature}_{column}"
+            entry = _read(name)["summary"][OVERALL]["lade"] if _path(name).exists() else None
+            cells.append(
+                "" if entry is None else f"{speedup_text(entry['speedup'])} ({_mat(entry)})"
+            )
+        rows.append((temperature, *cells))
+    headings = ("temperature", "1 row", "2 rows", "4 rows", "8 rows", "8 samples of a prompt")
+    return _table(headings, 1, rows)
+
+
+@_figure
+def sampling() -> str:
+    """Return what seed-for-seed sampling comes to in float32."""
+    rows = []
+    for path in sorted((DOCS / "results" / "sampling").glob("*.json")):
+        content = _read(f"results/sampling/{path.stem}")
+        entries = [
+            group["lade"] for name, group in content["summary"].items() if name in (OVERALL, LOOPS)
+        ]
+        same = sum(round(entry["same_text"] * entry["num_prompts"]) for entry in entries)
+        num = sum(entry["num_prompts"] for entry in entries)
+        overall = content["summary"][OVERALL]["lade"]
+        words = _settings(content["settings"]).describe()
+        rows.append((words, speedup_text(overall["speedup"]), _mat(overall), f"{same} of {num}"))
+    return _table(("setting", "speed-up", "MAT", "same text"), 1, rows)
+
+
+@_figure
+def verification() -> str:
+    """Return what each verification method costs on a model that can use all of them."""
+    names = ("tree", "rows", "chain", "snapshot")
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        content = _read(f"results/ways/smollm2_{dtype}")
+        overall = content["summary"][OVERALL]
+        num, length = overall["plain"]["num_prompts"], content["settings"]["max_new_tokens"]
+        cells = [
+            f"{speedup_text(e['speedup'])} ({', '.join(_counts(e))})"
+            for e in (overall[f"lade_{name}"] for name in names)
+        ]
+        rows.append((f"{dtype}, {num} prompts, {length} tokens", *cells))
+    return _table(("speed-up (MAT, draft tokens a step, same text)", *names), 1, rows)
+
+
+@_figure
+def pool(file: str = "results/pool") -> str:
+    """Return what the pool takes alone, by the number of tokens it holds."""
+    timings = _read(file)["timings"]
+    has_steps = "step_us" in timings[0]
+    rows = []
+    for timing in timings:
+        cells = [
+            f"{timing['num_tokens']:,}",
+            f"{timing['observe_prompt_us']:.2f}",
+            f"{timing['draft_us']:.0f} ({timing['draft_p95_us']:.0f})",
+        ]
+        if has_steps:
+            cells.append(f"{timing['step_us']:.0f} ({timing['step_p95_us']:.0f})")
+        rows.append((*cells, f"{timing['bytes_per_token']:.0f}"))
+    size = _read(file)["settings"]["max_nodes"]
+    headings = ["tokens held", "observe, µs a token", f"draft of {size} tokens, µs (95 %)"]
+    headings += ["whole step, µs (95 %)"] * has_steps
+    return _table((*headings, "bytes a token"), 0, rows)
+
+
+@_figure
+def host() -> str:
+    """Return what the host does between two forwards of a device, and what it defers."""
+    stages = {stage["stage"]: stage for stage in _read("results/gpu/host_cpu")["stages"]}
+    rows = [
+        (
+            str(row["num_nodes"]),
+            f"{row['mean_accepted_tokens']:.2f}",
+            f"{1000 * row['waited_for_sec']:.2f}",
+            f"{1000 * row['put_off_sec']:.2f}",
+        )
+        for row in stages["host"]["rows"]
+    ]
+    headings = ("draft tokens, at most", "MAT", "waited for, ms a step", "deferred, ms a step")
+    return _table(headings, 0, rows)
+
+
+@_figure
+def stress() -> str:
+    """Return what interrupts, asynchronous exceptions and threads left."""
+    rows = [
+        (name, *(f"{run[key]:,}" for key in ("calls", "wrong", "raised", "left")))
+        for name, run in _read("results/stress").items()
+    ]
+    headings = ("what was done", "calls", "wrong texts", "errors", "left behind")
+    return _table(headings, 1, rows)
+
+
+@_figure
+def support() -> str:
+    """Return how many architectures are verified by which method."""
+    files = sorted((DOCS / "support").glob("*.json"), key=lambda path: path.stem, reverse=True)
+    names = ("all", "tree", "rows", "chain", "snapshot", "plain", "exact", "tie", "wrong", "failed")
+    rows = []
+    for path in files:
+        content = _read(f"support/{path.stem}")
+        label = f"transformers {content['environment']['transformers']}"
+        if content["settings"].get("execution", "eager") != "eager":
+            label += ", fixed shapes"
+        for kind in ("architectures", "variants"):
+            counts = content["summary"][kind]
+            rows.append((f"{label}, {kind}", *(str(counts[name]) for name in names)))
+    return _table(("checked", *names), 1, rows)
+
+
+@_figure
+def source(*files: str) -> str:
+    """Return where figures come from: the files, the machine, and the commit."""
+    names = ", ".join(f"`docs/{file}.json`" for file in files)
+    content = _read(files[0])
+    parts = []
+    if "model" in content.get("settings", {}):
+        settings = content["settings"]
+        parts.append(f"{_model(files[0])} in {settings['dtype']}")
+        if len({_decoding(file) for file in files}) == 1:
+            parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")
+        num = settings["prompts"]["num"]
+        times = settings.get("passes", 1)
+        kept = ", pools kept from one to the next" if settings.get("keep") else ""
+        parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
+    made = content.get("environment")
+    if made is None:  # the fuzzer's files, and those of `make stress`
+        made = content if "versions" in content else next(iter(content.values()))
+        made = {**made["versions"], "date": made["date"], "commit": made.get("commit")}
+    else:
+        parts.append(_hardware(files[0]))
+    known = ("python", "torch", "transformers")
+    parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
+    commit = made.get("commit")
+    at = (
+        f"commit {commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
+        if commit
+        else "commit not recorded"
+    )
+    return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}, {at}.*"
+
+
+# --- plots ----------------------------------------------------------------------------------
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw the plots of the site; return their files."""
+    from lade.bench.plots import check_folder, plot_curves, plot_speedups
+    from lade.bench.replay_report import Point
+
+    check_folder(folder)
+    points = [
+        Point(**run) for run in _read("results/drafts/replay")["runs"] if run["group"] == OVERALL
+    ]
+    summary = _read("results/drafts/bfloat16")["summary"]
+    return [*plot_curves(folder, "replay", points), *plot_speedups(folder, "bfloat16", summary)]
+
+
+def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:
+    """Return a table without its title; the columns after the first `num_words` are numbers."""
+    _, _, table = Sheet("", headings, num_words, [rows]).as_markdown().split("\n", 2)
+    return table.strip()
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+def _path(file: str) -> Path:
+    return DOCS / f"{file}.json"
+
+
+@cache
+def _read(file: str) -> Any:
+    return json.loads(_path(file).read_text(encoding="utf-8"))
+
+
+def _replayed() -> dict[tuple[str, int], Mapping[str, Any]]:
+    runs = _read("results/drafts/replay")["runs"]
+    return {(run["method"], run["max_nodes"]): run for run in runs if run["group"] == OVERALL}
+
+
+def _is_rival(method: str, size: int, wanted: int) -> bool:
+    return method.startswith("rival_") and size == wanted
+
+
+def _settings(content: Mapping[str, Any]) -> Settings:
+    return Settings(
+        **{name: content[name] for name in Settings.__dataclass_fields__ if name in content}
+    )
+
+
+def _decoding(file: str) -> str:
+    return _settings(_read(file)["settings"]).describe()
+
+
+def _model(file: str) -> str:
+    name = str(_read(file)["settings"]["model"])
+    return _MODELS.get(name, name)
+
+
+def _hardware(file: str) -> str:
+    made, settings = _read(file)["environment"], _read(file)["settings"]
+    if made["gpu"] and "cuda" in str(settings.get("device")):
+        return str(made["gpu"])
+    threads = f", {settings['threads']} threads" if "threads" in settings else ""
+    return f"{made['cpu']}, {made['num_cores']} cores{threads}"
+
+
+def _uses_table(file: str, method: str) -> bool:
+    """Tell whether a method drafted from a table: beside one that is told to leave it out."""
+    return method == "lade" and "lade_untabled" in _read(file)["summary"][OVERALL]
+
+
+def _label(file: str, method: str, overall: Mapping[str, Any]) -> str:
+    return _PREWARMED if _uses_table(file, method) else _name(method, overall)
+
+
+def _name(method: str, overall: Mapping[str, Any]) -> str:
+    if method == "lade_untabled" and "lade" in overall:
+        return _NAMES["lade"]
+    return _NAMES.get(method, f"`{method}`")
+
+
+def _each_pass(label: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if "each_pass" not in entry:
+        yield label, entry
+        return
+    for number, of_pass in enumerate(entry["each_pass"], start=1):
+        yield f"{label}, pass {number}", of_pass
+
+
+def _passes_text(entry: Mapping[str, Any]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in entry["speedup_of_each_pass"])
+
+
+def _mat(entry: Mapping[str, Any]) -> str:
+    return f"{entry['mean_accepted_tokens']:.2f}"
+
+
+def _counts(entry: Mapping[str, Any]) -> tuple[str, str, str]:
+    return _mat(entry), f"{entry['nodes_per_step']:.1f}", share_text(entry["same_text"])
+
+
+def _formatted(number: Any, form: str) -> str:
+    if form == "x":
+        return speedup_text(number)
+    if form.endswith("%"):
+        return f"{number:.{form[:-1] or 0}%}"
+    if form == ",":
+        return f"{number:,}"
+    if form == "MiB":
+        return f"{number / 2**20:.0f} MiB"
+    return f"{number:.{form}f}" if form else str(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
