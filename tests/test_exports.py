@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,16 +126,35 @@ def test_the_older_lade_distribution_is_named_with_what_to_uninstall(tmp_path: P
     assert "pip uninstall -y lade lade-decoding && pip install lade-decoding" in done.stderr
 
 
-def test_python_code_in_the_readme_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    model = tiny_model("llama")
-    import torch
+class Words:
+    """Stands in for a tokenizer, which the tiny model has not."""
 
-    inputs = {"input_ids": torch.tensor([[5, 6, 5, 6]]), "attention_mask": torch.ones(1, 4).long()}
+    def __call__(self, text: str, return_tensors: str) -> dict[str, Any]:
+        import torch
+
+        ids = torch.tensor([[5, 6] * len(text.split())])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, token_ids: Any) -> str:
+        return " ".join(map(str, token_ids.tolist()))
+
+
+def test_python_code_in_the_readme_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    model, tokenizer = tiny_model("llama"), Words()
+    for name, thing in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
+        loader = getattr(transformers, name)
+        monkeypatch.setattr(loader, "from_pretrained", lambda name, thing=thing: thing)
+    inputs = tokenizer("two words", return_tensors="pt")
     for block in blocks:
         names = {"model": model, "inputs": inputs, "lade": lade}
         exec(compile(block, "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("5 6 5 6 5 6 5 6 ")
 
 
 @pytest.mark.slow
