@@ -68,7 +68,7 @@ _HASH_MASK = 2**31 - 1
 _HASH_MULTIPLIER = 0x5851F42D
 
 # Which probability a successor gets. All values below were fitted to recorded greedy answers of
-# SmolLM2-135M-Instruct (ARCHITECTURE.md, "Drafting"); the plateau is flat, 10 % either way costs
+# SmolLM2-135M-Instruct (docs/notes/drafting.md); the plateau is flat, 10 % either way costs
 # less than 1 % of the mean accepted tokens.
 #
 # Share of the probability that the longest matching context leaves to tokens it has not seen, by

@@ -37,7 +37,7 @@ from ngram_pool.table import SuccessorTable
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
-# 6 accepted no more tokens than 5 on the answers described in ARCHITECTURE.md, 4 up to 1 % fewer.
+# 6 accepted no more tokens than 5 on the answers of docs/notes/drafting.md, 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
 MAX_CAPACITY_TOKENS = 2**29  # so that three times as many positions can be counted
 _FIRST_NUM_ROWS = 2**12  # allocated at once; doubled when full, up to the capacity
