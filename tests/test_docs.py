@@ -1,0 +1,204 @@
+"""What README and the site say is what there is: figures, links, code, and how long they are."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lade.bench import environment
+from tests.lade.tiny import tiny_model
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    if not {"_build", "plots"} & set(path.relative_to(ROOT).parts)
+)
+_CODE = re.compile(r"```(?P<language>\S*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
+_LINK = re.compile(r"\]\((?![a-z]+:)(?P<place>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
+# Of README and the site but for the notes, SUPPORT.md (written whole), and what is between markers.
+_SPEED_UP = re.compile(r"\b\d+\.\d+x")
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return load(DOCS / "figures.py")
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+# --- figures --------------------------------------------------------------------------------
+
+
+def test_every_figure_is_that_of_its_result_file(figures: ModuleType) -> None:
+    assert names_of([path for path, _ in figures.outdated()]) == [], "run: python docs/figures.py"
+
+
+def test_a_figure_that_was_changed_by_hand_is_found(figures: ModuleType) -> None:
+    call = "<!-- figures: value results/fuzz num_cases , -->{}<!-- end -->"
+    assert figures.filled(call.format("20,001")) == call.format("20,000")
+
+
+def test_a_figure_that_there_is_not_is_refused(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"expected a figure of .* in text: nothing"):
+        figures.filled("<!-- figures: nothing -->1<!-- end -->")
+    with pytest.raises(ValueError, match=r"results/none"):
+        figures.filled("<!-- figures: value results/none a -->1<!-- end -->")
+
+
+def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
+    for path in figures.pages():
+        if "notes" not in path.parts:
+            text = re.sub(r"<!-- figures: .*?<!-- end -->", "", path.read_text(), flags=re.DOTALL)
+            assert not _SPEED_UP.findall(text), path.name
+
+
+# --- pages ----------------------------------------------------------------------------------
+
+
+def test_readme_and_architecture_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("page", names_of(PAGES))
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for link in _LINK.finditer(_CODE.sub("", path.read_text())):
+        target = (path.parent / link["place"]).resolve() if link["place"] else path
+        assert "plots" in target.parts or target.exists(), link[0]
+        if link["anchor"] and target.suffix == ".md":
+            assert link["anchor"] in anchors_of(target), link[0]
+
+
+def anchors_of(path: Path) -> set[str]:
+    text = path.read_text()
+    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", text), re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", names_of(PAGES))
+def test_python_code_compiles(page: str) -> None:
+    for block in _CODE.finditer((ROOT / page).read_text()):
+        if block["language"] == "python":
+            compile(block["code"], page, "exec")
+
+
+def test_every_page_of_the_site_is_in_its_index() -> None:
+    text = (DOCS / "index.md").read_text() + (DOCS / "notes" / "index.md").read_text()
+    for path in DOCS.rglob("*.md"):
+        name = path.relative_to(DOCS).with_suffix("")
+        if name.parts[0] not in ("_build", "index"):
+            assert re.search(rf"^({name}|{name.name})$", text, re.MULTILINE), name
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import lade
+    import ngram_pool
+
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    names = {
+        name: getattr(package, name) for package in (lade, ngram_pool) for name in package.__all__
+    }
+    for name, thing in names.items():
+        if name == "__version__" or isinstance(thing, ModuleType):
+            continue
+        assert re.search(rf"^\.\. auto\w+:: {name}$", text, re.MULTILINE), name
+
+
+def test_every_command_is_on_its_page() -> None:
+    text = load(DOCS / "commands.py").markdown()
+    for name in ("generate", "demo", "prewarm", "support", "bench run", "bench replay"):
+        assert f"\n## lade {name}\n" in text
+    assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
+
+
+def test_the_drafter_of_the_guide_drafts() -> None:
+    import torch
+
+    import lade
+
+    (block,) = _CODE.finditer((DOCS / "guides" / "drafters.md").read_text())
+    ids = torch.tensor([[5, 6]])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names: dict[str, Any] = {"model": tiny_model("llama"), "inputs": inputs}
+    exec(compile(block["code"], "drafters.md", "exec"), names)
+    output = lade.generate(
+        names["model"],
+        **inputs,
+        drafter=names["RepeatLast"](),
+        config=lade.Config(max_draft_tokens=4, strict_drafter=True),
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+    )
+    assert output.stats.num_draft_tokens > output.stats.num_accepted_tokens > 0
+
+
+# --- PyPI -----------------------------------------------------------------------------------
+
+
+def test_links_of_the_readme_work_without_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "hatchling.metadata.plugin.interface"  # only builds have it
+    interface = ModuleType(name)
+    monkeypatch.setattr(interface, "MetadataHookInterface", object, raising=False)
+    monkeypatch.setitem(sys.modules, name, interface)
+    with_links = load(ROOT / "hatch_build.py").with_links
+    text = "[a](docs/a.md), [b](https://b.org/) and [c](#c)"
+    assert with_links(text, "https://home.org/lade/") == (
+        "[a](https://home.org/lade/blob/main/docs/a.md), [b](https://b.org/) and [c](#c)"
+    )
+    assert with_links(text, None) == "a, [b](https://b.org/) and [c](#c)"
+
+
+# --- the commit of results ------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str | None:
+    names = ("user.name=a", "user.email=a@b.org", "commit.gpgsign=false")
+    return environment._git(folder, *(part for name in names for part in ("-c", name)), *arguments)
+
+
+def test_results_carry_the_commit_of_their_checkout(tmp_path: Path) -> None:
+    package = tmp_path / "lade"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    if git(tmp_path, "init") is None:
+        pytest.skip("git is not installed")
+    assert environment.commit(package) == "unknown"  # the files are not tracked here
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert head is not None
+    assert environment.commit(package) == head
+    (tmp_path / "result.json").write_text("{}")
+    assert environment.commit(package) == head  # results may change, sources may not
+    (package / "new.py").write_text("")
+    assert environment.commit(package) == f"{head}-dirty"
+
+
+def test_the_commit_is_unknown_outside_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lade").mkdir()
+    assert environment.commit(tmp_path / "lade") == "unknown"
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git there
+    assert environment.commit() == "unknown"
+    assert environment.environment()["commit"] == "unknown"
