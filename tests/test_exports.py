@@ -102,9 +102,12 @@ def test_the_pool_knows_nothing_of_torch_or_lade() -> None:
 
 
 def test_importing_lade_is_light_and_knows_its_names() -> None:
-    program = "import sys, lade; print('torch' in sys.modules, lade.generate.__module__)"
+    program = (
+        "import sys, lade; print(lade.models.load.__name__, 'torch' in sys.modules); "
+        "print(lade.generate.__module__)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "lade.hf"]
+    assert done.stdout.split() == ["load", "False", "lade.hf"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         lade.nothing  # noqa: B018
     assert dir(lade) == sorted(lade.__all__)
