@@ -31,6 +31,7 @@ class Work:
     texts: Sequence[str]  # prompts
     settings: Settings
     max_draft_tokens: int | None
+    trust_remote_code: bool = False
 
     def as_json(self) -> str:
         """Return this as a line of JSON."""
@@ -77,7 +78,12 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
     logging.disable_progress_bar()
     if work.threads is not None:
         torch.set_num_threads(work.threads)
-    loaded = load(work.model, device=work.device, dtype=work.dtype)
+    loaded = load(
+        work.model,
+        device=work.device,
+        dtype=work.dtype,
+        trust_remote_code=work.trust_remote_code,
+    )
     memory = _Memory(loaded.model.device)
     config = Config(max_draft_tokens=work.max_draft_tokens)
     make = _maker(work.method)

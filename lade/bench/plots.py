@@ -55,7 +55,7 @@ def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[P
 
 
 def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
-    """Draw MAT against the node count, a line for each method; return the files.
+    """Draw MAT against draft tokens, a line for each method; return the files.
 
     Args:
         folder: where to write `<name>.png` and `<name>.svg`.
@@ -75,7 +75,7 @@ def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
         values = [point.mean_accepted_tokens for point in in_order]
         style = "--" if in_order[0].group == LOOPS else "-"
         axes.plot(counts, values, style, marker="o", label=label)
-    axes.set_xlabel("nodes in a draft, at most")
+    axes.set_xlabel("draft tokens, at most")
     axes.set_ylabel("mean accepted tokens")
     return _save(figure, axes, folder, name)
 

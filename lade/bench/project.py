@@ -1,9 +1,9 @@
 """Projecting replays to another machine: what the measured MAT would be worth at its step costs.
 
-A step that verifies n draft nodes runs 1 + n tokens and commits MAT tokens, where plain decoding
+A step that verifies n draft tokens runs 1 + n tokens and commits MAT tokens, where plain decoding
 runs and commits one. So the speed-up would be MAT x cost(1) / cost(1 + n). That leaves out the
 prefill and our own code (`draft ms/step` of the replay), and counts every step as if its draft had
-all n nodes.
+n of them.
 """
 
 import csv
@@ -71,7 +71,7 @@ class Projection(NamedTuple):
     mean_accepted_tokens: float
     step_cost: float  # of 1 + max_nodes tokens, in steps of one token
     speedup: float
-    is_best: bool  # of all node counts of this method
+    is_best: bool  # of all draft sizes of this method
 
 
 def read_step_costs(path: Path) -> StepCosts:
@@ -121,7 +121,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def project(results: str, measured: Sequence[Point], costs: StepCosts) -> list[Projection]:
-    """Return what each point would be worth, and which node count is the best of each method."""
+    """Return what each point would be worth, and which draft size is the best of each method."""
     num_passes = num_passes_of(measured)
     plain_sec = costs.sec(1)
     made = []
@@ -148,7 +148,7 @@ def table(made: Sequence[Projection], costs_name: str) -> Sheet:
             *(f"{each.step_cost:.2f}", speedup_text(each.speedup), "best" if each.is_best else ""),
         )
         sections.setdefault((each.results, each.label), []).append(cells)
-    headings = ("results", "method", "nodes", "MAT", "step cost", "projected", "")
+    headings = ("results", "method", "max draft tokens", "MAT", "step cost", "projected", "")
     caption = "Speed-up over plain decoding; prefill and drafting not counted."
     return Sheet(
         f"Projected to the step costs in {costs_name}", headings, 2, [*sections.values()], caption

@@ -1,4 +1,4 @@
-"""What replays came to, as a table and as JSON: one curve over node counts for each method.
+"""What replays came to, as a table and as JSON: one curve over draft sizes for each method.
 
 Next file: `project.py`.
 """
@@ -12,15 +12,18 @@ from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_
 from lade.bench.tables import Sheet
 from lade.stats import DecodeStats
 
-_COLUMNS = ("nodes", "MAT", "nodes/step", "accepted", "corrected", "draft ms/step")
+_COLUMNS = (
+    *("max draft tokens", "MAT", "draft tokens/step"),
+    *("accepted", "corrected", "draft ms/step"),
+)
 
 
 class Point(NamedTuple):
-    """One method with one node count, over the answers of one group, in one pass."""
+    """One method with one draft size, over the answers of one group, in one pass."""
 
     group: str  # a category, or all answers but those that loop, or those
     method: str
-    max_nodes: int
+    max_nodes: int  # draft tokens
     num_pass: int
     num_answers: int
     num_tokens: int
@@ -36,7 +39,7 @@ class Point(NamedTuple):
 
 
 def points(replays: Sequence[Replay]) -> list[Point]:
-    """Sum replays up, group by group; methods, node counts and passes keep their order."""
+    """Sum replays up, group by group; methods, draft sizes and passes keep their order."""
     made = []
     for group, part in groups(replays).items():
         by_run: dict[tuple[str, int, int], list[Replay]] = {}
@@ -70,7 +73,7 @@ def table(made: Sequence[Point], caption: str | None = None) -> Sheet:
         [_cells(point, num_passes) for point in made if point.group == group]
         for group in (OVERALL, LOOPS)
     ]
-    title = "Replay, every step verifying up to so many nodes, loops apart"
+    title = "Replay, every step verifying as many draft tokens as it may, loops apart"
     headings = ("answers", "method", *_COLUMNS)
     return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
 

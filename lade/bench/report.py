@@ -16,7 +16,7 @@ from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 
 _SUMMARY_COLUMNS = (
-    *("prompts", "tokens/s", "speed-up", "MAT", "nodes/step", "same text"),
+    *("tokens/s", "speed-up", "MAT", "draft tokens/step", "same text"),
     *("accepted", "corrected", "draft ms/step"),
 )
 _DIGITS = 6  # behind the point, in files
@@ -73,17 +73,24 @@ def table(
             if keep:
                 for num_pass, each in enumerate(passes, start=1):
                     repeated = share_repeated([*passes[0], *each], method) if num_pass > 1 else None
-                    named = (name, f"{method}, pass {num_pass}")
-                    rows.append((*named, *cells(summarise(each, method)), share_text(repeated)))
+                    summary = summarise(each, method)
+                    words = (name, _prompts_text(summary), method, f"pass {num_pass}")
+                    rows.append((*words, *cells(summary), share_text(repeated)))
             else:
-                repeated = share_repeated(part, method)
-                rows.append((name, method, *cells(summarise(part, method)), share_text(repeated)))
+                summary, repeated = summarise(part, method), share_repeated(part, method)
+                rows.append(
+                    (
+                        *(name, _prompts_text(summary), method),
+                        *(*cells(summary), share_text(repeated)),
+                    )
+                )
         sections.append(rows)
-    columns: tuple[str, ...] = (*_SUMMARY_COLUMNS, "repeated")
+    columns: tuple[str, ...] = (*_SUMMARY_COLUMNS, "same each pass")
     if len(passes_of(results)) < 2:
         columns, sections = _SUMMARY_COLUMNS, [[row[:-1] for row in rows] for rows in sections]
     title = f"{_decoding(settings)}, loops apart"
-    return Sheet(title, ("category", "method", *columns), 2, sections, caption)
+    named = ("category", "prompts", "method", *["pass"] * keep)
+    return Sheet(title, (*named, *columns), len(named), sections, caption)
 
 
 def table_of_files(paths: Sequence[Path]) -> Sheet:
@@ -103,21 +110,23 @@ def table_of_files(paths: Sequence[Path]) -> Sheet:
             }
         ).describe()
         sections.append(
-            [(path.stem, decoding, method, *cells(summary)) for method, summary in overall.items()]
+            [
+                (path.stem, decoding, _prompts_text(summary), method, *cells(summary))
+                for method, summary in overall.items()
+            ]
         )
         hardware = environment["gpu"] if "cuda" in settings["device"] else environment["cpu"]
         parts = [settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads"]
         if settings.get("target") is not None:  # older results do not know
-            parts.append(f"lade by {settings['target']}")
+            parts.append(f"verification: {settings['target']}")
         captions.append(f"{path.stem}: {', '.join(parts)}, {environment['date']}")
-    headings = ("results", "decoding", "method", *_SUMMARY_COLUMNS)
-    return Sheet("Loops left out", headings, 3, sections, "\n".join(captions))
+    headings = ("results", "decoding", "prompts", "method", *_SUMMARY_COLUMNS)
+    return Sheet("Loops left out", headings, 4, sections, "\n".join(captions))
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    """Return a summary's numbers as text."""
+    """Return a summary's numbers as text, but for that of its prompts."""
     return (
-        str(summary.num_prompts),
         f"{summary.tokens_per_sec:.1f}",
         speedup_text(summary.speedup),
         f"{summary.mean_accepted_tokens:.2f}",
@@ -127,6 +136,10 @@ def cells(summary: Summary) -> tuple[str, ...]:
         share_text(summary.correction_rate),
         msec_text(summary.draft_sec_per_step),
     )
+
+
+def _prompts_text(summary: Summary) -> str:
+    return "1 prompt" if summary.num_prompts == 1 else f"{summary.num_prompts} prompts"
 
 
 def speedup_text(speedup: float | None) -> str:

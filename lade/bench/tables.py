@@ -3,11 +3,17 @@
 Next file: `report.py`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from rich.box import HORIZONTALS
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+_NUMBER = re.compile(r"[-+]?\d")  # what a cell of numbers begins with
 
 
 @dataclass(frozen=True)
@@ -16,48 +22,65 @@ class Sheet:
 
     title: str
     headings: Sequence[str]
-    num_words: int  # the first columns hold words, the others numbers
+    num_words: int  # the first columns say what a row is of
     sections: Sequence[Sequence[Sequence[str]]]  # of rows
     caption: str | None = None  # may have several lines
+    num_notes: int = 0  # the last columns hold sentences
+    warn_of: Sequence[str] = ()  # rows with a cell of these are red
 
-    def __rich__(self) -> Table:
-        """Return the table for a terminal; all words but a row's last are lines above its rows.
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Draw the table for a terminal, which few columns of numbers fill already.
 
-        So many columns leave no room for more; headings are folded for the same reason.
+        So headings are folded, and all words but a row's last are a line above the rows that share
+        them; sentences stand below their row, and columns without any cell are left out. The others
+        are as wide as what they hold; a terminal that is narrower wraps their lines.
         """
-        made = Table(
-            title=self.title,
-            title_justify="left",
-            caption=self.caption,
-            caption_justify="left",
-            box=HORIZONTALS,
-            show_edge=False,
-            padding=0,
-        )
-        for column in range(self.num_words - 1, len(self.headings)):
-            is_word = column < self.num_words
-            longest = max((len(row[column]) for rows in self.sections for row in rows), default=0)
-            made.add_column(
-                _folded(self.headings[column]),
-                justify="left" if is_word else "right",
-                vertical="bottom",
-                overflow="fold",
-                min_width=longest + 2 * is_word,
-            )
+        first, end = self.num_words - 1, len(self.headings) - self.num_notes
+        every_row = [row for rows in self.sections for row in rows]
+        shown = [n for n in range(first, end) if n == first or any(row[n] for row in every_row)]
+        heads = [_folded(self.headings[n]) for n in shown]
+        indent = "  " * (first > 0)
+        columns = [[indent * (n == first) + row[n] for row in every_row] for n in shown]
+        widths = [
+            max(map(cell_len, (*head, *cells))) for head, cells in zip(heads, columns, strict=True)
+        ]
+        is_number = [all(map(_NUMBER.match, filter(None, cells))) for cells in columns]
+        is_number[0] = False
+
+        def line(cells: Sequence[str], style: str = "") -> Text:
+            padded = []
+            for cell, width, goes_right in zip(cells, widths, is_number, strict=True):
+                space = " " * (width - cell_len(cell))
+                padded.append(space + cell if goes_right else cell + space)
+            return Text(" ".join(padded).rstrip(), style, no_wrap=True, overflow="ignore")
+
+        rule = Text("─" * (sum(widths) + len(widths) - 1), no_wrap=True, overflow="ignore")
+        yield Text(self.title, "italic")
+        upside_down = zip_longest(*(head[::-1] for head in heads), fillvalue="")
+        yield from [line(parts, "bold") for parts in upside_down][::-1]
         for rows in self.sections:
+            yield rule
             above: Sequence[str] = ()
             for row in rows:
-                words, cells = row[: self.num_words - 1], row[self.num_words - 1 :]
+                words = row[:first]
                 if words and words != above:
-                    made.add_row(", ".join(words), style="bold")
+                    yield Text(", ".join(words), "bold")
                 above = words
-                made.add_row(f"  {cells[0]}" if words else cells[0], *cells[1:])
-            made.add_section()
-        return made
+                style = "red" if set(row) & set(self.warn_of) else ""
+                yield line([indent + row[first], *(row[n] for n in shown[1:])], style)
+                for note in filter(None, row[end:]):
+                    yield Padding(Text(note, "dim"), (0, 0, 0, 4))
+        if self.caption:
+            yield rule
+            yield Text(self.caption, "dim")
 
     def as_markdown(self) -> str:
         """Return the table as Markdown, every row in full."""
-        rule = ["---"] * self.num_words + ["---:"] * (len(self.headings) - self.num_words)
+        words = ["---"] * self.num_words
+        numbers = ["---:"] * (len(self.headings) - self.num_words - self.num_notes)
+        rule = [*words, *numbers, *["---"] * self.num_notes]
         rows = [row for section in self.sections for row in section]
         lines = [f"**{self.title}**", ""]
         lines += [_line(cells) for cells in (self.headings, rule, *rows)]
@@ -66,8 +89,8 @@ class Sheet:
         return "\n".join(lines).rstrip() + "\n"
 
 
-def _folded(heading: str) -> str:
-    return heading.replace(" ", "\n").replace("/", "\n/").replace("-", "-\n")
+def _folded(heading: str) -> list[str]:
+    return heading.replace("/", " /").replace("-", "- ").split()
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from lade.bench.settings import Settings
 from lade.cli.loading import console
@@ -126,7 +125,7 @@ def run(
     }
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     if target is not None:
-        notes.append(f"lade verifies drafts by: {target}")
+        notes.append(f"verification: {target}")
     sheet = table(results, methods, settings, "\n".join(notes) or None, keep=keep)
     print_sheet(sheet)
     if stopped_by is not None:
@@ -189,11 +188,8 @@ class ResultFiles:
 
 
 def print_sheet(sheet: "Sheet") -> None:
-    """Print a table whole: in a file at its full width; on a narrow terminal, lines may wrap."""
-    out = Console()
-    if not out.is_terminal:
-        out.width = max(out.width, out.measure(sheet).maximum)
-    out.print(sheet, crop=False)
+    """Print a table whole; on a narrow terminal, lines may wrap."""
+    Console(highlight=False).print(sheet, crop=False)
 
 
 def progress_bar() -> Progress:
@@ -224,35 +220,38 @@ def check_writable(json_path: Path | None) -> None:
             pass
 
 
-def run_pool(max_tokens: int, max_nodes: int, json_path: Path | None) -> None:
+def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> None:
     """Time pools of 10^4 tokens and ten times more, up to `max_tokens`."""
     from lade.bench.environment import environment
     from lade.bench.pool import PoolTiming, as_json, time_pool
+    from lade.bench.tables import Sheet
 
     check_writable(json_path)
-    time_pool(10_000, max_nodes)  # compiles
+    time_pool(10_000, max_draft_tokens)  # compiles
     sizes = [10**power for power in range(4, 10) if 10**power <= max_tokens]
     timings: list[PoolTiming] = []
     stopped_by: BaseException | None = None
     try:
         for size in sizes:
             with console.status(f"filling a pool with {size:,} tokens"):
-                timings.append(time_pool(size, max_nodes))
+                timings.append(time_pool(size, max_draft_tokens))
     except BaseException as error:  # what was timed so far is shown and written all the same
         if not timings:
             raise
         stopped_by = error
-    made = Table(title=f"NGramPool, full, one core, {max_nodes}-node drafts", title_justify="left")
-    headings = ["tokens held", "observe prompt, µs/token", "observe 3 tokens, µs"]
-    headings += ["draft, µs (median)", "draft, µs (95 %)", "step, µs (median)", "step, µs (95 %)"]
-    for heading in (*headings, "nodes", "bytes/token"):
-        made.add_column(heading, justify="right")
-    for timing in timings:
-        made.add_row(f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:]))
-    Console().print(made)
+    title = f"NGramPool, full, one core, up to {max_draft_tokens} draft tokens; times in µs"
+    headings = (
+        *("tokens held", "prompt/token", "observe 3 tokens", "draft median", "draft p95"),
+        *("step median", "step p95", "draft tokens", "bytes/token"),
+    )
+    rows = [
+        [f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:])] for timing in timings
+    ]
+    caption = "prompt: observing a long one. step: all of a decoding step but the forward."
+    print_sheet(Sheet(title, headings, 1, [rows], caption))
     if stopped_by is not None:
         console.print(f"stopped after {len(timings)} of {len(sizes)} sizes")
-    settings = {"max_nodes": max_nodes, "interrupted": stopped_by is not None}
+    settings = {"max_nodes": max_draft_tokens, "interrupted": stopped_by is not None}
     content = {"environment": environment(), "settings": settings}
     write_result(json_path, {**content, "timings": as_json(timings)})
     if stopped_by is not None:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lade.bench.baselines import plain
@@ -14,10 +13,12 @@ from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.report import write_json
 from lade.bench.settings import Settings
-from lade.cli.bench import check_writable
+from lade.bench.tables import Sheet
+from lade.cli.bench import check_writable, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts, read_typed
+from lade.closeness import is_exact_in, limit_of
 from lade.config import Config
 from lade.models import LoadedModel, encode
 from lade.probing import probe
@@ -26,6 +27,18 @@ from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
 _OWN = ""
+_HEADINGS = (
+    *("prompt", "tokens", "plain tokens/s", "lade tokens/s", "speed-up", "MAT"),
+    *("draft tokens/step", "text"),
+)
+
+
+class Difference(NamedTuple):
+    """Where two answers part."""
+
+    place: int  # of the first token that differs, counted from 1
+    gap: float  # between the model's two best logits there, computed from the whole text anew
+    is_tie: bool  # whether so small a gap may close by rounding alone
 
 
 class Row(NamedTuple):
@@ -36,7 +49,7 @@ class Row(NamedTuple):
     plain_sec: float
     stats: DecodeStats
     lade_sec: float
-    text: str  # "same text", or where it differs
+    difference: Difference | None  # None for the same text
 
 
 def run(
@@ -73,15 +86,11 @@ def run(
             raise
         stopped_by = error
         out.print()
-    out.print(_table(rows))
+    print_sheet(_table(rows))
     if stopped_by is not None:
         console.print(f"stopped after {len(rows)} of {len(titled)} prompts")
-    if any("gap" in row.text for row in rows):
-        out.print(
-            f"[dim]In {dtype}, forwards over one and over several tokens round differently. The "
-            "gap is between the model's two best logits where the texts part: a near-tie. float32 "
-            "(--dtype float32) gives the same text.[/dim]"
-        )
+    if any(row.difference is not None for row in rows):
+        out.print(f"[dim]{why_different(model)}[/dim]")
     if json_path is not None:
         settings: dict[str, Any] = {"model": Path(loaded.name).name, "dtype": dtype}
         settings |= {"device": str(model.device), "threads": str(torch.get_num_threads())}
@@ -116,10 +125,10 @@ def _answer_all(
         got = Lade(config, pool, printer.show)(model, inputs, options)
         out.print()
         assert got.stats is not None, "lade counts its steps"
-        difference = _difference(model, inputs, expected.rows[0], got.rows[0])
+        difference = find_difference(model, inputs, expected.rows[0], got.rows[0])
         rows.append(Row(title, expected.num_tokens, expected.sec, got.stats, got.sec, difference))
         speedup = (got.num_tokens / got.sec) / (expected.num_tokens / expected.sec)
-        out.print(f"[dim]{speedup:.2f}x plain, {difference}[/dim]\n")
+        out.print(f"[dim]{speedup:.2f}x plain, {verdict(difference)}[/dim]\n")
 
 
 class TokenPrinter:
@@ -153,13 +162,12 @@ class TokenPrinter:
         return text
 
 
-def _difference(model: Any, inputs: dict[str, Any], expected: list[int], got: list[int]) -> str:
-    """Say that two answers are the same, or where they part and how near a tie that choice was.
-
-    The gap is between the model's two best logits there, computed from the whole text anew.
-    """
+def find_difference(
+    model: Any, inputs: dict[str, Any], expected: list[int], got: list[int]
+) -> Difference | None:
+    """Return where two answers part, and whether the model's choice there was a tie."""
     if expected == got:
-        return "same text"
+        return None
     shared = 0
     while shared < min(len(expected), len(got)) and expected[shared] == got[shared]:
         shared += 1
@@ -169,36 +177,44 @@ def _difference(model: Any, inputs: dict[str, Any], expected: list[int], got: li
     with torch.no_grad():
         logits = model(input_ids=prefix, use_cache=False).logits[0, -1].float()
     best, second = logits.topk(2).values.tolist()
-    return f"differs at token {shared + 1}, gap {best - second:.3g}"
+    gap = best - second
+    return Difference(shared + 1, gap, gap <= limit_of(model) * float(logits.std()))
 
 
-def _table(rows: list[Row]) -> Table:
-    made = Table(title="Plain generate against lade, same machine, same run", title_justify="left")
-    made.add_column("prompt")
-    for heading in ("tokens", "plain tok/s", "lade tok/s", "speed-up", "MAT", "nodes/step"):
-        made.add_column(heading, justify="right")
-    made.add_column("text")
-    for row in rows:
-        made.add_row(*_cells(row))
-    made.add_section()
+def why_different(model: Any) -> str:
+    """Say why two answers may differ, in a model's number format."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if is_exact_in(model):
+        return f"The text should be the same in {dtype}: this is a fault of lade, please report it."
+    return (
+        f"In {dtype}, a forward over several tokens rounds differently from one over a single "
+        "token, and where the model's two best tokens are nearly tied, the texts may part. "
+        "--dtype float32 gives the same text."
+    )
+
+
+def verdict(difference: Difference | None) -> str:
+    """Say in a few words whether two answers are the same."""
+    if difference is None:
+        return "same"
+    why = "tie" if difference.is_tie else f"gap {difference.gap:.3g}"
+    return f"differs at {difference.place} ({why})"
+
+
+def _table(rows: list[Row]) -> Sheet:
     total = DecodeStats()
     for row in rows:
         total.add(row.stats)
-    num_same = sum(row.text == "same text" for row in rows)
-    made.add_row(
-        *_cells(
-            Row(
-                "overall",
-                sum(row.num_plain for row in rows),
-                sum(row.plain_sec for row in rows),
-                total,
-                sum(row.lade_sec for row in rows),
-                f"{num_same} of {len(rows)} same text",
-            )
-        ),
-        style="bold",
+    plain_sec, lade_sec = sum(row.plain_sec for row in rows), sum(row.lade_sec for row in rows)
+    num_plain = sum(row.num_plain for row in rows)
+    num_same = sum(row.difference is None for row in rows)
+    overall = _cells(Row("overall", num_plain, plain_sec, total, lade_sec, None))
+    return Sheet(
+        "Plain generate against lade, same machine, same run",
+        _HEADINGS,
+        1,
+        [[_cells(row) for row in rows], [(*overall[:-1], f"{num_same} of {len(rows)} same")]],
     )
-    return made
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -211,12 +227,17 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{lade_rate / plain_rate:.2f}x",
         f"{row.stats.mean_accepted_tokens:.2f}",
         f"{row.stats.nodes_per_step:.1f}",
-        row.text,
+        verdict(row.difference),
     )
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    return {**row._asdict(), "stats": row.stats.as_dict()}
+    difference = row.difference
+    text = "same text"
+    if difference is not None:
+        text = f"differs at token {difference.place}, gap {difference.gap:.3g}"
+    entry = {name: value for name, value in row._asdict().items() if name != "difference"}
+    return {**entry, "stats": row.stats.as_dict(), "text": text}
 
 
 def _shortened(prompt: str, limit: int = 300) -> str:

@@ -90,23 +90,25 @@ def choose_methods(text: str | None) -> list[str]:
     return names
 
 
-def choose_node_counts(text: str) -> list[int]:
-    """Return the node counts in a comma-separated list.
+def choose_draft_sizes(text: str) -> list[int]:
+    """Return the numbers of draft tokens in a comma-separated list.
 
     Raises:
         ValueError: they are not different numbers of 1 or more.
     """
     parts = [part.strip() for part in text.split(",")]
-    counts = [int(part) for part in parts if part.isdecimal()]
-    if len(counts) < len(parts) or min(counts) < 1 or len(set(counts)) < len(counts):
-        raise ValueError(f"expected --max-nodes to be different numbers above 0, got {text!r}")
-    return counts
+    sizes = [int(part) for part in parts if part.isdecimal()]
+    if len(sizes) < len(parts) or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+        raise ValueError(
+            f"expected --max-draft-tokens to be different numbers above 0, got {text!r}"
+        )
+    return sizes
 
 
 def replay(
     traces_path: Path,
     methods: list[str],
-    node_counts: list[int],
+    draft_sizes: list[int],
     num_passes: int,
     table_path: Path | None,
     files: ResultFiles,
@@ -123,7 +125,7 @@ def replay(
 
     recorded = read_traces(traces_path)
     prior = None if table_path is None else load_table(table_path, recorded.vocab_size)
-    num_replays = len(methods) * len(node_counts) * num_passes * len(recorded.traces)
+    num_replays = len(methods) * len(draft_sizes) * num_passes * len(recorded.traces)
     replays: list[Replay] = []
     stopped_by: BaseException | None = None
     with progress_bar() as bars:
@@ -132,7 +134,7 @@ def replay(
             replay_all(
                 recorded,
                 methods,
-                node_counts,
+                draft_sizes,
                 num_passes=num_passes,
                 prior=prior,
                 replays=replays,
@@ -146,13 +148,13 @@ def replay(
         "traces": {**prompts_fingerprint(traces_path), "num": len(recorded.traces)},
         "recorded": {"settings": recorded.settings, "environment": recorded.environment},
         "methods": {name: METHODS[name].description for name in methods},
-        "max_nodes": node_counts,
+        "max_nodes": draft_sizes,
         "passes": num_passes,
         "num_table_contexts": None if prior is None else len(prior),
         "interrupted": stopped_by is not None,
     }
     measured = points(replays)
-    caption = "Drafters that learn from the logits of rejected nodes do better live than here."
+    caption = "Drafters that learn from the logits of rejected tokens do better live than here."
     sheet = table(measured, caption)
     print_sheet(sheet)
     if stopped_by is not None:

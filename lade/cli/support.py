@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from lade.cli.bench import check_writable, progress_bar
+from lade.cli.bench import check_writable, print_sheet, progress_bar
 from lade.cli.loading import console
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run(
         raise stopped_by
     results = results_of(rows, CASES, seed, stopped_by is not None, execution)
     out = Console()
-    out.print(table(rows))
+    print_sheet(table(rows))
     out.print(summary(rows), highlight=False)
     if stopped_by is not None:
         console.print(f"stopped after {len(rows)} of {len(names)}")
@@ -79,7 +79,7 @@ def show(paths: list[Path], markdown_path: Path | None) -> bool:
     out = Console()
     for results in runs:
         out.print(f"transformers {results.transformers}", highlight=False)
-        out.print(table(results.rows))
+        print_sheet(table(results.rows))
         out.print(summary(results.rows), highlight=False)
     _write(markdown_path, lambda path: path.write_text(markdown(runs), encoding="utf-8"))
     return not any(row.is_bad for results in runs for row in results.rows)

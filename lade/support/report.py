@@ -1,16 +1,16 @@
 """Rows as a table for a terminal, as JSON for a file, and as one Markdown document of several."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from packaging import version
-from rich.markup import escape
-from rich.table import Table
 
 from lade.bench.environment import environment
+from lade.bench.tables import Sheet
 from lade.config import Execution, Way
 from lade.support.run import (
     CASES,
@@ -28,6 +28,7 @@ _KINDS: tuple[Kind, ...] = (
 )
 _HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better way")
 _TOLD: tuple[Verdict, ...] = ("exact", "tie", "wrong", "failed")
+_BAD: tuple[Verdict, ...] = ("wrong", "failed")
 _MAX_REASON = 120  # characters; the JSON has all of it
 _INTRODUCTION = """\
 # Supported architectures
@@ -106,20 +107,19 @@ def _counted(rows: Sequence[Row], name: str) -> str:
 # --- a table --------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row]) -> Sheet:
     """Return the table of all rows but for their classes, for a terminal."""
-    made = Table()
-    for heading in (name for name in _HEADINGS if name != "class"):
-        made.add_column(
-            heading,
-            justify="right" if heading == "MAT" else "left",
-            no_wrap=heading not in _HEADINGS[-2:],
-            overflow="fold",
-        )
+    made = []
     for row in rows:
-        name, _, *rest = map(escape, cells(row))
-        made.add_row(name, *rest, style="red" if row.is_bad else None)
-    return made
+        name, _, *ways, text, reason = cells(row)
+        verdict, *details = re.split("[,;] ", text, maxsplit=1)
+        made.append((name, *ways, verdict, *(details or [""]), reason))
+    headings = ("model type", "one row", "batch", "MAT", "text", "details", "reason")
+    caption = (
+        "One row, batch: how drafts of one sequence and of several are verified; under it, why not "
+        "in a better way."
+    )
+    return Sheet("Verification", headings, 1, [made], caption, num_notes=2, warn_of=_BAD)
 
 
 def cells(row: Row) -> tuple[str, ...]:

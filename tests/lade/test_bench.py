@@ -1,6 +1,7 @@
 """Benchmarks: what they read, run, sum up and write."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -239,9 +240,9 @@ def test_texts_that_come_again_in_every_pass_are_counted() -> None:
     assert share_repeated([*results, of(2, [1]), of(2, [3], [4])], "plain") == pytest.approx(1 / 3)
     for keep, column in ((False, ["67%"]), (True, ["", "67%"])):
         sheet = table(results, ["plain"], Settings(4), keep=keep)
-        assert sheet.headings[-1] == "repeated"
+        assert sheet.headings[-1] == "same each pass"
         assert [row[-1] for row in sheet.sections[-1]] == column
-    assert "repeated" not in table(results[:2], ["plain"], Settings(4)).headings
+    assert "same each pass" not in table(results[:2], ["plain"], Settings(4)).headings
     assert (
         as_json(results, ["plain"], {})["summary"][OVERALL]["plain"]["share_repeated"] == 0.666667
     )
@@ -427,8 +428,8 @@ def test_kept_pools_know_the_answers_of_the_pass_before(tmp_path: Path) -> None:
     assert mat(anew, "lade", 1) == mat(anew, "lade", 0) == mat(kept, "lade", 0)
     assert rows_of(kept, "lade", 1) == rows_of(kept, "plain", 0)
     sheet = table(kept, names, Settings(24), keep=True)
-    labels = [row[1] for row in sheet.sections[0]]
-    assert labels == [f"{name}, pass {number}" for name in names for number in (1, 2)]
+    labels = [row[2:4] for row in sheet.sections[0]]
+    assert labels == [(name, f"pass {number}") for name in names for number in (1, 2)]
     path = tmp_path / "kept.json"
     described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
     described |= {"max_new_tokens": 24, "keep": True}
@@ -438,7 +439,7 @@ def test_kept_pools_know_the_answers_of_the_pass_before(tmp_path: Path) -> None:
     first, second = (of_pass["mean_accepted_tokens"] for of_pass in of_lade["each_pass"])
     assert second > first
     markdown = table_of_files([path]).as_markdown()
-    assert "| kept | greedy | lade, pass 2 |" in markdown
+    assert re.search(r"\| kept \| greedy \| \d+ prompts? \| lade, pass 2 \|", markdown)
     assert len(plots.plot_speedups(tmp_path, "kept", json.loads(path.read_text())["summary"])) == 2
     assert "each_pass" not in as_json(anew, names, {})["summary"][OVERALL]["lade"]
 
@@ -470,6 +471,60 @@ def test_sheets_repeat_no_word_in_a_terminal_and_all_in_markdown() -> None:
         "**Numbers**\n\n| kind | name | n |\n| --- | --- | ---: |\n"
         "| a | x\\|y | 1 |\n| a | x\\|y | 2 |\n| b | x\\|y | 3 |\n\none  \ntwo\n"
     )
+
+
+def drawn(sheet: Sheet, width: int, **options: Any) -> list[str]:
+    """Return the lines of a sheet on a terminal."""
+    console = Console(width=width, **options)
+    with console.capture() as capture:
+        console.print(sheet, crop=False)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_sheets_fold_headings_and_leave_out_what_is_empty() -> None:
+    rows = [[("a", "same", "10.5", "", "7"), ("bcd", "differs", "9", "", "")]]
+    sheet = Sheet("Numbers", ("name", "text", "draft tokens/step", "none", "speed-up"), 1, rows)
+    lines = drawn(sheet, 12)  # narrower than the table, which stays whole
+    assert lines == [
+        "Numbers",
+        "              draft",
+        "             tokens speed-",
+        "name text     /step     up",
+        "─" * 26,
+        "a    same      10.5      7",
+        "bcd  differs      9",
+    ]
+
+
+def test_sentences_of_a_sheet_stand_under_their_row() -> None:
+    rows = [[("a", "fine", "", ""), ("b", "wrong", "one two three four", "five")]]
+    sheet = Sheet(
+        "Words", ("name", "text", "what", "why"), 1, rows, num_notes=2, warn_of=("wrong",)
+    )
+    assert drawn(sheet, 16)[3:] == [
+        "a    fine",
+        "b    wrong",
+        "    one two",
+        "    three four",
+        "    five",
+    ]
+    coloured = drawn(sheet, 16, force_terminal=True, color_system="standard")
+    assert [line for line in coloured if "\x1b[31m" in line] == ["\x1b[31mb    wrong\x1b[0m"]
+    assert "| b | wrong | one two three four | five |" in sheet.as_markdown()
+
+
+def test_tables_of_all_methods_fit_80_columns() -> None:
+    stats = DecodeStats(num_steps=4, draft_sec=0.5)
+    stats.count_row_step(Step([1, 2], 40, 1, is_corrected=True))
+    answer = Answer([[1] * 8], 0.01, 4, 4, 8, stats)
+    names = [name for name in METHODS if not name.startswith("rival")]
+    for num_passes, keep in ((1, False), (2, False), (2, True)):
+        results = [
+            Result([Prompt("1", "a", "x")], i, 9, dict.fromkeys(names, answer), False)
+            for i in range(num_passes)
+        ]
+        lines = drawn(table(results, names, Settings(8), keep=keep), 200)
+        assert max(map(len, lines)) <= 80
 
 
 def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:

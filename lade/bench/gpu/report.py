@@ -78,17 +78,17 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
     "host": (
         1,
         (
-            ("nodes", _word("num_nodes")),
-            ("nodes/step", _number("nodes_per_step", 1)),
+            ("tree tokens", _word("num_nodes")),
+            ("draft tokens/step", _number("nodes_per_step", 1)),
             ("MAT", _number("mean_accepted_tokens")),
             ("device waits, µs/step", _number("waited_for_sec", 0, 1e6)),
-            ("put off, µs/step", _number("put_off_sec", 0, 1e6)),
+            ("deferred, µs/step", _number("put_off_sec", 0, 1e6)),
         ),
     ),
     "model": (
         1,
         (
-            ("way", _word("target")),
+            ("verification", _word("target")),
             ("billion weights", _number("num_parameters", 4, 1e-9)),
             ("GB read/step", _number("weight_bytes_of_step", 4, 1e-9)),
             ("KB cached/token", _number("cached_bytes_of_token", 1, 1e-3)),
@@ -99,9 +99,9 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
         1,
         (
             ("context", _word("context")),
-            ("nodes", _number("num_nodes", 0)),
+            ("tree tokens", _number("num_nodes", 0)),
             ("ms/step", _number("sec", 3, 1e3)),
-            ("of one node", _ratio("ratio_to_one_node")),
+            ("of one token", _ratio("ratio_to_one_node")),
             ("of copy bandwidth", _share("share_of_copy_bandwidth")),
             ("host ms/step", _number("host_sec", 3, 1e3)),
         ),
@@ -131,7 +131,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("tokens/s", _number("tokens_per_sec", 1)),
             ("speed-up", _ratio("speedup")),
             ("MAT", _number("mean_accepted_tokens")),
-            ("nodes/step", _number("nodes_per_step", 1)),
+            ("draft tokens/step", _number("nodes_per_step", 1)),
             ("same text", _share("same_text")),
         ),
     ),
