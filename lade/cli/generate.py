@@ -1,35 +1,41 @@
 """`lade generate`: one answer, streamed."""
 
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+import torch
 from transformers import TextStreamer
 
 import lade
+from lade.bench.settings import Settings
 from lade.cli.loading import console
-from lade.cli.prompting import encode_prompt, room_for
+from lade.cli.prompting import Asked, encode_prompt, room_for
 from lade.config import Config
 from lade.models import LoadedModel
 from ngram_pool import NGramPool
 
 
-def run(text: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> None:
+def run(asked: Asked, loaded: LoadedModel, settings: Settings, config: Config) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
-    inputs = encode_prompt(loaded, text)
-    max_new_tokens = room_for(loaded.model, inputs["input_ids"].shape[1], max_new_tokens)
+    inputs = encode_prompt(loaded, asked)
+    room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
+    options = replace(settings, max_new_tokens=room).options()
+    if asked.stops:
+        options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
     _check(loaded.model, inputs, config)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     pool = NGramPool()
+    torch.manual_seed(settings.seed)
     start = perf_counter()
     try:
         output = lade.generate(
             loaded.model,
             **inputs,
+            **options,
             streamer=streamer,
             pool=pool,
             config=config,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
         )
     except KeyboardInterrupt:
@@ -37,9 +43,11 @@ def run(text: str, loaded: LoadedModel, max_new_tokens: int, config: Config) -> 
         raise
     sec = perf_counter() - start
     stats = output.stats
+    noun = "token" if stats.num_tokens == 1 else "tokens"
+    seed = f", seed {settings.seed}" if settings.temperature > 0 else ""
     console.print(
-        f"[dim]{stats.num_tokens} tokens, {stats.num_tokens / sec:.1f} a second, "
-        f"{stats.mean_accepted_tokens:.2f} per forward[/dim]"
+        f"[dim]{stats.num_tokens} {noun}, {stats.num_tokens / sec:.1f} a second, "
+        f"{stats.mean_accepted_tokens:.2f} a step{seed}[/dim]"
     )
 
 

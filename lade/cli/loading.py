@@ -41,7 +41,11 @@ def note(text: str) -> None:
 
 
 def load_with_progress(
-    model: str | None, device: str | None, dtype: str | None, threads: int | None
+    model: str | None,
+    device: str | None,
+    dtype: str | None,
+    threads: int | None,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a model; show what takes long, with a bar for a download.
 
@@ -57,7 +61,13 @@ def load_with_progress(
     logging.disable_progress_bar()  # the bar of loading weights, which takes a second
     try:
         with _showing_progress() as show:
-            return load(name, device=device, dtype=dtype, progress=show)
+            return load(
+                name,
+                device=device,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                progress=show,
+            )
     except LadeError:
         raise
     except Exception as error:  # damaged files raise whatever their readers do
@@ -102,6 +112,8 @@ def _why_not_loaded(name: str, error: Exception) -> str | None:
     other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", str(error))
     if other_kind is not None:
         return f"{name} is no causal LM, it has a {other_kind[1]}; lade decodes causal LMs"
+    if "trust_remote_code" in str(error):
+        return f"{name} comes with code of its own; --trust-remote-code lets it run"
     folder = _folder_of(name)
     if folder is None:
         return None

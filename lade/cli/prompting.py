@@ -1,8 +1,10 @@
 """Prompts that a user has typed or piped: read, encoded, and held against the model's positions."""
 
 import re
+import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lade.cli.loading import note
@@ -10,6 +12,43 @@ from lade.models import LoadedModel, encode
 
 # What models call their tables of positions; those of distances have fewer rows than positions.
 _POSITIONS = re.compile(r"position|pos_|wpe")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt and how it is to be put to a model.
+
+    Raises:
+        ValueError: one thing leaves no room for another.
+    """
+
+    text: str
+    system: str | None = None  # a prompt that chat templates put before it
+    is_raw: bool = False  # whether the chat template is left out
+    stops: Sequence[str] = ()  # the answer ends with the first of these
+
+    @classmethod
+    def read(
+        cls, prompt: str, *, system: str | None, is_raw: bool, stops: Sequence[str]
+    ) -> "Asked":
+        """Return what was typed, and piped where the prompt is `-`.
+
+        Raises:
+            ValueError: it is not UTF-8, or as for the constructor.
+        """
+        system = None if system is None else read_typed(system)
+        return cls(read_prompt(prompt), system, is_raw, [*map(read_typed, stops)])
+
+    def __post_init__(self) -> None:
+        if self.system is not None and self.is_raw:
+            raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
+        if "" in self.stops:
+            raise ValueError("expected each --stop to be a text of one character or more, got ''")
+
+
+def new_seed() -> int:
+    """Return a seed that is short enough to be typed."""
+    return secrets.randbelow(10**6)
 
 
 def read_prompt(argument: str) -> str:
@@ -42,18 +81,45 @@ def _decoded(data: bytes, where: str) -> str:
         ) from None
 
 
-def encode_prompt(loaded: LoadedModel, text: str) -> dict[str, Any]:
+def encode_prompt(loaded: LoadedModel, asked: Asked | str) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
     Raises:
-        ValueError: there is no token in it to go on from.
+        ValueError: there is no token in it to go on from, or no place for a system prompt.
     """
-    inputs = encode(loaded.tokenizer, text, loaded.model.device)
+    if isinstance(asked, str):
+        asked = Asked(asked)
+    if asked.system is not None:
+        return _encode_with_system(loaded, asked.text, asked.system)
+    inputs = encode(loaded.tokenizer, asked.text, loaded.model.device, is_raw=asked.is_raw)
     if inputs["input_ids"].shape[1] == 0:
-        why = f"the tokenizer of {loaded.name} makes no token of {text!r}"
-        if not text:
+        why = f"the tokenizer of {loaded.name} makes no token of {asked.text!r}"
+        if not asked.text and not asked.is_raw:
             why = f"{loaded.name} has no chat template, and nothing to go on from"
         raise ValueError(f"expected a prompt of one token or more, got none: {why}")
+    return inputs
+
+
+def _encode_with_system(loaded: LoadedModel, text: str, system: str) -> dict[str, Any]:
+    """Encode a prompt behind a system prompt.
+
+    Raises:
+        ValueError: the chat template has no place for one, or there is none.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer, device = loaded.tokenizer, loaded.model.device
+    if not tokenizer.chat_template:
+        raise ValueError(f"expected no --system: {loaded.name} has no chat template")
+    try:
+        inputs = encode(tokenizer, text, device, system=system)
+    except TemplateError as error:
+        raise ValueError(
+            f"expected no --system: the chat template of {loaded.name} refuses it ({error})"
+        ) from None
+    without = encode(tokenizer, text, device)["input_ids"]
+    if inputs["input_ids"].tolist() == without.tolist():
+        raise ValueError(f"expected no --system: the chat template of {loaded.name} leaves it out")
     return inputs
 
 

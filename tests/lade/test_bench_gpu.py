@@ -337,7 +337,7 @@ def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
     traces, path = tmp_path / "traces.safetensors", tmp_path / "gpu.json"
     mixed = trace("mixed", [*range(10, 20), *range(10, 20), *range(10, 20), *range(30, 50)])
     write_traces(traces, Traces([mixed], {"vocab_size": 64, "max_new_tokens": 64}, {}))
-    options = ["--trace", str(traces), "--nodes", "4", "--mat", "3", "--json", str(path)]
+    options = ["--trace", str(traces), "--max-draft-tokens", "3", "--mat", "3", "--json", str(path)]
     assert run_tiny(*options).exit_code == 0
     settings = json.loads(path.read_text())["settings"]
     assert settings["traces"]["name"] == "traces.safetensors"
@@ -566,7 +566,7 @@ def test_what_cannot_be_measured_is_refused(options: list[str], message: str) ->
 
 
 def test_wrong_numbers_are_errors_of_use() -> None:
-    for options in (["--nodes", "1"], ["--minutes", "-1"], ["--mat", "0.5"]):
+    for options in (["--max-draft-tokens", "0"], ["--minutes", "-1"], ["--mat", "0.5"]):
         assert run_tiny(*options).exit_code == 2
 
 

@@ -2,23 +2,27 @@
 
 import functools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, T5Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, T5Config
 from typer.testing import CliRunner
 
 from lade.bench.prompts import read_prompts
-from lade.cli.app import Target, app
-from lade.cli.demo import TokenPrinter
+from lade.cli.app import app
+from lade.cli.check import Measured, measure
+from lade.cli.demo import Difference, TokenPrinter, find_difference, verdict, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import find_model
+from lade.cli.options import Verification
 from lade.config import WAYS
 from lade.errors import MissingExtraError, UnsupportedModelError
 from lade.probing import Probe
@@ -52,23 +56,53 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for word in ("generate", "demo", "bench"):
+    for word in ("generate", "demo", "bench", "check"):
         assert word in done.stdout
+    panels = [done.stdout.index(f"─ {panel} ─") for panel in ("Use", "Measure", "Inspect")]
+    assert panels == sorted(panels)
     assert done.stdout.strip().endswith("[]")
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        *(["generate"], ["demo"]),
+        *([], ["generate"], ["prewarm"], ["demo"], ["check"], ["support"], ["bench"]),
         *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
-        *(["bench", "record"], ["bench", "replay"], ["bench", "project"]),
+        *(["bench", "record"], ["bench", "replay"], ["bench", "project"], ["bench", "gpu"]),
     ],
 )
-def test_each_command_has_help(command: list[str]) -> None:
-    result = run(*command, "--help")
+def test_each_command_has_help_that_fits_a_terminal(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert "Usage" in result.output
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    heights = option_heights(lines)
+    assert max(heights) <= 11  # no column so narrow that a sentence goes on and on
+    # Paragraphs flow: a line ends where the next word would not fit.
+    for line, after in pairwise(lines):
+        is_prose = line.startswith(" ") and after.startswith(" ") and line.strip()
+        if is_prose and after.strip() and not after.strip().startswith("•"):
+            assert len(line.rstrip()) + 1 + len(after.split()[0]) > 76, line
+
+
+def option_heights(lines: list[str]) -> list[int]:
+    """Return how many lines each option takes in a help text."""
+    heights: list[int] = []
+    for line in lines:
+        if re.match(r"│[ *]+--", line):
+            heights.append(1)
+        elif re.match("│ {20}", line) and heights:
+            heights[-1] += 1
+    return heights
+
+
+def test_no_name_or_address_is_cut_in_help_texts() -> None:
+    for command in (["generate"], ["bench", "run"]):
+        output = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"}).output
+        assert "https://ai.google.dev/gemma/terms)." in output
+        assert "--max-draft-tokens " in output
+    assert "--num-return-sequences " in output
 
 
 def test_version() -> None:
@@ -89,14 +123,14 @@ def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
 
 def test_generate_takes_a_way_of_verifying(folder: str) -> None:
     options = ["--model", folder, "--max-new-tokens", "12", "--dtype", "float32"]
-    results = [run("generate", "abcabc", *options, "--target", way) for way in WAYS]
+    results = [run("generate", "abcabc", *options, "--verification", way) for way in WAYS]
     assert len({result.stdout for result in results}) == 1
-    assert "1.00 per forward" in results[WAYS.index("plain")].stderr
-    assert run("generate", "abcabc", *options, "--target", "magic").exit_code == 2
+    assert "1.00 a step" in results[WAYS.index("plain")].stderr
+    assert run("generate", "abcabc", *options, "--verification", "magic").exit_code == 2
 
 
 def test_options_name_the_ways_of_verifying_that_there_are() -> None:
-    assert [*Target] == [*WAYS]
+    assert [*Verification] == [*WAYS]
 
 
 def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None:
@@ -106,13 +140,13 @@ def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None
     assert result.exit_code == 0
     for title, _ in DEMO_PROMPTS:
         assert title in result.stdout
-    assert "6 of 6 same text" in result.stdout
+    assert "6 of 6 same" in result.stdout
     content = json.loads(path.read_text())
     assert [row["title"] for row in content["prompts"]] == [title for title, _ in DEMO_PROMPTS]
     assert all(row["text"] == "same text" for row in content["prompts"])
     assert content["settings"]["target"] == "tree"
     assert folder not in path.read_text()
-    options += ["--prompt", "one", "--prompt", "two", "--target", "rows"]
+    options += ["--prompt", "one", "--prompt", "two", "--verification", "rows"]
     result = run("demo", *options, "--json", str(path))
     assert json.loads(path.read_text())["settings"]["target"] == "rows"
     assert "prompt 2" in result.stdout
@@ -139,7 +173,7 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     assert settings["left_out"] == {}
     assert settings["target"] == "tree"
     assert settings["config"]["target"] is None
-    assert "lade verifies drafts by: tree" in result.stdout
+    assert "verification: tree" in result.stdout
     result = run("bench", "show", str(path), str(path))
     assert result.exit_code == 0
     assert result.stdout.count("lade_fresh") == 2
@@ -150,7 +184,14 @@ def test_bench_run_keeps_pools_and_writes_markdown_and_plots(folder: str, tmp_pa
     prompts.write_text("abcabc\nxyxyxy\n")
     path, markdown = tmp_path / "result.json", tmp_path / "result.md"
     options = ["--prompts", str(prompts), "--model", folder, "--max-new-tokens", "16"]
-    options += ["--dtype", "float32", "--methods", "plain,prompt_lookup,lade", "--max-nodes", "4"]
+    options += [
+        "--dtype",
+        "float32",
+        "--methods",
+        "plain,prompt_lookup,lade",
+        "--max-draft-tokens",
+        "4",
+    ]
     options += ["--passes", "2", "--json", str(path), "--markdown", str(markdown)]
     result = run("bench", "run", *options, "--keep", "--plot", str(tmp_path / "plots"))
     assert result.exit_code == 0
@@ -158,14 +199,15 @@ def test_bench_run_keeps_pools_and_writes_markdown_and_plots(folder: str, tmp_pa
     assert content["settings"]["keep"] is True
     assert content["settings"]["config"]["max_draft_tokens"] == 4
     assert all(entry["lade"]["num_draft_tokens"] <= 4 * 15 for entry in content["prompts"])
-    assert "lade, pass 2" in result.stdout
-    assert "| lade, pass 2 |" in markdown.read_text()
+    assert "all, 2 prompts, lade\n" in result.stdout
+    assert "  pass 2 " in result.stdout
+    assert "| lade | pass 2 |" in markdown.read_text()
     written = sorted(each.name for each in (tmp_path / "plots").iterdir())
     assert written == ["speedup.png", "speedup.svg"]
     markdown.unlink()
     show = ["bench", "show", str(path), "--markdown", str(markdown), "--plot", str(tmp_path)]
     assert run(*show).exit_code == 0
-    assert "| result | greedy | lade, pass 2 |" in markdown.read_text()
+    assert "| result | greedy | 2 prompts | lade, pass 2 |" in markdown.read_text()
     assert (tmp_path / "result.svg").exists()
     with pytest.raises(ValueError, match="expected --passes of 2 or more with --keep, got 1"):
         run("bench", "run", *options, "--keep", "--passes", "1")
@@ -193,7 +235,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
     assert folder.encode() not in traces.read_bytes()
 
     path, markdown = tmp_path / "replay.json", tmp_path / "replay.md"
-    options = [str(traces), "--max-nodes", "4,8", "--passes", "2", "--json", str(path)]
+    options = [str(traces), "--max-draft-tokens", "4,8", "--passes", "2", "--json", str(path)]
     options += ["--markdown", str(markdown), "--plot", str(tmp_path / "plots")]
     result = run("bench", "replay", *options, "--methods", "lade,lade_fresh")
     assert result.exit_code == 0
@@ -229,7 +271,7 @@ def test_tables_in_a_file_are_whole_however_narrow_the_terminal() -> None:
     path = Path(__file__).parents[2] / "docs" / "results" / "smollm2_cpu_float32.json"
     shown = CliRunner().invoke(app, ["bench", "show", str(path)], env={"COLUMNS": "30"}).stdout
     (row,) = (line for line in shown.splitlines() if line.split()[:1] == ["lade_fresh"])
-    assert row.split() == ["lade_fresh", "57", "32.1", "1.42x", "1.87", "3.5", "100%"]
+    assert row.split() == ["lade_fresh", "32.1", "1.42x", "1.87", "3.5", "100%"]
 
 
 def test_an_interrupted_recording_keeps_what_it_has(
@@ -264,9 +306,12 @@ def test_an_interrupted_recording_keeps_what_it_has(
     [
         (["--methods", "plain"], "those that draft without a model, lade, .* got 'plain'"),
         (["--methods", "lade,lade"], "got 'lade,lade'"),
-        (["--max-nodes", "8,x"], "expected --max-nodes to be different numbers above 0, got '8,x'"),
-        (["--max-nodes", "0"], "above 0, got '0'"),
-        (["--max-nodes", "8,8"], "above 0, got '8,8'"),
+        (
+            ["--max-draft-tokens", "8,x"],
+            "expected --max-draft-tokens to be different numbers above 0, got '8,x'",
+        ),
+        (["--max-draft-tokens", "0"], "above 0, got '0'"),
+        (["--max-draft-tokens", "8,8"], "above 0, got '8,8'"),
         ([], r"expected test_cli\.py to hold traces of lade bench record"),
     ],
 )
@@ -292,11 +337,11 @@ def test_bench_run_compares_ways_of_verifying(folder: str, tmp_path: Path) -> No
         assert all(entry[name]["same_text"] for name in names[1:])
     shown = run("bench", "show", str(path)).stdout
     assert all(name in result.stdout and name in shown for name in names)
-    result = run("bench", "run", *options, "--methods", "plain,lade", "--target", "chain")
+    result = run("bench", "run", *options, "--methods", "plain,lade", "--verification", "chain")
     settings = json.loads(path.read_text())["settings"]
     assert settings["target"] == settings["config"]["target"] == "chain"
-    assert "lade verifies drafts by: chain" in result.stdout
-    assert "lade by chain" in " ".join(run("bench", "show", str(path)).stdout.split())
+    assert "verification: chain" in result.stdout
+    assert "verification: chain" in " ".join(run("bench", "show", str(path)).stdout.split())
 
 
 def test_bench_run_says_which_ways_a_model_leaves_out(
@@ -584,6 +629,259 @@ def test_python_runs_the_package_as_the_command() -> None:
     assert done.stdout.strip() == __version__, done.stderr
 
 
+# --- options of generate --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_template(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model, with a chat template that has a place for a system prompt."""
+    return templated(
+        folder,
+        tmp_path_factory.mktemp("chat"),
+        "{% for message in messages %}<{{ message['role'][0] }}>{{ message['content'] }}"
+        "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+    )
+
+
+def templated(folder: str, path: Path, template: str) -> str:
+    shutil.copytree(folder, path, dirs_exist_ok=True)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def plain_text(folder: str, prompt: str, **options: Any) -> str:
+    """Return what plain generate makes of a prompt, without any template."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, tokenizer=tokenizer, max_new_tokens=12, **options)
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+    return text
+
+
+SHORT = ["--dtype", "float32", "--max-new-tokens", "12"]
+
+
+def test_generate_samples_the_text_of_plain_generate_with_the_same_seed(folder: str) -> None:
+    options = ["--temperature", "1.5", "--top-p", "0.9", "--seed", "7"]
+    result = run("generate", "abcabc", "--model", folder, *SHORT, *options)
+    torch.manual_seed(7)
+    expected = plain_text(folder, "abcabc", do_sample=True, temperature=1.5, top_p=0.9, top_k=0)
+    assert result.stdout == expected + "\n"
+    assert "a step, seed 7\n" in result.stderr
+    assert run("generate", "abcabc", "--model", folder, *SHORT).stdout != result.stdout
+
+
+def test_generate_tells_the_seed_that_it_has_drawn(folder: str) -> None:
+    options = ["generate", "abcabc", "--model", folder, *SHORT, "--temperature", "2"]
+    first, second = run(*options), run(*options)
+    assert first.stdout != second.stdout
+    (seed,) = re.findall(r"seed (\d+)\n", first.stderr)
+    assert run(*options, "--seed", seed).stdout == first.stdout
+    assert "seed" not in run("generate", "abcabc", "--model", folder, *SHORT).stderr
+
+
+def test_generate_puts_prompts_into_the_chat_template_unless_they_are_raw(
+    folder: str, with_template: str
+) -> None:
+    command = ["generate", "ab", "--model", with_template, *SHORT]
+    for options, prompt in (
+        ([], "<u>ab<a>"),
+        (["--system", "be brief"], "<s>be brief<u>ab<a>"),
+        (["--raw"], "ab"),
+    ):
+        expected = plain_text(folder, prompt, do_sample=False)
+        assert run(*command, *options).stdout == expected + "\n"
+
+
+def test_generate_ends_with_the_first_of_several_stops(folder: str) -> None:
+    command = ["generate", "abcabc", "--model", folder, *SHORT]
+    whole = run(*command).stdout.rstrip("\n")
+    stop = next(letter for letter in whole[2:] if letter.isascii())
+    result = run(*command, "--stop", "never there", "--stop", stop)
+    assert result.stdout == whole[: whole.index(stop) + 1] + "\n"
+    assert "12 tokens" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--system", "x", "--raw"], "expected --system or --raw, got both"),
+        (["--stop", ""], "expected each --stop to be a text of one character or more"),
+        (["--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
+        (["--temperature", "1", "--top-p", "0"], "expected top_p above 0"),
+        (["--system", "\udcff"], "expected UTF-8 as prompt"),
+    ],
+)
+def test_generate_refuses_options_before_a_model_is_loaded(
+    options: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("generate", "x", "--model", "./nofolder", *options)
+
+
+def test_a_system_prompt_that_has_no_place_is_refused(folder: str, tmp_path: Path) -> None:
+    refusing = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    )
+    for model, message in (
+        (folder, "has no chat template$"),
+        (templated(folder, tmp_path / "refusing", refusing), r"refuses it \(no system\)"),
+        (templated(folder, tmp_path / "deaf", "{{ messages[-1]['content'] }}"), "leaves it out"),
+    ):
+        with pytest.raises(ValueError, match=f"expected no --system: .*{message}"):
+            run("generate", "ab", "--model", model, "--system", "be brief", *SHORT)
+
+
+@pytest.mark.usefixtures("own_remote_code")
+def test_code_of_a_model_runs_only_when_it_is_trusted(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "own")
+    (tmp_path / "own" / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    path = tmp_path / "own" / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "own"}
+    classes = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnForCausalLM"}
+    config["auto_map"] = {name: f"modeling_own.{each}" for name, each in classes.items()}
+    path.write_text(json.dumps(config))
+    options = ["--model", str(tmp_path / "own"), *SHORT]
+    with pytest.raises(ValueError, match="own comes with code of its own; --trust-remote-code"):
+        run("generate", "ab", *options)
+    result = run("generate", "ab", *options, "--trust-remote-code")
+    assert result.stdout == run("generate", "ab", "--model", folder, *SHORT).stdout
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("ab\n")
+    options += ["--prompts", str(prompts), "--methods", "plain"]
+    assert run("bench", "run", *options, "--trust-remote-code").exit_code == 0
+
+
+# --- check ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with two short prompts and answers."""
+    monkeypatch.setattr("lade.cli.check.DEMO_PROMPTS", [("one", "abcabc"), ("two", "xyxy")])
+    monkeypatch.setattr("lade.cli.check._MAX_TOKENS", 12)
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_check_tells_verification_and_speed(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    options = [folder, "--seconds", "0.01", "--dtype", "float32", "--json", str(path)]
+    result = CliRunner().invoke(app, ["check", *options], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert "LlamaForCausalLM" in result.stdout
+    assert "float32, cpu" in " ".join(result.stdout.split())
+    assert f"torch {torch.__version__}" in " ".join(result.stdout.split())
+    assert "Verification by tree: all candidates in one forward" in result.stdout
+    assert re.search(
+        r"Speed-up \d+\.\d\dx over plain generate: [\d.]+ → [\d.]+ tokens/s", result.stdout
+    )
+    assert "  one         " in result.stdout
+    assert "Text the same for 1 of 1 prompt\n" in result.stdout
+    content = json.loads(path.read_text())
+    assert content["verification"] == "tree"
+    assert content["settings"]["interrupted"] is False
+    assert [entry["title"] for entry in content["prompts"]] == ["one"]  # always one, however slow
+    assert content["speedup"] == pytest.approx(content["prompts"][0]["speedup"], abs=1e-4)
+    assert folder not in path.read_text()
+
+
+@pytest.mark.usefixtures("quick_check")
+def test_check_measures_every_prompt_in_turn(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr("lade.cli.check.perf_counter", lambda: float(next(ticks)))
+    measured: list[Measured] = []
+    from lade.models import load
+
+    assert measure(load(folder, dtype="float32"), 9.0, measured) is None
+    assert [(each.title, len(each.speedups)) for each in measured] == [("one", 3), ("two", 2)]
+    assert all(each.difference is None for each in measured)
+    assert measured[0].speedup == sorted(measured[0].speedups)[1]
+
+
+def test_check_says_why_nothing_better_and_measures_no_plain_model(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: Any = {"tree": "trees do not grow here", "rows": "rows [1, 2] neither"}
+    found = Probe("LlamaForCausalLM", "plain", "sdpa", reasons)
+    monkeypatch.setattr("lade.cli.check.probe", lambda model: found)
+    result = run("check", folder)
+    assert result.exit_code == 0
+    assert "Verification by plain" in result.stdout
+    assert "  not by tree: trees do not grow here" in result.stdout
+    assert "  not by rows: rows [1, 2] neither" in result.stdout
+    assert "Speed-up not measured: lade decodes the model plainly" in result.stdout
+
+
+def test_check_needs_no_speed_and_no_long_positions(folder: str, of_learned_positions: str) -> None:
+    assert "not measured: not asked for" in run("check", folder, "--seconds", "0").stdout
+    result = run("check", of_learned_positions)
+    assert result.exit_code == 0
+    assert "not measured: the model has positions for none of the prompts" in result.stdout
+
+
+@pytest.mark.usefixtures("quick_check")
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory\nat all")])
+def test_a_check_that_ends_early_shows_what_it_has(
+    error: BaseException, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lade.bench.baselines import Answer, plain
+
+    calls: list[int] = []
+
+    def ending(model: Any, inputs: Any, options: Any) -> Answer:
+        calls.append(1)
+        if len(calls) == 4:  # two warm up
+            raise error
+        return plain(model, inputs, options)
+
+    monkeypatch.setattr("lade.cli.check.plain", ending)
+    path = tmp_path / "check.json"
+    result = run("check", folder, "--dtype", "float32", "--json", str(path))
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    assert result.exit_code == (130 if is_interrupt else 0)
+    assert re.search(r"Speed-up \d", result.stdout)
+    assert ("stopped early: no memory\n" in result.stdout) != is_interrupt
+    content = json.loads(path.read_text())
+    assert content["settings"]["interrupted"] is True
+    assert len(content["prompts"]) == 1
+
+
+# --- tables ---------------------------------------------------------------------------------
+
+
+def test_tables_of_results_fit_a_terminal() -> None:
+    root = Path(__file__).parents[2] / "docs"
+    for command in (
+        ["bench", "show", *map(str, sorted((root / "results").glob("*_cpu_*.json")))],
+        ["support", "--results", str(root / "support" / "transformers-5.23.0.json")],
+    ):
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+        assert result.exit_code == 0
+        lines = [line.rstrip() for line in result.stdout.splitlines()]
+        assert max(map(len, lines)) <= 80
+        assert len(lines) > 10
+
+
+def test_verdicts_of_the_demo_are_short(folder: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
+    assert verdict(find_difference(model, inputs, [1, 2], [1, 2])) == "same"
+    found = find_difference(model, inputs, [1, 2, 3], [1, 2, 4])
+    assert found is not None
+    assert (found.place, found.is_tie) == (3, False)
+    assert verdict(found) == f"differs at 3 (gap {found.gap:.3g})"
+    assert verdict(Difference(105, 1e-6, is_tie=True)) == "differs at 105 (tie)"
+    assert "a fault of lade" in why_different(model)
+    assert "bfloat16" in why_different(model.to(torch.bfloat16))
+
+
 # --- what is wrong with a prompt or a model -------------------------------------------------
 
 
@@ -619,7 +917,7 @@ def test_a_text_ends_where_learned_positions_do(of_learned_positions: str, tmp_p
     assert "59 tokens," in result.stderr  # the last of 6 + 59 is never fed
     with pytest.raises(ValueError, match=r"a prompt of at most 64 tokens, .*; got 65"):
         run("generate", 65 * "a", *options)
-    assert "1 tokens," in run("generate", 64 * "a", *options).stderr
+    assert "1 token," in run("generate", 64 * "a", *options).stderr
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcabc\nabcabcabc\n")
     with pytest.raises(ValueError, match=r"--max-new-tokens of at most 56 behind the longest pro"):
@@ -766,7 +1064,6 @@ def test_warnings_of_lade_are_shown_as_notes_once_each() -> None:
 
 def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> None:
     from rich.console import Console
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "naïve 日本 🙂 ok"

@@ -1,0 +1,450 @@
+"""`lade bench …`: commands, their options and help texts. Next file: `bench.py`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lade.cli.options import (
+    DRAFTING,
+    SAMPLING,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    MarkdownOption,
+    MaxDraftTokensOption,
+    MaxNewTokensOption,
+    ModelOption,
+    PlotOption,
+    PromptsOption,
+    TemperatureOption,
+    ThreadsOption,
+    TopPOption,
+    TrustOption,
+    VerificationOption,
+    load,
+    make_config,
+)
+
+bench = typer.Typer(
+    help="Measure speed and memory on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+# Panels of the list of commands.
+_ANSWERS = "Answers to prompts"
+_TRACES = "Recorded answers"
+_PARTS = "Parts"
+
+SeedOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Random seed of the first batch; each batch has the next, and all methods the same.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+BatchSizeOption = Annotated[
+    int,
+    typer.Option(
+        "--batch-size", metavar="N", min=1, help="Answer N prompts at once, in file order."
+    ),
+]
+NumReturnSequencesOption = Annotated[
+    int,
+    typer.Option(
+        "--num-return-sequences",
+        metavar="N",
+        min=1,
+        help="Draw N answers to each prompt; needs a temperature.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+SameDraftTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="The same limit for every method: verify up to N draft tokens in every step. Without "
+        "it, the measured time of steps decides, and prompt_lookup has its 10.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+
+
+@bench.command("run", rich_help_panel=_ANSWERS)
+def bench_run(
+    prompts: PromptsOption,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated. Without it, plain (generate), prompt_lookup (transformers' own; "
+            "one sequence at a time), lade (one pool for all prompts) and lade_fresh (an empty "
+            "pool for each prompt or batch). Also lade_tree, lade_rows, lade_chain and "
+            "lade_snapshot, which are lade with that --verification, left out where the model "
+            "cannot do it; and others, which an unknown name lists.",
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    batch_size: BatchSizeOption = 1,
+    limit: LimitOption = None,
+    passes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Repeat everything N times, with new pools unless --keep; show medians.",
+        ),
+    ] = 1,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep pools from pass to pass, so that the second knows the answers of the first; "
+            "show each pass apart.",
+        ),
+    ] = False,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    num_return_sequences: NumReturnSequencesOption = 1,
+    max_draft_tokens: SameDraftTokensOption = None,
+    verification: VerificationOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Compare ways of generating on a file of prompts, in turn, in one process.
+
+    All get the same batches, options and seeds. The columns of the table:
+
+    - tokens/s: tokens of all rows up to their EOS, over the time of the whole calls.
+    - MAT: mean accepted tokens, those that a step adds to a row; plain decoding is 1.00.
+    - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
+      samples, so its texts differ then and are as likely.
+    - accepted: the share of draft tokens that were accepted.
+    - corrected: the share of steps with a draft that ended where the model chose another token
+      than those drafted there.
+    """
+    from lade.bench.prompts import PromptFile
+    from lade.bench.settings import Settings
+    from lade.cli.bench import ResultFiles, choose_methods, run
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
+    names, left_out = choose_methods(methods, settings)
+    if keep and passes == 1:
+        raise ValueError("expected --passes of 2 or more with --keep, got 1")
+    if plot is not None and not {"plain"} < set(names):
+        raise ValueError("expected plain and another of the methods to plot speed-ups")
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    chosen = PromptFile.read(prompts, limit)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    config = make_config(max_draft_tokens, verification)
+    run(loaded, chosen, names, left_out, settings, passes, keep, config, files)
+
+
+@bench.command("show", rich_help_panel=_ANSWERS)
+def bench_show(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES", help="What bench run --json wrote.", exists=True, dir_okay=False
+        ),
+    ],
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Print result files of bench run as one table, also of different settings.
+
+    A plot shows one file, by category, and is named like it.
+    """
+    from lade.cli.bench import ResultFiles, show
+
+    wanted = ResultFiles(markdown=markdown, plot=plot)
+    wanted.check()
+    show(files, wanted)
+
+
+@bench.command("memory", rich_help_panel=_ANSWERS)
+def bench_memory(
+    prompts: PromptsOption,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, as for bench run; the others are compared with plain.",
+        ),
+    ] = "plain,lade",
+    max_new_tokens: MaxNewTokensOption = 128,
+    batch_size: BatchSizeOption = 1,
+    limit: LimitOption = None,
+    repeats: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Measure each method in N processes; show medians."),
+    ] = 1,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    num_return_sequences: NumReturnSequencesOption = 1,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare the peak memory of ways of generating, each in a fresh process.
+
+    On a CPU, that is the most that the whole process has resident while it answers the prompts:
+    weights, libraries and all. On a GPU, it is the most that torch has allocated there. The table
+    also shows how much of it came on top of the loaded and warmed-up model.
+    """
+    from lade.bench.settings import Settings
+    from lade.cli.bench import choose_methods
+    from lade.cli.memory import run
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
+    names, _ = choose_methods(methods, settings)
+    dtype_name = dtype.value if dtype else None
+    loading = (model, device, dtype_name, threads, trust_remote_code)
+    run(*loading, prompts, names, settings, limit, repeats, max_draft_tokens, json)
+
+
+@bench.command("record", rich_help_panel=_TRACES)
+def bench_record(
+    prompts: PromptsOption,
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Write the traces here, as safetensors.", dir_okay=False),
+    ],
+    max_new_tokens: MaxNewTokensOption = 256,
+    limit: LimitOption = None,
+    num_successors: Annotated[
+        int,
+        typer.Option(
+            "--num-successors",
+            metavar="N",
+            min=1,
+            help="Keep the model's N likeliest next tokens at every position.",
+        ),
+    ] = 16,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+) -> None:
+    """Answer prompts with lade, and record what bench replay needs.
+
+    That is the tokens of prompts and answers, and the tokens that the model finds likeliest after
+    each of them, from one more forward over the whole text.
+    """
+    from lade.bench.prompts import PromptFile
+    from lade.bench.settings import Settings
+    from lade.cli.bench import check_writable
+    from lade.cli.replay import record
+
+    settings = Settings(max_new_tokens, temperature, top_p, seed)
+    check_writable(out)
+    chosen = PromptFile.read(prompts, limit)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    record(loaded, chosen, out, settings, num_successors)
+
+
+@bench.command("replay", rich_help_panel=_TRACES)
+def bench_replay(
+    traces: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACES", help="What bench record wrote.", exists=True, dir_okay=False
+        ),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, as for bench run. Without it, all that draft without a model.",
+        ),
+    ] = None,
+    max_draft_tokens: Annotated[
+        str,
+        typer.Option(
+            "--max-draft-tokens",
+            metavar="N,…",
+            help="Comma-separated: verify up to N draft tokens in every step.",
+        ),
+    ] = "8,16,32,64",
+    passes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Replay everything N times, keeping the pools; show each pass apart.",
+        ),
+    ] = 1,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The file that lade prewarm made for the recorded model; methods lade and "
+            "lade_fresh use it, lade_untabled does not.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Try drafters on recorded answers, without a model and much faster than with one.
+
+    Every step verifies as many draft tokens as it may, so steps and accepted tokens are those of
+    bench run with the same --max-draft-tokens and exact arithmetic.
+
+    Not so for methods that learn from the model's logits: what it finds likely after a rejected
+    token was not recorded, so they learn less here than live, and their numbers are too low.
+    """
+    from lade.cli.bench import ResultFiles
+    from lade.cli.replay import choose_draft_sizes, choose_methods, replay
+
+    names, draft_sizes = choose_methods(methods), choose_draft_sizes(max_draft_tokens)
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    replay(traces, names, draft_sizes, passes, table, files)
+
+
+@bench.command("project", rich_help_panel=_TRACES)
+def bench_project(
+    step_cost: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Seconds of one forward on the other machine by its number of tokens: CSV lines "
+            "like 8,0.023, or a JSON object. Sizes between are interpolated, none beyond.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    mat: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE",
+            help="What bench replay --json wrote; may be repeated.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Project replays to another machine by the cost of its steps.
+
+    The projected speed-up is MAT x cost of 1 token / cost of 1 + N tokens, where N is the limit of
+    draft tokens; the best N of each method is marked. Prefill and the time to draft are left out,
+    and every step counts as if its draft had N tokens.
+    """
+    from lade.cli.bench import ResultFiles
+    from lade.cli.replay import project
+
+    files = ResultFiles(json, markdown)
+    files.check()
+    project(step_cost, mat, files)
+
+
+@bench.command("gpu", rich_help_panel=_PARTS)
+def bench_gpu(
+    shapes: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B, and "
+            "tiny, to try the command out.",
+        ),
+    ] = "1b,8b",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="cuda, cuda:1, …, or cpu with --shapes tiny. Without it, cuda."
+        ),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            metavar="T",
+            min=0.0,
+            help="Begin nothing new after T minutes, and list what was not run. Every stage has "
+            "its share; what it leaves of it is for the stages after it.",
+        ),
+    ] = 8.0,
+    mat: Annotated[
+        float,
+        typer.Option(
+            metavar="X", min=1.0, help="Accept X tokens a step on average, bonus included."
+        ),
+    ] = 2.5,
+    max_draft_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Verify N draft tokens in every step of whole answers."
+        ),
+    ] = 31,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Accept as many tokens as drafts in these traces of bench record, replayed, with "
+            "frequencies changed to the MAT asked for. Without it, as in answers to the demo's "
+            "prompts.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Measure steps on a GPU against its memory bandwidth and plain generate.
+
+    The models have random weights, so nothing is downloaded (except for the default model, at the
+    end, where it can be had), and drafts are accepted as in recorded decoding. In turn:
+
+    - the copy bandwidth of the device;
+    - the time of a step by tree size and context; what share of that bandwidth reading weights,
+      keys and values once makes of it; how much of it the host needs to launch the forward;
+    - tokens per second of generate, of generate with a compiled static cache, and of lade;
+    - a small real model, greedy and sampled.
+    """
+    from lade.cli.bench_gpu import run
+
+    run(shapes, device, minutes, mat, max_draft_tokens + 1, trace, json)
+
+
+@bench.command("pool", rich_help_panel=_PARTS)
+def bench_pool(
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=10_000, help="The largest pool to fill; from 10^4 up, by tens."
+        ),
+    ] = 10**7,
+    max_draft_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Draft up to N tokens.")
+    ] = 32,
+    json: JsonOption = None,
+) -> None:
+    """Time the n-gram pool alone, observing tokens and drafting, as it fills."""
+    from lade.cli.bench import run_pool
+
+    run_pool(max_tokens, max_draft_tokens, json)

