@@ -1,6 +1,7 @@
-"""The command line: `lade generate`, `lade demo`, `lade bench`, `lade support`.
+"""The command line: generate, prewarm, demo, bench, check, support.
 
-`app.py` defines commands and options; heavy imports happen inside the commands.
+`app.py` and `bench_app.py` define commands and options; what a command does is in a file of its
+own, imported with all that is heavy only when it runs.
 """
 
 import signal

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -78,10 +79,11 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
     if why_not is None:
         try:
             why_not = measure(loaded, seconds, measured)
-        except (KeyboardInterrupt, RuntimeError) as error:  # memory may be short, for one
+        except KeyboardInterrupt as interrupt:  # what was measured so far is shown all the same
+            stopped_by = interrupt
+        except Exception as error:  # memory may be short, for one; the rest is worth telling
             stopped_by = error
-            if isinstance(error, RuntimeError):
-                why_not = (str(error).splitlines() or [type(error).__name__])[0]
+            why_not = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     _tell_speed(out, loaded.model, measured, why_not)
     if json_path is not None:
         write_json(json_path, _as_json(loaded, found, measured, made, stopped_by is not None))
@@ -174,7 +176,7 @@ def _described(loaded: LoadedModel) -> str:
         where += f" ({torch.cuda.get_device_name(model.device)})"
     dtype = str(model.dtype).removeprefix("torch.")
     return (
-        f"[bold]{Path(loaded.name).name}[/bold]: {type(model).__name__}, "
+        f"[bold]{escape(Path(loaded.name).name)}[/bold]: {type(model).__name__}, "
         f"{num_weights / 1e6:,.1f} million weights, {dtype}, {where}"
     )
 
@@ -190,7 +192,7 @@ def _tell_speed(
     out: Console, model: Any, measured: Sequence[Measured], why_not: str | None
 ) -> None:
     if not measured:
-        out.print(f"\n[bold]Speed-up[/bold] not measured: {why_not or 'stopped'}")
+        out.print(f"\n[bold]Speed-up[/bold] not measured: {escape(why_not or 'stopped')}")
         return
     speedups = [each.speedup for each in measured]
     rates = [median(rate for each in measured for rate in getattr(each, name)) for name in _RATES]
@@ -207,7 +209,7 @@ def _tell_speed(
     for each in measured:
         out.print(f"  {each.title:<12}{each.speedup:.2f}x")
     if why_not is not None:
-        out.print(f"[dim]  stopped early: {why_not}[/dim]")
+        out.print(f"[dim]  stopped early: {escape(why_not)}[/dim]")
     num_same = sum(each.difference is None for each in measured)
     out.print(f"[bold]Text[/bold] the same for {num_same} of {len(measured)} {noun}")
     if num_same < len(measured):

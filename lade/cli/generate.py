@@ -55,7 +55,7 @@ def _check(model: Any, inputs: dict[str, Any], config: Config) -> None:
     """Have done now what is done once for a model, so that the answer's time is the answer's.
 
     That is the check of how drafts are verified, reading the table of `lade prewarm` and compiling
-    the pool. `lade.probe` would do the first alone, and not for a way that was asked for.
+    the pool. `lade.probe` would do the first alone, and not for a verification that was asked for.
     """
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     first = {name: tensor[:, :1] for name, tensor in inputs.items()}

@@ -847,7 +847,7 @@ def test_a_check_that_ends_early_shows_what_it_has(
     is_interrupt = isinstance(error, KeyboardInterrupt)
     assert result.exit_code == (130 if is_interrupt else 0)
     assert re.search(r"Speed-up \d", result.stdout)
-    assert ("stopped early: no memory\n" in result.stdout) != is_interrupt
+    assert ("stopped early: RuntimeError: no memory\n" in result.stdout) != is_interrupt
     content = json.loads(path.read_text())
     assert content["settings"]["interrupted"] is True
     assert len(content["prompts"]) == 1
