@@ -3,11 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
+DIST := .venv-dist
+# Processes that share the tests: one for each core, or so many.
+WORKERS ?= auto
 # Tiny models are faster on one thread: starting two takes longer than their matrices.
 TEST := OMP_NUM_THREADS=1
+PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup
+# Before the workers start, which would all compile the same.
+COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo test check format docs test-oldest fuzz stress clean
+.PHONY: help demo test test-all test-oldest coverage check format docs fuzz stress dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -15,9 +21,11 @@ help:
 	@echo "make check        format, lint and strict types"
 	@echo "make format       bring the code into the format that check wants"
 	@echo "make docs         build the documentation site in docs/_build"
+	@echo "make coverage     run the quick tests and report which lines and branches they miss"
 	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
+	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
 
 demo: $(VENV)/.demo
@@ -42,6 +50,16 @@ docs: $(DOCS)/.docs
 	$(DOCS)/bin/python -m sphinx -W --keep-going -b dirhtml docs docs/_build
 	@echo "open docs/_build/index.html"
 
+# The pool's tests once more without compilation: of compiled kernels no line is seen.
+coverage: MEASURED = $(subst -m pytest,-m coverage run -m pytest,$(PYTEST))
+coverage: $(VENV)/.dev
+	$(VENV)/bin/$(COMPILE)
+	$(VENV)/bin/coverage erase
+	$(TEST) $(VENV)/bin/$(MEASURED) -m "not exhaustive and not slow and not model"
+	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(MEASURED) tests/ngram_pool
+	$(VENV)/bin/coverage combine --quiet
+	$(VENV)/bin/coverage report --skip-covered
+
 # A cache of its own: two releases of Numba overwrite each other's compiled code, at every start.
 test-oldest: $(OLDEST)/.dev
 	$(TEST) NUMBA_CACHE_DIR=$(CURDIR)/$(OLDEST)/numba $(OLDEST)/bin/python -m pytest tests/lade
@@ -55,6 +73,15 @@ stress: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.stress async --out docs/results/stress.json
 	for kind in gemma2 flash sdpa; do $(TEST) $(VENV)/bin/python -m tests.stress threads \
 		--kind $$kind --out docs/results/stress.json || exit 1; done
+
+# With pinned tools; what builds the wheel stands in an environment that build makes for itself.
+dist: $(DIST)/.dist
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/bin/python -m build
+
+# make check-release TAG=v1.2.3 SOURCE=https://github.com/owner/name, as `publish.yml` calls it.
+check-release:
+	$(PYTHON) -m tests.release "$(TAG)" "$(SOURCE)"
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
@@ -72,10 +99,14 @@ $(DOCS)/.docs: pyproject.toml constraints.txt | $(DOCS)/bin/python
 	$(DOCS)/bin/$(PIP) --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
+$(DIST)/.dist: constraints.txt | $(DIST)/bin/python
+	$(DIST)/bin/$(PIP) --constraint constraints.txt build
+	@touch $@
+
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lade needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
