@@ -17,12 +17,13 @@ PIP := python -m pip install --disable-pip-version-check --quiet
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
-	@echo "make test         run all tests, the pool's also without compilation"
+	@echo "make test         run the tests in a few minutes, without the long grids"
+	@echo "make test-all     run all tests, the pool's also without compilation"
+	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
 	@echo "make check        format, lint and strict types"
 	@echo "make format       bring the code into the format that check wants"
 	@echo "make docs         build the documentation site in docs/_build"
 	@echo "make coverage     run the quick tests and report which lines and branches they miss"
-	@echo "make test-oldest  run the tests of lade on the oldest supported transformers"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make dist         build the source distribution and the wheel"
@@ -32,8 +33,13 @@ demo: $(VENV)/.demo
 	$(VENV)/bin/lade demo
 
 test: $(VENV)/.dev
-	$(TEST) $(VENV)/bin/python -m pytest
-	NUMBA_DISABLE_JIT=1 $(VENV)/bin/python -m pytest tests/ngram_pool
+	$(VENV)/bin/$(COMPILE)
+	$(TEST) $(VENV)/bin/$(PYTEST) -m "not exhaustive"
+
+test-all: $(VENV)/.dev
+	$(VENV)/bin/$(COMPILE)
+	$(TEST) $(VENV)/bin/$(PYTEST)
+	$(TEST) NUMBA_DISABLE_JIT=1 $(VENV)/bin/$(PYTEST) tests/ngram_pool
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
@@ -61,8 +67,10 @@ coverage: $(VENV)/.dev
 	$(VENV)/bin/coverage report --skip-covered
 
 # A cache of its own: two releases of Numba overwrite each other's compiled code, at every start.
+test-oldest: export NUMBA_CACHE_DIR := $(CURDIR)/$(OLDEST)/numba
 test-oldest: $(OLDEST)/.dev
-	$(TEST) NUMBA_CACHE_DIR=$(CURDIR)/$(OLDEST)/numba $(OLDEST)/bin/python -m pytest tests/lade
+	$(OLDEST)/bin/$(COMPILE)
+	$(TEST) $(OLDEST)/bin/$(PYTEST) tests/lade
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --cases 20000 --processes 2 --seed 0 --out docs/results/fuzz.json

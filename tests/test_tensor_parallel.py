@@ -21,10 +21,13 @@ from tests.tensor_parallel_worker import MODES, ONE, THREE, plain
 ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not torch.distributed.is_available(),
-    reason="transformers cuts a model on CPUs with gloo, on Linux",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux" or not torch.distributed.is_available(),
+        reason="transformers cuts a model on CPUs with gloo, on Linux",
+    ),
+    pytest.mark.xdist_group("tensor parallel"),  # the ranks run once
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 import lade
 from lade.attention import PACKED_SDPA, packed_sdpa
-from tests.lade.tiny import tiny_model
+from tests.lade.shared import shared_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
 
@@ -82,7 +82,7 @@ def test_what_else_layers_pass_is_left_to_sdpa() -> None:
 
 
 def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> None:
-    model = tiny_model("llama")
+    model = shared_model("llama")
     seen: set[str] = set()
 
     def look(module: Any, args: Any) -> None:
@@ -98,5 +98,5 @@ def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> No
 
 @pytest.mark.parametrize(("num_key_value_heads", "attention"), [(4, "sdpa"), (2, "eager")])
 def test_other_models_keep_their_attention(num_key_value_heads: int, attention: str) -> None:
-    model = tiny_model("llama", attention=attention, num_key_value_heads=num_key_value_heads)
+    model = shared_model("llama", attention=attention, num_key_value_heads=num_key_value_heads)
     assert lade.probe(model).attention == attention

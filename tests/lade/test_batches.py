@@ -11,6 +11,7 @@ from lade.budget import FixedBudget
 from lade.drafting import chain
 from ngram_pool import Draft
 from tests.lade.both import THREE, ListStreamer, both
+from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
 
 
@@ -30,7 +31,7 @@ def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("num_rows", [2, 5, 9])
 def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
-    model = tiny_model(family, seed=num_rows)
+    model = shared_model(family, seed=num_rows)
     ids, mask = batch_of(rng, num_rows)
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": [*range(0, 97, 7)]}
     options |= {"max_new_tokens": 40, "pad_token_id": 0}
@@ -50,7 +51,7 @@ def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: 
 
 
 def test_finished_rows_leave_the_forward() -> None:
-    model = tiny_model("llama", seed=5)
+    model = shared_model("llama", seed=5)
     free = model.generate(THREE, attention_mask=(THREE != 0).long(), max_new_tokens=30)
     # Rows end after 5 and 15 tokens and not at all.
     ends = [int(free[0, 12]), int(free[2, 22])]
@@ -89,7 +90,7 @@ def test_rows_without_padding_go_on_until_the_last_is_finished() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.5}])
 def test_streamers_get_each_column_once_all_rows_have_it(options: dict[str, Any]) -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     for accept in (0.0, 0.6, 1.0):
         theirs, mine = ListStreamer(), ListStreamer()
         common: dict[str, Any] = {"eos_token_id": [*range(0, 97, 5)], "do_sample": False, **options}
@@ -120,7 +121,7 @@ def test_streamers_get_each_column_once_all_rows_have_it(options: dict[str, Any]
 
 def test_rows_learn_from_each_other() -> None:
     """The first prompt holds the second's answer; nothing else does."""
-    model = tiny_model("llama", seed=6)
+    model = shared_model("llama", seed=6)
     prompt = torch.tensor([[5, 6, 7]])
     mask = torch.ones_like(prompt)
     answer = model.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
@@ -143,7 +144,7 @@ def test_rows_learn_from_each_other() -> None:
 def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
     monkeypatch.setattr("lade.choose._MIN_LEAD", 3)
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 40}
     options["pad_token_id"] = 0
     mask = (THREE != 0).long()
@@ -214,7 +215,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
 
 
 def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     expected = model.generate(
         THREE, attention_mask=(THREE != 0).long(), do_sample=False, max_new_tokens=12
     )
@@ -236,7 +237,7 @@ def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
 
 
 def test_a_broken_row_closes_the_sequences_of_all() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     calls = []
 
     class BrokenBatch(BatchDrafter):

@@ -21,7 +21,8 @@ import lade
 from lade.drafting import chain
 from lade.probing import profile_of
 from lade.support.tiny import tiny_model as architecture
-from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.shared import shared_model
+from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt
 
 MAMBA2: dict[str, Any] = {
     "num_heads": 4,
@@ -80,7 +81,7 @@ PROMPTS = [torch.tensor([[5, 6, 7, 5, 6]]), torch.arange(2, 30)[None]]
 def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor) -> None:
     recurrent = family == "mamba2"
     options: dict[str, Any] = MAMBA2 if recurrent else {}
-    model = tiny_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
+    model = shared_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
     try:
         model.generate(prompt, max_new_tokens=2, cache_implementation="static")
     except TypeError as failure:  # of llama4, in the oldest supported transformers
@@ -105,7 +106,7 @@ def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor)
 
 
 def test_a_batch_in_a_static_cache() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
     mask = (prompt != 0).long()
     _, got = both(model, prompt, attention_mask=mask, cache_implementation="static", accept=1.0)
@@ -114,7 +115,7 @@ def test_a_batch_in_a_static_cache() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_caches_of_other_kinds_are_decoded_plainly_and_say_so(family: str) -> None:
-    model = tiny_model(family, seed=1)
+    model = shared_model(family, seed=1)
 
     class Own(DynamicCache):  # type: ignore[misc]
         """Of the caller's; nobody knows what it does."""
@@ -124,7 +125,7 @@ def test_caches_of_other_kinds_are_decoded_plainly_and_say_so(family: str) -> No
 
 
 def test_a_quantized_cache_is_decoded_plainly_and_says_so() -> None:
-    model = tiny_model("llama", seed=1, dtype=torch.float32, head_dim=16)
+    model = shared_model("llama", seed=1, dtype=torch.float32, head_dim=16)
     try:
         QuantizedCache(backend="quanto", config=model.config)
     except ImportError:
@@ -138,7 +139,7 @@ def test_a_quantized_cache_is_decoded_plainly_and_says_so() -> None:
 @pytest.mark.parametrize("length", [4, 25])
 def test_a_dynamic_cache_goes_on_over_turns(family: str, is_lazy: bool, length: int) -> None:
     """Past the window and before it, in the layers that the caller's cache has."""
-    model = tiny_model(family, seed=1)
+    model = shared_model(family, seed=1)
     made = [DynamicCache() if is_lazy else DynamicCache(config=model.config) for _ in range(2)]
     turn = torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(0))
     for number in range(3):
@@ -152,7 +153,7 @@ def test_a_dynamic_cache_goes_on_over_turns(family: str, is_lazy: bool, length: 
 
 
 def test_a_recurrent_cache_goes_on_over_turns() -> None:
-    model = tiny_model("mamba2", seed=1, attention="eager", **MAMBA2)
+    model = shared_model("mamba2", seed=1, attention="eager", **MAMBA2)
     answers = []
     for generate in (model.generate, lambda ids, **kw: lade.generate(model, ids, **kw)):
         ids, cache = PROMPTS[0], DynamicCache(config=model.config)
@@ -176,7 +177,9 @@ def test_a_recurrent_cache_goes_on_over_turns() -> None:
 def test_without_a_cache_paths_are_verified_in_the_whole_text(family: str) -> None:
     mpt = {"n_heads": 4, "d_model": 32, "n_layers": 2}
     options: dict[str, Any] = mpt if family == "mpt" else {}
-    model = tiny_model(family, seed=1, attention="eager" if family == "mpt" else "sdpa", **options)
+    model = shared_model(
+        family, seed=1, attention="eager" if family == "mpt" else "sdpa", **options
+    )
     _, got = both(model, PROMPTS[0], use_cache=False)
     assert got.stats.mean_accepted_tokens > 1.2
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9]])
@@ -189,7 +192,7 @@ def test_without_a_cache_paths_are_verified_in_the_whole_text(family: str) -> No
 
 @pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot"])
 def test_token_types_go_on_as_in_plain_decoding(way: str) -> None:
-    model = tiny_model("gpt2", seed=1)
+    model = shared_model("gpt2", seed=1)
     types = torch.tensor([[3, 3, 4, 4, 4]])
     _, got = both(model, PROMPTS[0], way=way, token_type_ids=types)
     assert got.stats.mean_accepted_tokens > 1.2
@@ -198,7 +201,7 @@ def test_token_types_go_on_as_in_plain_decoding(way: str) -> None:
 @pytest.mark.parametrize("way", ["rows", "chain", "snapshot"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_batches_stay_of_one_length_and_exact(way: str, do_sample: bool) -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
     free, _ = both(model, prompt, attention_mask=(prompt != 0).long(), way=way, accept=1.0)
     eos = [int(free.sequences[0, 12]), int(free.sequences[1, 20])]
@@ -211,7 +214,7 @@ def test_batches_stay_of_one_length_and_exact(way: str, do_sample: bool) -> None
 
 @pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot", "plain"])
 def test_outputs_are_those_of_plain_decoding_whatever_the_way(way: str) -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     options = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
     expected, got = both(model, PROMPTS[0], way=way, **options)
     for name in ("scores", "logits"):
@@ -230,20 +233,20 @@ def test_outputs_are_those_of_plain_decoding_whatever_the_way(way: str) -> None:
 
 
 def test_attentions_come_from_ways_that_have_them() -> None:
-    model = tiny_model("llama", seed=3, attention="eager")
+    model = shared_model("llama", seed=3, attention="eager")
     for way in ("tree", "chain"):
         expected, got = both(model, PROMPTS[0], way=way, output_attentions=True)
         for mine, theirs in zip(got.attentions, expected.attentions, strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    windowed = tiny_model("gemma3_text", seed=3, attention="eager")
+    windowed = shared_model("gemma3_text", seed=3, attention="eager")
     with pytest.warns(lade.PlainDecodingWarning, match="attentions were asked for"):
         expected, got = both(windowed, PROMPTS[1], output_attentions=True)
     assert got.attentions[-1][0].shape == expected.attentions[-1][0].shape
 
 
 def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     config = lade.Config(verifier="rejection", target="chain", max_draft_tokens=6)
     pool = lade.NGramPool()
     torch.manual_seed(0)
@@ -262,7 +265,7 @@ def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
 
 
 def test_plain_decoding_streams_and_counts_like_the_others() -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     steps: list[Any] = []
     config = lade.Config(target="plain")
     output = lade.generate(
@@ -330,7 +333,7 @@ def test_hidden_states_have_the_shape_that_plain_decoding_gives_them(name: str) 
 
 
 def test_a_cache_beside_use_cache_false_is_filled_as_plain_decoding_fills_it() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     with pytest.warns(lade.PlainDecodingWarning, match="use_cache=False"):
         expected, got = both(model, PROMPTS[0], use_cache=False, past_key_values=DynamicCache)
     lengths = [out.past_key_values.get_seq_length() for out in (expected, got)]
@@ -359,7 +362,7 @@ class EndsAt(StoppingCriteria):  # type: ignore[misc]
 def test_drafts_end_where_learned_positions_or_a_static_cache_do(given: str) -> None:
     """Plain decoding stops in time; a draft must not reach for what is behind the end."""
     static = given == "static cache"
-    model = tiny_model("llama", seed=1) if static else architecture("bart")
+    model = shared_model("llama", seed=1) if static else architecture("bart")
     text = torch.randint(2, 90, (1, 20 if static else 496), generator=torch.Generator())
     made: list[Any] = []
     for decode in (model.generate, functools.partial(lade.generate, model)):
@@ -387,7 +390,7 @@ def test_drafts_end_where_learned_positions_or_a_static_cache_do(given: str) -> 
 
 
 def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
 
     class FirstEnds(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -415,7 +418,7 @@ def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
 
 
 def test_a_snapshot_leaves_a_callers_cache_without_rejected_tokens() -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     cache = DynamicCache(config=model.config)
     seen: list[Any] = []
 
@@ -462,7 +465,7 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
 
 
 def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
-    model = tiny_model(
+    model = shared_model(
         "llama", seed=1, max_position_embeddings=24, rope_parameters=rope("dynamic", factor=2.0)
     )
     for length in (4, 20, 30):
@@ -478,7 +481,7 @@ def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
 
 def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    model = tiny_model(
+    model = shared_model(
         "phi3",
         seed=1,
         max_position_embeddings=96,
@@ -495,7 +498,7 @@ def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() 
 
 
 def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> None:
-    model = tiny_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
+    model = shared_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
     widths: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, args, inputs: widths.append(tuple(inputs["input_ids"].shape)),
@@ -514,7 +517,7 @@ def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> No
 
 def test_a_mask_that_follows_the_length_is_plain_beyond_it() -> None:
     options: dict[str, Any] = {"num_attention_heads": 4, "keep_window_size": 24, "head_dim": 8}
-    model = tiny_model("doge", seed=1, **options)
+    model = shared_model("doge", seed=1, **options)
     _, got = both(model, torch.arange(2, 8)[None], max_new_tokens=12)
     assert got.stats.mean_accepted_tokens > 1.2
     with pytest.warns(lade.PlainDecodingWarning, match="dynamic mask changes at 24 tokens"):
@@ -523,7 +526,7 @@ def test_a_mask_that_follows_the_length_is_plain_beyond_it() -> None:
 
 def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
     """It may be anything inside, and a short check sees none of it."""
-    model = tiny_model("mistral", seed=1)
+    model = shared_model("mistral", seed=1)
 
     class Elsewhere(type(model)):  # type: ignore[misc]
         pass
@@ -541,7 +544,7 @@ def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
 
 def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
     """A model that sees padding in trees is fine without any, and must not be trusted with it."""
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     forward = model.model.forward
 
     def sees_padding(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import lade.decoding
+from tests.grids import thinned
 from tests.stress.interrupts import (
     Line,
     Result,
@@ -19,6 +20,9 @@ from tests.stress.interrupts import (
 )
 from tests.stress.uses import USES
 
+# Each use leaves out the lines of those before, and the count of all lines is behind all uses.
+pytestmark = pytest.mark.xdist_group("interrupts")
+
 _KNOWN: set[Line] = set()  # lines at which a call was interrupted already
 _DONE: set[str] = set()  # uses
 
@@ -27,7 +31,7 @@ def nothing_was_found(result: Result) -> bool:
     return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", thinned(USES, "tree"))
 def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
     result = interrupt_lines([name], answer_every=12, later_every=10, known=_KNOWN)
     _DONE.add(name)
@@ -48,6 +52,7 @@ def test_interrupted_by_another_thread_nothing_is_left() -> None:
     assert result.interrupted > 100
 
 
+@pytest.mark.exhaustive
 def test_so_many_lines_were_interrupted() -> None:
     """Behind the others: of all lines of the two packages that are run at all."""
     if len(_DONE) < len(USES):

@@ -10,6 +10,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import lade
 from tests.lade.both import ONE, THREE, both
+from tests.lade.shared import shared_model
 from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
 
 ALL_OUTPUTS: dict[str, Any] = {
@@ -55,7 +56,7 @@ def assert_same_cache(mine: DynamicCache, theirs: DynamicCache, mask: torch.Tens
 def test_all_outputs_are_those_of_generate(family: str, do_sample: bool, rows: str) -> None:
     # Left padding leaves rows that see nothing: in float64 eager attention makes NaN of them.
     dtype = torch.float32 if rows == "padded" else torch.float64
-    model = tiny_model(family, seed=1, attention="eager", dtype=dtype)
+    model = shared_model(family, seed=1, attention="eager", dtype=dtype)
     prompt = {"one": ONE, "unpadded": ONE[:, [[0, 1, 2, 3], [1, 1, 1, 0], [2, 0, 2, 0]]][0]}.get(
         rows, THREE
     )
@@ -75,7 +76,7 @@ def test_all_outputs_are_those_of_generate(family: str, do_sample: bool, rows: s
 
 
 def test_attention_that_gives_no_weights_gives_none_as_in_generate() -> None:
-    model = tiny_model("llama", seed=1, attention="sdpa")
+    model = shared_model("llama", seed=1, attention="sdpa")
     options: dict[str, Any] = {"output_hidden_states": True, "output_scores": True}
     expected, got = both(model, THREE, **options)
     assert got.attentions is None
@@ -84,14 +85,14 @@ def test_attention_that_gives_no_weights_gives_none_as_in_generate() -> None:
 
 
 def test_scores_are_not_kept_when_nobody_asks() -> None:
-    _, got = both(tiny_model("llama", seed=1), ONE, output_scores=False)
+    _, got = both(shared_model("llama", seed=1), ONE, output_scores=False)
     assert got.scores is None
     assert got.logits is None
     assert got.hidden_states is None
 
 
 def test_scores_reach_stopping_criteria() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     seen: list[Any] = []
 
     def unsure(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -150,14 +151,14 @@ def wrapped(model: Any) -> Any:
 def test_rows_that_finished_early_are_padded_in_the_cache(do_sample: bool, accept: float) -> None:
     """They left the forward; their padding is run in the end, in a few steps."""
     for seed in range(4):
-        model = tiny_model("llama", seed=seed)
+        model = shared_model("llama", seed=seed)
         options: dict[str, Any] = {"eos_token_id": [*range(0, 97, 8)], "do_sample": do_sample}
         expected, got = both(model, THREE, accept=accept, seed=seed, **options)
         assert_same_cache(got.past_key_values, expected.past_key_values, (THREE != 0).long())
 
 
 def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     for empty in (DynamicCache(), DynamicCache(config=model.config)):
         theirs = copy.deepcopy(empty)
         options: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "do_sample": False}
@@ -187,7 +188,7 @@ def test_a_cache_of_the_caller_is_filled_or_left_as_it_was() -> None:
 
 
 def test_an_empty_cache_is_filled_through_the_plain_door_too() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     for prompt in (ONE, THREE):
         for returned in ("dict", "tokens"):
             cache = DynamicCache(config=model.config)
@@ -206,7 +207,7 @@ def test_an_empty_cache_is_filled_through_the_plain_door_too() -> None:
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     cache = model.generate(
         THREE, attention_mask=(THREE != 0).long(), max_new_tokens=4, return_dict_in_generate=True
     ).past_key_values
@@ -221,7 +222,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 50])
 def test_chunked_prefill_gives_the_same(chunk: int) -> None:
-    model = tiny_model("llama", seed=2)
+    model = shared_model("llama", seed=2)
     for prompt in (ONE, THREE):
         both(model, prompt, prefill_chunk_size=chunk)
 
@@ -229,7 +230,7 @@ def test_chunked_prefill_gives_the_same(chunk: int) -> None:
 @pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_embeddings_give_the_tokens_of_generate(prompt: torch.Tensor, with_ids: bool) -> None:
-    model = tiny_model("llama", seed=2)
+    model = shared_model("llama", seed=2)
     embeds = model.get_input_embeddings()(prompt) * 1.01  # like no token's own
     mask = (prompt != 0).long()
     for do_sample in (False, True):
@@ -255,7 +256,7 @@ def test_embeddings_give_the_tokens_of_generate(prompt: torch.Tensor, with_ids: 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_masks_with_holes_are_continued(family: str, attention: str) -> None:
-    model = tiny_model(family, seed=3, attention=attention)
+    model = shared_model(family, seed=3, attention=attention)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 9], [3, 6, 2, 5, 6, 2, 5, 6]])
     mask = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 0, 1, 1]])
     for rows in ([0], [1], [0, 1]):
@@ -264,7 +265,7 @@ def test_masks_with_holes_are_continued(family: str, attention: str) -> None:
 
 
 def test_explicit_positions_are_continued() -> None:
-    model = tiny_model("llama", seed=3)
+    model = shared_model("llama", seed=3)
     positions = torch.tensor([[3, 4, 5, 9, 10, 11, 20]])
     both(model, ONE, position_ids=positions, do_sample=False)
     both(model, THREE, position_ids=positions.repeat(3, 1) + torch.tensor([[0], [5], [9]]))

@@ -9,8 +9,9 @@ from transformers import TemperatureLogitsWarper
 import lade
 from lade.drafting import chain
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.tiny import tiny_model
+from tests.lade.shared import shared_model
 
 REJECTION = lade.Config(max_draft_tokens=5, verifier="rejection")
 VOCAB_SIZE = 8
@@ -26,7 +27,7 @@ def exact_distribution(model: Any, prompt: list[int], temperature: float) -> tor
     return pairs
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+@pytest.mark.parametrize("temperature", thinned([0.5, 1.0, 1.6], 1.0))
 @pytest.mark.parametrize("processor", [None, TemperatureLogitsWarper(1.0)], ids=["ragged", "joint"])
 def test_text_has_the_distribution_of_the_target(temperature: float, processor: Any) -> None:
     """Pairs of first tokens of 6000 samples; the pool holds the model's own samples and noise."""
@@ -34,7 +35,7 @@ def test_text_has_the_distribution_of_the_target(temperature: float, processor: 
     class Unknown(TemperatureLogitsWarper):  # type: ignore[misc]
         """Does nothing, but is not known to: rows then go together."""
 
-    model = tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
+    model = shared_model("llama", seed=3, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
     prompt = [1, 2, 3, 1, 2]
     pool = lade.NGramPool(4000)
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
@@ -64,7 +65,7 @@ def test_text_has_the_distribution_of_the_target(temperature: float, processor: 
 
 
 def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 20, "config": REJECTION}
     options |= {"attention_mask": (THREE != 0).long(), "pad_token_id": 0}
     texts = []
@@ -81,7 +82,7 @@ def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:
 
 
 def test_greedy_text_is_the_same_with_both_verifiers() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     for prompt in (ONE, THREE):
         mask = (prompt != 0).long()
         options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20}
@@ -92,7 +93,7 @@ def test_greedy_text_is_the_same_with_both_verifiers() -> None:
 
 def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
     """`both` would compare texts; here only what the drafter is asked is of interest."""
-    model = tiny_model("llama", seed=1, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
+    model = shared_model("llama", seed=1, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0)
     expected, _ = both(model, ONE % VOCAB_SIZE, do_sample=False, attention_mask=ONE * 0 + 1)
     answer = expected.sequences[0].tolist()
 
@@ -125,7 +126,7 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
 
 
 def test_scores_and_streams_come_with_rejection_too() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     torch.manual_seed(0)
     out = lade.generate(
         model,

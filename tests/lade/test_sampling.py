@@ -14,8 +14,10 @@ from transformers import (
 import lade
 from lade.choose import Race
 from tests.lade.both import ONE, THREE, both
+from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
+ALONE = pytest.param(ONE, marks=pytest.mark.exhaustive)  # batches have rows alone at their end
 WARPERS: list[dict[str, Any]] = [
     {"temperature": 0.3},
     {"temperature": 1.7},
@@ -55,14 +57,14 @@ def name_of(options: dict[str, Any]) -> str:
     return "-".join(options)
 
 
-@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("prompt", [ALONE, THREE], ids=["one row", "batch"])
 @pytest.mark.parametrize("options", WARPERS + PROCESSORS, ids=name_of)
 def test_every_processor_samples_as_generate_does(
     options: dict[str, Any], prompt: torch.Tensor
 ) -> None:
     accepted = 0
     for seed in range(3):
-        model = tiny_model("llama", seed=seed)
+        model = shared_model("llama", seed=seed)
         _, got = both(model, prompt, seed=seed, **options)
         accepted += got.stats.num_accepted_tokens
     assert accepted > 0
@@ -70,10 +72,10 @@ def test_every_processor_samples_as_generate_does(
 
 @pytest.mark.parametrize("options", PROCESSORS, ids=name_of)
 def test_every_processor_is_greedy_in_batches_as_generate_is(options: dict[str, Any]) -> None:
-    both(tiny_model("llama", seed=3), THREE, do_sample=False, **options)
+    both(shared_model("llama", seed=3), THREE, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
+@pytest.mark.parametrize("prompt", [ALONE, THREE], ids=["one row", "batch"])
 @pytest.mark.parametrize("outputs", [{}, {"output_scores": True, "output_logits": True}])
 def test_choosing_at_all_nodes_at_once_gives_the_same(
     prompt: torch.Tensor, outputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -84,13 +86,13 @@ def test_choosing_at_all_nodes_at_once_gives_the_same(
     for seed, least in enumerate((2, 5, 20)):
         monkeypatch.setattr("lade.choose._MIN_LEAD", least)
         for options in WARPERS:
-            model = tiny_model("llama", seed=seed)
+            model = shared_model("llama", seed=seed)
             options = {"num_return_sequences": 2, **options, **outputs}
             both(model, prompt, seed=seed, eos_token_id=[*range(0, 97, 6)], **options)
 
 
 def test_samples_of_one_prompt_are_those_of_generate() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
     for seed in range(4):
         _, got = both(model, ONE, seed=seed, num_return_sequences=5, temperature=0.4)
         assert got.stats.num_prefills == 5
@@ -98,7 +100,7 @@ def test_samples_of_one_prompt_are_those_of_generate() -> None:
 
 
 def test_the_measured_budget_and_any_pool_give_the_same_samples() -> None:
-    model = tiny_model("llama", seed=2)
+    model = shared_model("llama", seed=2)
     pool = lade.NGramPool()
     pool.observe(list(range(2, VOCAB_SIZE)) * 5)
     options: dict[str, Any] = {
@@ -168,7 +170,7 @@ def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
 
 
 def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
-    model = tiny_model("llama", seed=1)
+    model = shared_model("llama", seed=1)
 
     def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores * float("nan") if input_ids.shape[1] > 12 else scores

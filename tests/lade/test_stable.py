@@ -10,7 +10,9 @@ from torch import Tensor
 
 import lade
 from ngram_pool import NGramPool
+from tests.grids import thinned
 from tests.lade.both import ONE, THREE
+from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, tiny_model
 
 STABLE = lade.Config(stable_text=True)
@@ -60,18 +62,18 @@ class _Unchecked(BatchDrafter):
         return super().draft(sequence, committed, max_nodes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
     for dtype in (torch.bfloat16, torch.float16):
-        model = tiny_model(family, dtype=dtype)
+        model = shared_model(family, dtype=dtype)
         for prompt in (ONE, THREE, torch.arange(2, 60)[None]):
             found = texts(model, prompt, STABLE, eos_token_id=None)
             assert all(text == found[0] for text in found)
 
 
 def test_so_is_sampled_text() -> None:
-    model = tiny_model("llama", dtype=torch.bfloat16)
+    model = shared_model("llama", dtype=torch.bfloat16)
     for prompt in (ONE, THREE):
         found = texts(model, prompt, STABLE, do_sample=True, temperature=1.2)
         assert all(text == found[0] for text in found)
@@ -81,14 +83,14 @@ def test_without_it_the_text_differs() -> None:
     """Otherwise the tests above would show nothing."""
     num_different = 0
     for seed in range(4):
-        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)
+        model = shared_model("llama", seed=seed, dtype=torch.bfloat16)
         found = texts(model, ONE, lade.Config(), eos_token_id=None)
         num_different += any(text != found[0] for text in found)
     assert num_different > 0
 
 
 def test_in_float64_it_is_the_text_of_generate() -> None:
-    model = tiny_model("gemma3_text")
+    model = shared_model("gemma3_text")
     for prompt in (ONE, THREE):
         options = {**GREEDY, "attention_mask": (prompt != 0).long()}
         expected = model.generate(prompt, **options)
@@ -130,7 +132,7 @@ def test_a_lookahead_window_makes_all_steps_wider() -> None:
 def test_what_cannot_be_had_is_refused(
     family: str, options: dict[str, Any], call: dict[str, Any], reason: str
 ) -> None:
-    model = tiny_model(family, dtype=torch.bfloat16, **options)
+    model = shared_model(family, dtype=torch.bfloat16, **options)
     with pytest.raises(lade.UnsupportedOptionError, match=rf"stable_text=True.*{reason}"):
         lade.generate(model, ONE, config=STABLE, **{**GREEDY, **call})
 

@@ -60,6 +60,7 @@ def test_every_architecture_that_transformers_maps_is_checked() -> None:
     assert {model_type for model_type, _ in VARIANTS.values()} <= {*causal_lm_types()}
 
 
+@pytest.mark.exhaustive
 def test_no_architecture_gets_a_wrong_token() -> None:
     rows = run_all(support.all_names(), cases=QUICK_CASES)
     assert {row.name: text_of(row) for row in rows if row.is_bad} == {}
@@ -73,6 +74,7 @@ def test_no_architecture_gets_a_wrong_token() -> None:
         assert found["tree"] >= 131
 
 
+@pytest.mark.exhaustive
 def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

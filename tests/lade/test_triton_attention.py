@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lade import tree_attention
 from lade.tree_attention import Seen
+from tests.grids import thinned
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -228,7 +229,7 @@ def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
         yield run
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", thinned(CASES, *CASES[::5]), ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
     case: Case, interpreted: Callable[[Case], dict[str, Any]]
 ) -> None:

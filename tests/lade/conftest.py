@@ -1,0 +1,29 @@
+"""Tests that do not depend on the order they run in, nor on others in the same process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.lade import shared
+
+
+@pytest.fixture(autouse=True)
+def steady_random_state() -> None:
+    """Begin each test with the same state of torch's generator, whatever ran before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def shared_models_stay_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that changes a model it shares with others.
+
+    What is found out about a model while something is patched holds for that test alone, and such a
+    test is told nothing of what was found out before.
+    """
+    is_patched = "monkeypatch" in request.fixturenames
+    if is_patched:
+        shared.forget_verdicts()
+    yield
+    changes = shared.hand_back(are_verdicts_true=not is_patched)
+    assert not changes, f"a shared model was changed, take `tiny_model`: {changes}"
