@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lade import models as models
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
-    from lade.drafting import Drafter as Drafter
+    from lade.drafting.drafter import Drafter as Drafter
     from lade.errors import DrafterWarning as DrafterWarning
     from lade.errors import EagerExecutionWarning as EagerExecutionWarning
     from lade.errors import LadeError as LadeError
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from lade.errors import UnsupportedModelError as UnsupportedModelError
     from lade.errors import UnsupportedOptionError as UnsupportedOptionError
     from lade.errors import VerificationWarning as VerificationWarning
-    from lade.hf import GenerateOutput as GenerateOutput
-    from lade.hf import decode as decode
-    from lade.hf import generate as generate
-    from lade.hf import unwrap as unwrap
-    from lade.hf import wrap as wrap
-    from lade.prewarming import Prewarmed as Prewarmed
-    from lade.prewarming import prewarm as prewarm
-    from lade.probing import Probe as Probe
-    from lade.probing import probe as probe
-    from lade.probing import recheck as recheck
-    from lade.probing import release as release
+    from lade.hf.doors import generate as generate
+    from lade.hf.doors import unwrap as unwrap
+    from lade.hf.doors import wrap as wrap
+    from lade.hf.generation import GenerateOutput as GenerateOutput
+    from lade.hf.generation import decode as decode
+    from lade.prewarming.run import Prewarmed as Prewarmed
+    from lade.prewarming.run import prewarm as prewarm
+    from lade.probing.profile import release as release
+    from lade.probing.report import Probe as Probe
+    from lade.probing.report import probe as probe
+    from lade.probing.report import recheck as recheck
     from lade.stats import DecodeStats as DecodeStats
     from lade.stats import Step as Step
     from ngram_pool import Draft as Draft
@@ -49,28 +49,28 @@ _HOMES = {
     "Config": "lade.config",
     "DecodeStats": "lade.stats",
     "Draft": "ngram_pool",
-    "Drafter": "lade.drafting",
+    "Drafter": "lade.drafting.drafter",
     "DrafterWarning": "lade.errors",
     "EagerExecutionWarning": "lade.errors",
-    "GenerateOutput": "lade.hf",
+    "GenerateOutput": "lade.hf.generation",
     "LadeError": "lade.errors",
     "Lookahead": "lade.config",
     "NGramPool": "ngram_pool",
     "PlainDecodingWarning": "lade.errors",
-    "Prewarmed": "lade.prewarming",
-    "Probe": "lade.probing",
+    "Prewarmed": "lade.prewarming.run",
+    "Probe": "lade.probing.report",
     "Step": "lade.stats",
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
     "VerificationWarning": "lade.errors",
-    "decode": "lade.hf",
-    "generate": "lade.hf",
-    "prewarm": "lade.prewarming",
-    "probe": "lade.probing",
-    "recheck": "lade.probing",
-    "release": "lade.probing",
-    "unwrap": "lade.hf",
-    "wrap": "lade.hf",
+    "decode": "lade.hf.generation",
+    "generate": "lade.hf.doors",
+    "prewarm": "lade.prewarming.run",
+    "probe": "lade.probing.report",
+    "recheck": "lade.probing.report",
+    "release": "lade.probing.profile",
+    "unwrap": "lade.hf.doors",
+    "wrap": "lade.hf.doors",
 }
 
 __all__ = [

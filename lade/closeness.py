@@ -1,12 +1,9 @@
-"""How far logits of the same text may be apart, computed in two ways, and how far they are.
-
-Next file: `structure.py`.
-"""
+"""How far logits of the same text may be apart, computed in two ways, and how far they are."""
 
 import torch
 from torch import Tensor
 
-from lade.internals import Model, device_of_inputs
+from lade.compat import Model, device_of_inputs
 
 
 def limit_of(model: Model) -> float:

@@ -1,7 +1,4 @@
-"""What `return_dict_in_generate` asks for besides the text, gathered as rows emit tokens.
-
-Next file: `decoding.py`.
-"""
+"""What `return_dict_in_generate` asks for besides the text, gathered as rows emit tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lade.choose import OnChoice
-from lade.target import Forward
+from lade.sampling.choice import OnChoice
+from lade.targets.base import Forward
 
 
 class Outputs:

@@ -1,7 +1,4 @@
-"""Small things on their way between a device and the host, without anybody waiting meanwhile.
-
-Next file: `harvest.py`.
-"""
+"""Small things on their way between a device and the host, without anybody waiting meanwhile."""
 
 from collections.abc import Sequence
 from typing import Any

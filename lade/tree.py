@@ -1,7 +1,4 @@
-"""A draft as a tree under the last committed token, and the trees of a batch as tensors.
-
-Next file: `masks.py`.
-"""
+"""A draft as a tree under the last committed token, and the trees of a batch as tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

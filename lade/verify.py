@@ -1,12 +1,9 @@
-"""Hold drafts against the target's own choices.
-
-Next file: `budget.py`.
-"""
+"""Hold drafts against the target's own choices."""
 
 from collections.abc import Callable, Mapping
 
-from lade.choose import Choice
-from lade.text import Text
+from lade.batch import Text
+from lade.sampling.choice import Choice
 from lade.tree import ROOT, Tree
 
 PADDING = -1  # what is given to a row that gets its padding token whatever it is given

@@ -3,7 +3,7 @@
 What one call wants of a model, another attention or a look at hidden states, must not be seen by
 other calls, other threads or the user. So nothing of the model is switched: a view is a model of
 its own, made for the call in a fraction of a millisecond, of copies of those modules alone that
-have to be different. Next file: `harvest.py`.
+have to be different.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lade.internals import Model
+from lade.compat import Model
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

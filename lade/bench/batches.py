@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import pad
 
-from lade.models import LoadedModel, encode
+from lade.models.loading import LoadedModel, encode
 
 _T = TypeVar("_T")
 

@@ -11,8 +11,9 @@ from typing import Any
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
 from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Lookahead, Way
-from lade.drafting import Drafter, PoolDrafter
-from lade.hf import generate
+from lade.drafting.drafter import Drafter
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.hf.doors import generate
 from lade.stats import Step
 from ngram_pool import NGramPool
 

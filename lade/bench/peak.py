@@ -73,7 +73,7 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
     from lade.bench.baselines import warm_up
     from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
     from lade.config import Config
-    from lade.models import load
+    from lade.models.loading import load
 
     logging.disable_progress_bar()
     if work.threads is not None:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.budget import MeasuredBudget, Outcome
-from lade.drafting import PoolDrafter
-from lade.harvest import Successors
+from lade.budget.budget import MeasuredBudget
+from lade.budget.trust import Outcome
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable
 
 _NUM_DRAFTS = 1000

@@ -15,10 +15,10 @@ from lade.bench.prompts import Prompt
 from lade.bench.run import ends_in_loop
 from lade.bench.settings import Settings
 from lade.bench.traces import Trace
+from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
-from lade.harvest import Successors, rank, with_probs
-from lade.hf import generate
-from lade.models import LoadedModel
+from lade.hf.doors import generate
+from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
 _MAX_LOGITS = 2**26  # at once: 256 MiB in float32, over a thousand tokens of most vocabularies

@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 from lade.bench.methods import METHODS
 from lade.bench.traces import Trace, Traces
-from lade.drafting import Drafter, Proposer, chain, has_table, num_successors_of
-from lade.harvest import MAX_PROMPT_TOKENS, Successors
+from lade.drafting.drafter import Drafter, num_successors_of
+from lade.drafting.drafts import chain
+from lade.drafting.pool_drafter import has_table
+from lade.drafting.proposer import Proposer
+from lade.drafting.successors import MAX_PROMPT_TOKENS, Successors
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
 from ngram_pool import Draft, SuccessorTable

@@ -16,7 +16,7 @@ from lade.bench.prompts import Prompt
 from lade.bench.settings import Settings
 from lade.config import Config
 from lade.errors import UnsupportedModelError
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
 #: The category of a batch whose prompts are of several.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.harvest import Successors
+from lade.drafting.successors import Successors
 
 FORMAT_VERSION = 1
 

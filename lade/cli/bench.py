@@ -13,7 +13,7 @@ from lade.bench.settings import Settings
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.config import Config
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.bench.prompts import PromptFile
@@ -76,7 +76,7 @@ def run(
     from lade.bench.plots import plot_speedups
     from lade.bench.report import as_json, prompts_fingerprint, table
     from lade.bench.run import run_methods, warm_up_methods
-    from lade.probing import probe
+    from lade.probing.report import probe
 
     path, limit, prompts = chosen
     check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)

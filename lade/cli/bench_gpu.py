@@ -11,7 +11,7 @@ from lade.cli.bench import check_writable, print_sheet, say_written
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console, load_with_progress
 from lade.errors import LadeError
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +127,7 @@ def choose_device(name: str | None, shapes: "Sequence[Shape]") -> "torch.device"
     Raises:
         ValueError: there is no such device, or it is no device for this.
     """
-    from lade.models import device_of
+    from lade.models.loading import device_of
 
     device: torch.device = device_of(name)
     if device.type == "cuda":

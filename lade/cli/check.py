@@ -23,8 +23,8 @@ from lade.cli.demo import Difference, find_difference, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompt
-from lade.models import LoadedModel
-from lade.probing import Probe, probe
+from lade.models.loading import LoadedModel
+from lade.probing.report import Probe, probe
 
 _WARM_UP_TOKENS = 8
 _MIN_TOKENS, _MAX_TOKENS = (

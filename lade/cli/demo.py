@@ -20,8 +20,8 @@ from lade.cli.loading import console
 from lade.cli.prompting import check_prompts, read_typed
 from lade.closeness import is_exact_in, limit_of
 from lade.config import Config
-from lade.models import LoadedModel, encode
-from lade.probing import probe
+from lade.models.loading import LoadedModel, encode
+from lade.probing.report import probe
 from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 

@@ -12,7 +12,7 @@ from lade.bench.settings import Settings
 from lade.cli.loading import console
 from lade.cli.prompting import Asked, encode_prompt, room_for
 from lade.config import Config
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
 

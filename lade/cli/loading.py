@@ -18,14 +18,8 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 from lade.errors import LadeError
-from lade.models import (
-    DEFAULT_MODEL,
-    EMBEDDED_MODELS,
-    LoadedModel,
-    Progress,
-    embedded_model,
-    load,
-)
+from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
+from lade.models.loading import LoadedModel, load
 
 # What a command says of its work goes to standard error; standard output is for its results.
 console = Console(stderr=True, highlight=False)

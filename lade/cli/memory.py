@@ -9,7 +9,7 @@ from lade.bench.settings import Settings
 from lade.cli.bench import check_writable, progress_bar, write_result
 from lade.cli.loading import console, fetch_with_progress, find_model
 from lade.config import Config
-from lade.models import DEFAULT_MODEL
+from lade.models.embedded import DEFAULT_MODEL
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
     from lade.bench.report import prompts_fingerprint
 
     # Here and not in the process: finding these out imports what a baseline should not hold.
-    from lade.models import device_of, native_dtype
+    from lade.models.loading import device_of, native_dtype
 
     check_writable(json_path)
     prompts = read_prompts(prompts_path, limit)

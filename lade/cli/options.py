@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from lade.config import Config
-    from lade.models import LoadedModel
+    from lade.models.loading import LoadedModel
 
 # Panels of the help.
 MODEL = "Model"

@@ -7,15 +7,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lade.cli.loading import console
 from lade.errors import UnsupportedModelError
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from lade.prewarming import Prewarmed, PrewarmProgress
+    from lade.prewarming.run import Prewarmed, PrewarmProgress
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
     """Make or go on with the table of a model; say what there is, also after an interruption."""
-    from lade.prewarming import prewarm
+    from lade.prewarming.run import prewarm
 
     _refuse_plain(loaded.model)
     newest: Prewarmed | None = None
@@ -43,7 +43,7 @@ def _refuse_plain(model: Any) -> None:
     Raises:
         UnsupportedModelError: the model is decoded plainly.
     """
-    from lade.probing import probe
+    from lade.probing.report import probe
 
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     found = probe(model)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lade.cli.loading import note
-from lade.models import LoadedModel, encode
+from lade.models.loading import LoadedModel, encode
 
 # What models call their tables of positions; those of distances have fewer rows than positions.
 _POSITIONS = re.compile(r"position|pos_|wpe")

@@ -8,7 +8,7 @@ from lade.bench.settings import Settings
 from lade.cli.bench import ResultFiles, print_sheet, progress_bar, say_written
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.bench.prompts import PromptFile
@@ -121,7 +121,7 @@ def replay(
     from lade.bench.replay_report import as_json, points, table
     from lade.bench.report import prompts_fingerprint
     from lade.bench.traces import read_traces
-    from lade.tables import load_table
+    from lade.prewarming.tables import load_table
 
     recorded = read_traces(traces_path)
     prior = None if table_path is None else load_table(table_path, recorded.vocab_size)

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from lade.config import Config, Execution, Way
-from lade.hf import generate
-from lade.probing import choose_way, probe
+from lade.hf.doors import generate
+from lade.probing.plan import choose_way
+from lade.probing.report import probe
 from lade.stats import DecodeStats
 from lade.support.drafter import AnswerDrafter
 from lade.support.tiny import (

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 
 import lade
-from lade.probing import choose_way
+from lade.probing.plan import choose_way
 from lade.support.tiny import CannotBuild
 from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
@@ -347,7 +347,7 @@ def _noting_way(verdict: Verdict) -> Iterator[None]:
         verdict.way = f"{chosen.way}, as asked" if asked else chosen.way
         return chosen
 
-    with patch("lade.hf.choose_way", noting):
+    with patch("lade.hf.generation.choose_way", noting):
         yield
 
 

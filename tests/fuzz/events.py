@@ -23,9 +23,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.internals import without_compiler
-from lade.probing import profile_of
-from lade.watch import Watch
+from lade.compat import without_compiler
+from lade.probing.profile import profile_of
+from lade.probing.watch import Watch
 from ngram_pool import SuccessorTable
 from tests.fuzz.parts import Log, pool_of
 

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from lade.graphs import NoWaiting, Recording, Run, WaitError
+from lade.gpu.graphs import NoWaiting, Recording, Run, WaitError
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]

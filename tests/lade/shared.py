@@ -9,8 +9,8 @@ import copy
 from collections import OrderedDict
 from typing import Any
 
-from lade.probing import Profile, Profiles
-from lade.structure import Structure
+from lade.probing.profile import Profile, Profiles
+from lade.probing.structure import Structure
 from tests.lade.tiny import tiny_model
 
 _MOST = 64  # models; the one not used for longest goes first

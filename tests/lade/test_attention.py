@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import lade
-from lade.attention import PACKED_SDPA, packed_sdpa
+from lade.attention.packed import PACKED_SDPA, packed_sdpa
 from tests.lade.shared import shared_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

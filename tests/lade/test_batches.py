@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lade
-from lade.budget import FixedBudget
-from lade.drafting import chain
+from lade.budget.budget import FixedBudget
+from lade.drafting.drafts import chain
 from ngram_pool import Draft
 from tests.lade.both import THREE, ListStreamer, both
 from tests.lade.shared import shared_model
@@ -142,8 +142,8 @@ def test_rows_learn_from_each_other() -> None:
 
 
 def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
-    monkeypatch.setattr("lade.choose._MIN_LEAD", 3)
+    monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
+    monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", 3)
     model = shared_model("llama", seed=1)
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 40}
     options["pad_token_id"] = 0
@@ -193,7 +193,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
             asked.append(len(probs))
             return super().num_nodes(probs, num_pending)
 
-    monkeypatch.setattr("lade.hf._choose_budget", lambda *args: Watching(30))
+    monkeypatch.setattr("lade.hf.generation._choose_budget", lambda *args: Watching(30))
     model = tiny_model("llama", seed=1)
     widths = []
     model.register_forward_pre_hook(

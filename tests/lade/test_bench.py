@@ -38,7 +38,7 @@ from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 from lade.config import WAYS, Config
 from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 

@@ -27,9 +27,9 @@ from lade.bench.gpu.steps import measure_steps
 from lade.bench.prompts import Prompt
 from lade.bench.traces import Trace, Traces, write_traces
 from lade.cli.app import app
+from lade.drafting.successors import Successors
 from lade.errors import LadeError, ModelFetchError
-from lade.harvest import Successors
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 

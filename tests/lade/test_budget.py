@@ -18,7 +18,8 @@ import torch
 
 import lade
 from lade.bench.prompts import read_prompts
-from lade.budget import Budget, FixedBudget, MeasuredBudget, Outcome, PricedBudget, _what_came
+from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget
+from lade.budget.trust import Outcome, _what_came
 from lade.config import Config
 from ngram_pool import Draft
 from tests.lade.tiny import tiny_model

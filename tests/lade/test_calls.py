@@ -18,8 +18,8 @@ from transformers import (
 )
 
 import lade
-from lade.drafting import chain
-from lade.probing import profile_of
+from lade.drafting.drafts import chain
+from lade.probing.profile import profile_of
 from lade.support.tiny import tiny_model as architecture
 from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt

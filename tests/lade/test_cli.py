@@ -25,7 +25,7 @@ from lade.cli.loading import find_model
 from lade.cli.options import Verification
 from lade.config import WAYS
 from lade.errors import MissingExtraError, UnsupportedModelError
-from lade.probing import Probe
+from lade.probing.report import Probe
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -350,7 +350,7 @@ def test_bench_run_says_which_ways_a_model_leaves_out(
     def no_tree(model: Any) -> Any:
         raise UnsupportedModelError("trees do not grow here")
 
-    monkeypatch.setattr("lade.probing.tree_layout", no_tree)
+    monkeypatch.setattr("lade.probing.factory.tree_layout", no_tree)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcabc\n")
     path = tmp_path / "ways.json"
@@ -797,7 +797,7 @@ def test_check_measures_every_prompt_in_turn(folder: str, monkeypatch: pytest.Mo
     ticks = iter(range(1000))
     monkeypatch.setattr("lade.cli.check.perf_counter", lambda: float(next(ticks)))
     measured: list[Measured] = []
-    from lade.models import load
+    from lade.models.loading import load
 
     assert measure(load(folder, dtype="float32"), 9.0, measured) is None
     assert [(each.title, len(each.speedups)) for each in measured] == [("one", 3), ("two", 2)]
@@ -1013,7 +1013,7 @@ def test_no_table_is_made_for_a_model_that_would_not_use_it(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
-    monkeypatch.setattr("lade.probing.probe", lambda model: found)
+    monkeypatch.setattr("lade.probing.report.probe", lambda model: found)
     with pytest.raises(
         UnsupportedModelError,
         match=r"LlamaForCausalLM plainly, so it would not use a table\. tree: trees do not grow",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lade
-from lade.probing import profile_of
+from lade.probing.profile import profile_of
 from tests.lade.both import ONE, THREE, both
 from tests.lade.tiny import tiny_model
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import lade
-from lade import models
 from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.models import LoadedModel, encode, load
+from lade.models import embedded
+from lade.models.loading import LoadedModel, encode, load
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_its_tokenizer_and_template_survived_the_conversion() -> None:
 
 
 def test_gemma_verifies_by_tree_and_keeps_its_text_past_its_window() -> None:
-    if not models._is_complete(models._cache_folder() / "gemma-3-270m"):
+    if not embedded._is_complete(embedded._cache_folder() / "gemma-3-270m"):
         pytest.skip("not fetched: see its terms, then: lade generate --model gemma-3-270m Hello")
     loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *told: None)
     assert lade.probe(loaded.model).target == "tree"

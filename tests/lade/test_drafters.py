@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lade
-from lade.drafting import checked
+from lade.drafting.drafts import checked
 from ngram_pool import Draft, SampledDraft
 from tests.lade.tiny import tiny_model
 

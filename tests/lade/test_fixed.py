@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lade
-from lade import probing
-from lade.cache import LayerKind, TreeCache
-from lade.fixed import WIDTHS, FixedTarget
-from lade.probing import choose_way, profile_of
-from lade.rules import tree_layout
+from lade.attention.tree import TREE_ATTENTION
+from lade.gpu.fixed import WIDTHS, FixedTarget
+from lade.gpu.workspace import Shape, Shelf, StaticInputs, slots_for
+from lade.probing import selfcheck
+from lade.probing.plan import choose_way
+from lade.probing.profile import profile_of
+from lade.targets.kv_cache import TreeCache
+from lade.targets.kv_memory import LayerKind
+from lade.targets.layout import tree_layout
 from lade.tree import Tree
-from lade.tree_attention import TREE_ATTENTION
-from lade.workspace import Shape, Shelf, StaticInputs, slots_for
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
 from tests.lade.test_tree import check_cache, make_draft, path_to, random_parents
@@ -59,7 +61,7 @@ def test_our_own_attention_gives_that_text_too(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is tried first on CUDA; here in plain torch."""
-    monkeypatch.setattr(probing, "_attentions_for", lambda model, widths: [TREE_ATTENTION])
+    monkeypatch.setattr(selfcheck, "_attentions_for", lambda model, widths: [TREE_ATTENTION])
     model = tiny_model(family)
     for prompt in (ONE, THREE):
         both(model, prompt, config=FIXED, do_sample=False, **LONG)
@@ -163,7 +165,7 @@ def test_widths_are_padded_up() -> None:
 
 
 def test_a_text_that_outgrows_its_memory_goes_on_in_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("mistral")
     both(model, THREE, config=FIXED, max_new_tokens=300, do_sample=False, eos_token_id=None)
 
@@ -219,7 +221,7 @@ def test_copies_of_a_model_begin_with_nothing() -> None:
 
 
 def test_memory_that_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.workspace._MOST_KEPT_BYTES", 1000)
+    monkeypatch.setattr("lade.gpu.workspace._MOST_KEPT_BYTES", 1000)
     model = tiny_model("llama")
     generate(model)
     assert len(profile_of(model).shelf) == 0

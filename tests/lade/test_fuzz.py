@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lade
-from lade.structure import Structure
+from lade.probing.structure import Structure
 from tests.fuzz import run
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, call_lade, call_plain, compare

@@ -10,7 +10,7 @@ import torch
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 import lade
-from lade.grammar import Foresight, foresight_of
+from lade.drafting.grammar import Foresight, foresight_of
 from tests.lade.tiny import EOS_TOKEN_ID, random_prompt, tiny_model
 
 # --- prefix_allowed_tokens_fn -----------------------------------------------------------------

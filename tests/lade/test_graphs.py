@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import lade
-from lade import hf, probing
-from lade.graphs import (
+from lade.gpu.graphs import (
     CudaRecorder,
     Graphs,
     NoWaiting,
@@ -21,7 +20,9 @@ from lade.graphs import (
     recorder_of,
     why_not_recorded,
 )
-from lade.probing import profile_of
+from lade.hf import generation
+from lade.probing import factory
+from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
 from tests.lade.recorder import CpuRecorder
@@ -37,9 +38,9 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
 def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     """Record on the CPU."""
     made = CpuRecorder()
-    monkeypatch.setattr(probing, "recorder_of", lambda device: made)
-    monkeypatch.setattr(probing, "can_record", lambda device: True)
-    monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
+    monkeypatch.setattr(factory, "recorder_of", lambda device: made)
+    monkeypatch.setattr(factory, "can_record", lambda device: True)
+    monkeypatch.setattr(generation, "usual_execution", lambda model: "graphs")
     return made
 
 
@@ -107,7 +108,7 @@ def test_recordings_outlive_longer_texts_and_other_lengths(recorder: CpuRecorder
 def test_keys_and_values_that_move_are_recorded_anew(
     recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama")
     options = {**GREEDY, "max_new_tokens": 420}
     got = lade.generate(model, ONE, config=UNDRAFTED, **options)
@@ -129,7 +130,7 @@ def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorde
 def test_memory_that_was_planned_for_less_grows_in_steps(
     recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama", max_position_embeddings=2048)
     lade.generate(model, ONE, config=UNDRAFTED, **{**GREEDY, "max_new_tokens": 8})
     real, taken = torch.Tensor.new_zeros, []
@@ -290,7 +291,7 @@ def test_what_is_compiled_is_recorded_apart(
         calls += 1
         return model(**inputs)
 
-    monkeypatch.setattr(probing, "_compiled", lambda *_: compiled)
+    monkeypatch.setattr(factory, "_compiled", lambda *_: compiled)
     expected = generate(model)
     config = lade.Config(execution="compiled", max_draft_tokens=7)
     assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
@@ -374,7 +375,7 @@ def test_without_memory_for_a_recording_steps_are_run_eagerly(recorder: CpuRecor
 def test_recordings_go_where_keys_and_values_need_their_memory(
     recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lade.fixed._FIRST_NEW", 0)
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama")
     options = {**GREEDY, "max_new_tokens": 420}
     expected = model.generate(ONE, **options)
@@ -385,7 +386,7 @@ def test_recordings_go_where_keys_and_values_need_their_memory(
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(probing, "Graphs", Noted)
+    monkeypatch.setattr(factory, "Graphs", Noted)
     real, refused = torch.Tensor.new_zeros, []
 
     def new_zeros(self: Tensor, shape: Any, **more: Any) -> Tensor:

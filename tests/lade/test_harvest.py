@@ -10,17 +10,18 @@ import torch
 from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
-from lade import probing, tables
-from lade.drafting import PoolDrafter
-from lade.fingerprint import fingerprint_of
-from lade.harvest import (
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import (
     MAX_PROMPT_TOKENS,
     Successors,
     first_of_highest,
     rank,
     with_probs,
 )
-from lade.tables import Effort, StoredTable, write_table
+from lade.prewarming import tables
+from lade.prewarming.fingerprint import fingerprint_of
+from lade.prewarming.tables import Effort, StoredTable, write_table
+from lade.probing import profile
 from ngram_pool import Draft, NGramPool, SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
@@ -226,7 +227,7 @@ def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
-    assert len(probing.prior_of(tabled, probing.profile_of(tabled)) or ()) > 0.9 * VOCAB_SIZE
+    assert len(tables.prior_of(tabled, profile.profile_of(tabled)) or ()) > 0.9 * VOCAB_SIZE
     prompt = torch.tensor([[3]])
     texts, num_drafted = [], []
     for config in (lade.Config(max_draft_tokens=4), lade.Config(4, 4, uses_table=False)):
@@ -240,10 +241,10 @@ def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
 
 
 def test_prewarming_is_noticed_by_the_next_call(tmp_path: Path, tabled: Any) -> None:
-    before = probing.prior_of(tabled, probing.profile_of(tabled))
-    assert probing.prior_of(tabled, probing.profile_of(tabled)) is before
-    probing.forget_prior(tabled)
-    assert probing.prior_of(tabled, probing.profile_of(tabled)) is not before
+    before = tables.prior_of(tabled, profile.profile_of(tabled))
+    assert tables.prior_of(tabled, profile.profile_of(tabled)) is before
+    tables.forget_prior(tabled)
+    assert tables.prior_of(tabled, profile.profile_of(tabled)) is not before
 
 
 def test_a_folder_that_may_not_be_looked_into_has_no_tables(

@@ -6,9 +6,9 @@
 import signal
 from typing import Any
 
+import lade.decoding
 import pytest
 
-import lade.decoding
 from tests.grids import thinned
 from tests.stress.interrupts import (
     Line,
@@ -68,7 +68,7 @@ def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             super()._prefill()
             handle.remove()
 
-    monkeypatch.setattr("lade.hf.Decoder", Careless)
+    monkeypatch.setattr("lade.hf.generation.Decoder", Careless)
     lines = lines_of(USES["tree"]())
     others = {line for line in lines if not line[0].endswith("decoding.py") or line[1] > 300}
     result = interrupt_lines(["tree"], known=others)

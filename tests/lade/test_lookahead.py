@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 import lade
-from lade.budget import FixedBudget
-from lade.drafting import NgramDrafter, PoolDrafter
-from lade.lookahead import Window
-from lade.rules import tree_layout
-from lade.target import TreeTarget
+from lade.budget.budget import FixedBudget
+from lade.drafting.drafter import NgramDrafter
+from lade.drafting.lookahead import Window
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.targets.layout import tree_layout
+from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree
 from ngram_pool import Draft
 from tests.grids import thinned
@@ -349,9 +350,9 @@ def test_batches_with_windows_are_those_of_generate(
     family: str, is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded rows that end early, run ahead and wait; with and without all outputs."""
-    monkeypatch.setattr("lade.hf._is_waited_for", lambda device: is_accelerator)
-    monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
-    monkeypatch.setattr("lade.choose._MIN_LEAD", 3)
+    monkeypatch.setattr("lade.hf.generation._is_waited_for", lambda device: is_accelerator)
+    monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
+    monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", 3)
     total = lade.DecodeStats()
     for seed in range(12):
         model = tiny_model(family, seed=seed)
@@ -483,7 +484,7 @@ class KeepingBudget(FixedBudget):
 
 def test_the_budget_knows_how_large_a_forward_is(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = KeepingBudget()
-    monkeypatch.setattr("lade.hf._choose_budget", lambda *_: budget)
+    monkeypatch.setattr("lade.hf.generation._choose_budget", lambda *_: budget)
     model = tiny_model("llama", seed=4)
     config = lade.Config(lookahead=lade.Lookahead(5, 4))
     with forwards_of(model) as forwards:

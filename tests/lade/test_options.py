@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 import lade
 from lade.errors import UnsupportedOptionError
-from lade.options import refuse_unsupported_options
+from lade.hf.options import refuse_unsupported_options
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6]])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import lade
-from lade import hf
-from lade.drafting import PoolDrafter
-from lade.harvest import Successors
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import Successors
+from lade.hf import generation
 from lade.stats import Step
 from lade.transfer import Sent
 from ngram_pool import NGramPool
@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_i
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device that has to be waited for."""
-    monkeypatch.setattr(hf, "_is_waited_for", lambda device: True)
+    monkeypatch.setattr(generation, "_is_waited_for", lambda device: True)
 
 
 @pytest.mark.usefixtures("waits")

@@ -15,11 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lade.choose import ChoiceAtOnce, GreedyChoice, Likeliest, ProcessedChoice, Race
+from lade.batch import Text
 from lade.config import Config
-from lade.processors import Processors
+from lade.sampling.exact import ChoiceAtOnce, Likeliest, ProcessedChoice, Race
+from lade.sampling.greedy import GreedyChoice
+from lade.sampling.processors import Processors
 from lade.stats import DecodeStats, Step
-from lade.text import Text
 from lade.tree import Tree
 from lade.verify import accepted_paths
 from ngram_pool import Draft

@@ -14,13 +14,21 @@ import torch
 from typer.testing import CliRunner
 
 import lade
-from lade import prewarming, tables
 from lade.cli.app import app
 from lade.errors import UnsupportedModelError
-from lade.fingerprint import fingerprint_of
-from lade.prewarming import PrewarmProgress, Run
-from lade.speaker import Speaker, speaking
-from lade.tables import Effort, StoredTable, read_table, table_for, tables_folder, write_table
+from lade.prewarming import run as prewarming
+from lade.prewarming import tables
+from lade.prewarming.fingerprint import fingerprint_of
+from lade.prewarming.prompter import Speaker, speaking
+from lade.prewarming.run import PrewarmProgress, Run
+from lade.prewarming.tables import (
+    Effort,
+    StoredTable,
+    read_table,
+    table_for,
+    tables_folder,
+    write_table,
+)
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
 

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import lade
 from lade.config import WAYS
 from lade.errors import UnsupportedModelError
-from lade.probing import profile_of
+from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model

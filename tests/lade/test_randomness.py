@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lade
-from lade.choose import Race
-from lade.probing import profile_of
+from lade.probing.profile import profile_of
+from lade.sampling.exact import Race
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])

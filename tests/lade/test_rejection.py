@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lade.rejection import NONE, try_children, verify_tree
+from lade.sampling.rejection import NONE, try_children, verify_tree
 from ngram_pool import NGramPool, SampledDraft
 from tests import oracle
 from tests.chi_square import FALSE_ALARM, chi_square_tail, p_value

@@ -7,7 +7,7 @@ import torch
 from transformers import TemperatureLogitsWarper
 
 import lade
-from lade.drafting import chain
+from lade.drafting.drafts import chain
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both

@@ -10,11 +10,11 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
-from lade.chain import ChainTarget
 from lade.errors import VerificationWarning
-from lade.fixed import FixedTarget
+from lade.gpu.fixed import FixedTarget
 from lade.support.tiny import tiny_model as tiny_architecture
-from lade.target import TreeTarget
+from lade.targets.paths import ChainTarget
+from lade.targets.trees import TreeTarget
 from tests.lade.both import ListStreamer
 from tests.lade.tiny import BatchDrafter, tiny_model
 
@@ -269,7 +269,7 @@ def test_a_check_that_breaks_is_plain_decoding(monkeypatch: pytest.MonkeyPatch) 
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a config like no other")
 
-    monkeypatch.setattr("lade.hf.examine", broken)
+    monkeypatch.setattr("lade.hf.generation.examine", broken)
     with pytest.warns(lade.PlainDecodingWarning, match="a config like no other"):
         got = lade.generate(model, ONE, **options)
     assert got.tolist() == expected.tolist()

@@ -22,8 +22,8 @@ from lade.bench.run import run_methods
 from lade.bench.settings import Settings
 from lade.cli.bench import choose_methods
 from lade.config import Config, Lookahead
-from lade.drafting import Drafter, HarvestingDrafter, NgramDrafter
-from lade.harvest import Successors
+from lade.drafting.drafter import Drafter, HarvestingDrafter, NgramDrafter
+from lade.drafting.successors import Successors
 from ngram_pool import Draft
 from tests.lade.test_bench import PROMPTS, tiny_loaded
 from tests.lade.tiny import tiny_model

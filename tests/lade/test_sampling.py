@@ -12,7 +12,7 @@ from transformers import (
 )
 
 import lade
-from lade.choose import Race
+from lade.sampling.exact import Race
 from tests.lade.both import ONE, THREE, both
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
@@ -81,10 +81,10 @@ def test_choosing_at_all_nodes_at_once_gives_the_same(
     prompt: torch.Tensor, outputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator: noise is drawn ahead, and what was not used is taken back."""
-    monkeypatch.setattr("lade.hf._is_waited_for", lambda device: True)
-    monkeypatch.setattr("lade.choose._MAX_NOISE_BYTES", 1)
+    monkeypatch.setattr("lade.hf.generation._is_waited_for", lambda device: True)
+    monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
     for seed, least in enumerate((2, 5, 20)):
-        monkeypatch.setattr("lade.choose._MIN_LEAD", least)
+        monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", least)
         for options in WARPERS:
             model = shared_model("llama", seed=seed)
             options = {"num_return_sequences": 2, **options, **outputs}
@@ -203,7 +203,9 @@ def test_noise_of_many_places_is_gathered_on_a_device_in_one_go() -> None:
     drawn = [other._noise_at(time, 50) for time in range(3)]
     other._device = torch.device("meta")  # anything but a CPU; the noise is there already
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lade.choose.integers_on", lambda device, values: torch.tensor(values))
+        patch.setattr(
+            "lade.sampling.exact.integers_on", lambda device, values: torch.tensor(values)
+        )
         gathered = other._noise_of(rows, times, 50)
     assert torch.equal(gathered, one_by_one)
     assert torch.equal(gathered[1], drawn[0][2])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lade
-from lade.probing import Profiles
+from lade.probing.profile import Profiles
 from tests.lade import shared
 from tests.lade.both import ONE
 from tests.lade.shared import shared_model

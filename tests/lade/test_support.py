@@ -14,8 +14,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 import lade
-from lade import hf, probing
 from lade.cli.app import app
+from lade.hf import generation
+from lade.probing import factory
 from lade.support import run as support
 from lade.support.drafter import AnswerDrafter
 from lade.support.report import (
@@ -80,9 +81,9 @@ def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
 ) -> None:
     """Where steps can be recorded they are; every tree runs in fixed shapes."""
     recorder = CpuRecorder()
-    monkeypatch.setattr(probing, "recorder_of", lambda device: recorder)
-    monkeypatch.setattr(probing, "can_record", lambda device: True)
-    monkeypatch.setattr(hf, "usual_execution", lambda model: "graphs")
+    monkeypatch.setattr(factory, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(factory, "can_record", lambda device: True)
+    monkeypatch.setattr(generation, "usual_execution", lambda model: "graphs")
     cases = [case._replace(num_new=16) for case in QUICK_CASES if case.name != "greedy padded"]
     names = support.all_names()
     recorded = set()

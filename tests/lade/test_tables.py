@@ -19,10 +19,18 @@ import safetensors
 import safetensors.numpy
 
 import lade
-from lade import prewarming, tables
-from lade.fingerprint import fingerprint_of
-from lade.prewarming import PrewarmProgress
-from lade.tables import Effort, StoredTable, load_table, read_table, table_for, write_table
+from lade.prewarming import run as prewarming
+from lade.prewarming import tables
+from lade.prewarming.fingerprint import fingerprint_of
+from lade.prewarming.run import PrewarmProgress
+from lade.prewarming.tables import (
+    Effort,
+    StoredTable,
+    load_table,
+    read_table,
+    table_for,
+    write_table,
+)
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from lade.internals import attention_of
+from lade.compat import attention_of
 from lade.support.tiny import causal_lm_types, tiny_model
-from lade.ties import TieWatch, applies, num_chosen, ties_at_last_place
+from lade.targets.ties import TieWatch, applies, num_chosen, ties_at_last_place
 
 TYPES = [
     name

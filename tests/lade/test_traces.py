@@ -29,10 +29,12 @@ from lade.bench.replay_report import as_json, points, table
 from lade.bench.report import LOOPS, OVERALL, write_json
 from lade.bench.settings import Settings
 from lade.bench.traces import Trace, Traces, read_traces, write_traces
-from lade.drafting import Drafter, PoolDrafter, chain
+from lade.drafting.drafter import Drafter
+from lade.drafting.drafts import chain
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
-from lade.harvest import Successors
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 from lade.stats import Step
 from ngram_pool import Draft, NGramPool, SuccessorTable
 from tests.lade.test_bench import LetterTokenizer

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from lade.cache import LayerKind, TreeCache
-from lade.masks import FULL, Reach, TreeSlots
-from lade.rules import tree_layout
-from lade.target import TreeTarget
+from lade.attention.masks import FULL, Reach, TreeSlots
+from lade.targets.kv_cache import TreeCache
+from lade.targets.kv_memory import LayerKind
+from lade.targets.layout import tree_layout
+from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
 from ngram_pool import Draft
 from tests.lade.tiny import VOCAB_SIZE, tiny_model

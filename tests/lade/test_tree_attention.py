@@ -12,8 +12,8 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
+from lade.attention.tree import TREE_ATTENTION, Seen, attend, tree_attention, with_seen
 from lade.support import tiny as support
-from lade.tree_attention import TREE_ATTENTION, Seen, attend, tree_attention, with_seen
 from tests.lade.tiny import tiny_model
 
 NUM_SLOTS = 24

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lade import tree_attention
-from lade.tree_attention import Seen
+from lade.attention import tree as tree_attention
+from lade.attention.tree import Seen
 from tests.grids import thinned
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -121,7 +121,7 @@ def named(case: Case) -> str:
 
 def worst_error(case: Case, device: str) -> float:
     """Return the greatest difference from the exact result, as a share of what is tolerated."""
-    from lade import triton_attention
+    from lade.attention import triton as triton_attention
 
     made = inputs(case, device)
     num_processors = case.num_processors if device == "cpu" else None
@@ -249,7 +249,7 @@ def test_compiled_it_attends_as_plain_torch_does(case: Case, device: str) -> Non
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("hidden", [None, "some"])
 def test_a_captured_graph_serves_all_lengths(hidden: Hidden, device: str) -> None:
-    from lade import triton_attention
+    from lade.attention import triton as triton_attention
 
     case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden)
     made = inputs(case, device)
@@ -296,7 +296,7 @@ def test_it_compiles_into_the_shared_memory_of_gpus(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
 
-    from lade import triton_attention
+    from lade.attention import triton as triton_attention
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
@@ -369,13 +369,13 @@ def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
 def test_splits_follow_shapes_and_the_device(
     num_programs: int, num_slots: int, num_processors: int, expected: int
 ) -> None:
-    from lade import triton_attention
+    from lade.attention import triton as triton_attention
 
     assert triton_attention._num_splits(num_programs, num_slots, num_processors) == expected
 
 
 def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lade import triton_attention
+    from lade.attention import triton as triton_attention
 
     made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
     calls: list[Any] = []

@@ -16,9 +16,9 @@ from torch import nn
 
 import lade
 from lade.errors import VerificationWarning
-from lade.probing import Profiles, profile_of
-from lade.structure import Structure
-from lade.watch import Watch
+from lade.probing.profile import Profiles, profile_of
+from lade.probing.structure import Structure
+from lade.probing.watch import Watch
 from tests.grids import thinned
 from tests.lade.tiny import BatchDrafter, tiny_model
 

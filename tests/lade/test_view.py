@@ -10,16 +10,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import lade
-from lade.harvest import PromptHarvester
-from lade.internals import attention_of
+from lade.compat import attention_of
+from lade.drafting.successors import PromptHarvester
 from lade.support.tiny import tiny_model as tiny_architecture
-from lade.view import (
-    counterpart,
-    in_evaluation,
-    keep_attributes,
-    with_attention,
-    with_own_hooks,
-)
+from lade.view import counterpart, in_evaluation, keep_attributes, with_attention, with_own_hooks
 from tests.lade.tiny import BatchDrafter, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

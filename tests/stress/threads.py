@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import lade
-from lade.internals import attention_of
+from lade.compat import attention_of
 from tests.lade.test_view import _model
 from tests.lade.tiny import BatchDrafter
 

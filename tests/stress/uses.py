@@ -8,7 +8,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.probing import Profiles
+from lade.probing.profile import Profiles
 from lade.support.tiny import tiny_model as tiny_architecture
 from ngram_pool import NGramPool
 from tests.lade.tiny import byte_tokenizer, tiny_model

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from lade.bench.replay import replay_trace
 from lade.bench.traces import read_traces
-from lade.drafting import PoolDrafter
+from lade.drafting.pool_drafter import PoolDrafter
 from lade.stats import Step
 from ngram_pool import NGramPool
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.drafting import PoolDrafter
-from lade.harvest import Successors
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import Successors
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool
 
 # A tree grows as if the first child of every node came with this probability, and each further one

@@ -15,19 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
+from lade.batch import Text
 from lade.bench.gpu.shapes import SHAPES, make_model
 from lade.bench.gpu.stage import Stage
-from lade.budget import FixedBudget
-from lade.choose import GreedyChoice
-from lade.decoding import Decoder, Rules
-from lade.drafting import PoolDrafter, Proposer
-from lade.fixed import FixedTarget
-from lade.internals import Model
+from lade.budget.budget import FixedBudget
+from lade.compat import Model
+from lade.decoder import Decoder, Rules
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.proposer import Proposer
+from lade.gpu.fixed import FixedTarget
+from lade.gpu.workspace import Shelf
+from lade.hf.stopping import StopRule
 from lade.outputs import Outputs
-from lade.rules import tree_layout
-from lade.stopping import StopRule
-from lade.text import Text
-from lade.workspace import Shelf
+from lade.sampling.greedy import GreedyChoice
+from lade.targets.layout import tree_layout
 from ngram_pool import NGramPool
 
 _NUM_NODES = (8, 16, 32, 64)

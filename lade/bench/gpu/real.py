@@ -13,7 +13,7 @@ from lade.bench.report import LOOPS, OVERALL, groups
 from lade.bench.run import Result, run_methods, summarise, warm_up_methods
 from lade.bench.settings import Settings
 from lade.errors import MissingExtraError, ModelFetchError
-from lade.models import LoadedModel
+from lade.models.loading import LoadedModel
 
 _METHODS = ("plain", "lade")
 _TEMPERATURES = (0.0, 0.7)

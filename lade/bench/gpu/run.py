@@ -19,8 +19,8 @@ from lade.bench.gpu.speed import measure_speed
 from lade.bench.gpu.stage import NO_MODEL, Stage
 from lade.bench.gpu.steps import measure_steps
 from lade.bench.prompts import Prompt
-from lade.models import LoadedModel
-from lade.probing import probe
+from lade.models.loading import LoadedModel
+from lade.probing.report import probe
 
 # Of the whole time; compiling and eager decoding take most. What a stage leaves is for the others.
 _WEIGHTS = {"bandwidth": 1, "host": 1, "model": 1, "steps": 3, "speed": 6, "real": 3}

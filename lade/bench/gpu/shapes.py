@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from lade.internals import Model
+from lade.compat import Model
 
 DTYPE = torch.bfloat16
 _SEED = 0

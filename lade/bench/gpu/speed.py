@@ -16,8 +16,8 @@ from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
 from lade.bench.methods import Lade
+from lade.compat import Model
 from lade.config import Config
-from lade.internals import Model
 from lade.stats import DecodeStats
 
 #: By name, in the order of tables.

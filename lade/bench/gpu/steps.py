@@ -18,11 +18,12 @@ from lade.bench.gpu.bandwidth import wait_for
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
-from lade.choose import GreedyChoice
-from lade.fixed import FixedTarget
-from lade.internals import Model
-from lade.probing import choose_way, make_target, usual_execution
-from lade.target import Target
+from lade.compat import Model
+from lade.gpu.fixed import FixedTarget
+from lade.probing.factory import make_target, usual_execution
+from lade.probing.plan import choose_way
+from lade.sampling.greedy import GreedyChoice
+from lade.targets.base import Target
 from lade.tree import ROOT, Tree
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft
 

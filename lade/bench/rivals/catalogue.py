@@ -13,7 +13,7 @@ from lade.bench.rivals.recycling import RecyclingDrafter
 from lade.bench.rivals.sam import SamDrafter, SamRecyclingDrafter
 from lade.bench.rivals.suffix import SuffixDrafter
 from lade.config import Lookahead
-from lade.drafting import Drafter
+from lade.drafting.drafter import Drafter
 
 
 class Rival(NamedTuple):

@@ -11,8 +11,8 @@ from math import ceil
 from typing import NamedTuple
 
 from lade.bench.rivals.growing import ROOT, GrowingDraft
-from lade.drafting import chain
-from lade.harvest import Successors
+from lade.drafting.drafts import chain
+from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
 _NUM_NODES = 60  # of a tree, root included

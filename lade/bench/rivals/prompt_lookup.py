@@ -6,7 +6,7 @@ Next file: `lookahead.py`.
 from collections.abc import Sequence
 from itertools import count
 
-from lade.drafting import chain
+from lade.drafting.drafts import chain
 from ngram_pool import Draft
 
 _SIZES = (3, 2, 1)  # of the n-grams to match, in tokens, longest first

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from lade.bench.rivals.growing import ROOT, GrowingDraft
-from lade.harvest import Successors
+from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
 _NUM_SUCCESSORS = 8  # kept for each token

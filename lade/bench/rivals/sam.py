@@ -8,8 +8,8 @@ from itertools import count
 from typing import NamedTuple
 
 from lade.bench.rivals.recycling import RecyclingDrafter
-from lade.drafting import chain
-from lade.harvest import Successors
+from lade.drafting.drafts import chain
+from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
 _MAX_TOKENS = 40  # of a chain

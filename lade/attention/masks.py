@@ -1,0 +1,120 @@
+"""Attention masks for trees. Nothing here knows of models."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reach(NamedTuple):
+    """How far back a layer's attention reaches, in slots; at most one of the two is set."""
+
+    window: int | None = None  # the token itself and the `window - 1` before it
+    chunk: int | None = None  # those of the same chunk of so many tokens, padding not counted
+
+    @property
+    def num_slots(self) -> int | None:
+        """The greatest number of slots that one token sees."""
+        return self.window or self.chunk
+
+
+FULL = Reach()
+
+
+class TreeSlots:
+    """Which slots of a cache the nodes of a batch of trees see.
+
+    The nodes of a row lie behind its cached tokens, so in a ragged batch they start at different
+    columns; what a shorter row has behind its nodes is hidden. A node takes, for windows and
+    chunks, the slot that its token would have in plain decoding: as deep as it is.
+
+    No shape follows what the tensors hold, and nothing waits for them.
+
+    Args:
+        visible: bool [rows, num_slots], of the slots from `first_slot` on: False where a slot must
+            not be seen: padding, holes, and whatever lies behind a row's own cached tokens. Among
+            them are those of the nodes, and what it says of these does not count.
+        num_cached: int64 [rows].
+        ancestors: bool [rows, num_nodes, num_nodes].
+        depths: int64 [rows, num_nodes].
+        num_padding: int64 [rows], the slots of padding in front; chunks begin behind them.
+        first_slot: of all rows; an int64 [] where it is known to the device alone.
+    """
+
+    def __init__(
+        self,
+        visible: Tensor,
+        num_cached: Tensor,
+        ancestors: Tensor,
+        depths: Tensor,
+        num_padding: Tensor | None = None,
+        first_slot: int | Tensor = 0,
+    ) -> None:
+        num_nodes = ancestors.shape[1]
+        self._visible = visible
+        self._ancestors = ancestors
+        nodes = num_cached[:, None] + torch.arange(num_nodes, device=ancestors.device)
+        self._num_cached = num_cached
+        self._nodes = nodes - first_slot  # where they are among the visible
+        self._of_nodes = num_cached[:, None] + depths
+        self._num_padding = num_padding
+        self._first_slot = first_slot
+
+    def mask(self, reach: Reach, first_slot: int, additive_dtype: torch.dtype | None) -> Tensor:
+        """Return the 4D mask of the layers that reach so far.
+
+        Args:
+            reach: of their attention.
+            first_slot: which the cache of these layers still holds, counted from the first of all;
+                the mask begins there.
+            additive_dtype: None for a boolean mask (True sees), as `sdpa` attention takes it; a
+                floating dtype for one that is added to the scores, as `eager` attention takes it.
+
+        Returns:
+            [rows, 1, num_nodes, num_slots - first_slot]. No row of it is empty: a node sees itself.
+        """
+        rows, num_nodes, _ = self._ancestors.shape
+        seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
+        seen.scatter_(2, self._nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
+        if reach != FULL:
+            slots = torch.arange(seen.shape[2], device=seen.device) + self._first_slot
+            slots = slots.expand(rows, -1).scatter(1, self._nodes, self._of_nodes)
+            seen &= self._within(reach, slots)
+        seen = seen[:, None, :, first_slot:]
+        if additive_dtype is None:
+            return seen
+        # The lowest finite value, not -inf: attention code may add to it or rescale it.
+        lowest = torch.finfo(additive_dtype).min
+        return torch.zeros_like(seen, dtype=additive_dtype).masked_fill_(~seen, lowest)
+
+    def starts(self, reach: Reach) -> Tensor:
+        """Return the first slot that each node may see, int64 [rows, num_nodes], from `first_slot`.
+
+        Padding is not looked at; what lies before `first_slot` is below 0.
+        """
+        if reach.window is not None:
+            return self._of_nodes - (reach.window - 1) - self._first_slot
+        if reach.chunk is not None:
+            begun = self._chunks(self._of_nodes, reach.chunk) * reach.chunk
+            return begun + self._padding() - self._first_slot
+        return torch.zeros_like(self._of_nodes)
+
+    def among_nodes(self, reach: Reach) -> Tensor:
+        """Return which nodes each node sees, bool [rows, num_nodes, num_nodes]."""
+        if reach == FULL:
+            return self._ancestors
+        return self._ancestors & self._within(reach, self._of_nodes)
+
+    def _within(self, reach: Reach, slots: Tensor) -> Tensor:
+        """Tell which slots, int64 [rows, n], are near enough to each node."""
+        if reach.window is not None:
+            return slots[:, None, :] > self._of_nodes[:, :, None] - reach.window
+        assert reach.chunk is not None
+        chunks, of_nodes = (self._chunks(at, reach.chunk) for at in (slots, self._of_nodes))
+        return chunks[:, None, :] == of_nodes[:, :, None]
+
+    def _chunks(self, slots: Tensor, chunk: int) -> Tensor:
+        return (slots - self._padding()).div(chunk, rounding_mode="floor")
+
+    def _padding(self) -> Tensor | int:
+        return 0 if self._num_padding is None else self._num_padding[:, None]

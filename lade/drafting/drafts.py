@@ -1,0 +1,120 @@
+"""Drafts put together, narrowed, and checked where they come from somebody else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngram_pool import Draft, SampledDraft
+
+
+def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
+    """Return the draft of one path, each node as likely as the others."""
+    num_nodes = len(token_ids)
+    return Draft(
+        np.array(token_ids, np.int32).reshape(num_nodes),
+        np.arange(-1, num_nodes - 1, dtype=np.int32),
+        np.arange(1, num_nodes + 1, dtype=np.int32),
+        np.full(num_nodes, prob),
+    )
+
+
+def after(token_ids: Sequence[int], draft: Draft) -> Draft:
+    """Return a draft that begins with a chain, all of whose tokens must come, and goes on so."""
+    first = chain(token_ids)
+    whole = Draft(
+        np.concatenate([first.token_ids, draft.token_ids]),
+        np.concatenate([first.parents, draft.parents + len(first)]),
+        np.concatenate([first.depths, draft.depths + len(first)]),
+        np.concatenate([first.probs, draft.probs]),
+    )
+    if not isinstance(draft, SampledDraft):
+        return whole
+    # A token that was not drawn has a support of its own.
+    support_size = max(1, draft.support_token_ids.shape[1])
+    ids = np.zeros((len(whole), support_size), np.int32)
+    probs = np.zeros(ids.shape)
+    ids[: len(first), 0], probs[: len(first), 0] = first.token_ids, 1.0
+    ids[len(first) :], probs[len(first) :] = draft.support_token_ids, draft.support_probs
+    return SampledDraft(whole.token_ids, whole.parents, whole.depths, whole.probs, ids, probs)
+
+
+def narrowed(draft: Draft, max_candidates: int) -> Draft:
+    """Return the first nodes of a draft that make no more paths than so many."""
+    kept: dict[int, int] = {-1: -1}  # node -> node of the new draft
+    leaves: set[int] = set()
+    for node, parent in enumerate(draft.parents.tolist()):
+        extends = parent in leaves
+        if parent in kept and (extends or len(leaves) < max_candidates):
+            kept[node] = len(kept) - 1
+            leaves = (leaves - {parent}) | {node}
+    if len(kept) == len(draft) + 1:
+        return draft
+    nodes = [*kept][1:]
+    parents = [kept[parent] for parent in draft.parents[nodes].tolist()]
+    return Draft(
+        draft.token_ids[nodes],
+        np.array(parents, np.int32).reshape(len(nodes)),
+        draft.depths[nodes],
+        draft.probs[nodes],
+    )
+
+
+def checked(draft: object, max_nodes: int) -> Draft:
+    """Return the draft of a drafter, its depths counted anew, or raise where it is none.
+
+    Args:
+        draft: what a drafter returned.
+        max_nodes: nodes beyond so many are left out.
+
+    Raises:
+        TypeError: it is no `Draft`, or its arrays are not of numbers.
+        ValueError: the arrays do not fit each other, parents do not stand before their children,
+            a probability is none, or what was drawn is not in its support.
+    """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"expected a Draft, got {type(draft).__name__}")
+    token_ids: NDArray[Any] = np.asarray(draft.token_ids)
+    parents: NDArray[Any] = np.asarray(draft.parents)
+    probs: NDArray[Any] = np.asarray(draft.probs)
+    for name, array, kind in (
+        ("token_ids", token_ids, np.integer),
+        ("parents", parents, np.integer),
+        ("probs", probs, np.floating),
+    ):
+        if array.ndim != 1 or len(array) != len(token_ids):
+            raise ValueError(
+                f"expected {name} of shape [{len(token_ids)}], got {list(array.shape)}"
+            )
+        if len(array) and not np.issubdtype(array.dtype, kind):
+            raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
+    num_nodes = min(len(token_ids), max_nodes)
+    parents, probs = parents[:num_nodes].astype(np.int32), probs[:num_nodes].astype(np.float64)
+    if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
+        raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")
+    if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
+        raise ValueError("expected probs from 0 to 1")
+    depths: list[int] = []
+    for parent in parents.tolist():
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    # Ids beyond any vocabulary are cut off later; here they only have to fit.
+    ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
+    whole = Draft(ids, parents, np.array(depths, np.int32), probs)
+    if not isinstance(draft, SampledDraft):
+        return whole
+    support_ids = np.asarray(draft.support_token_ids)[:num_nodes]
+    support_probs = np.asarray(draft.support_probs)[:num_nodes]
+    if support_ids.ndim != 2 or support_ids.shape != support_probs.shape:
+        raise ValueError("expected support_token_ids and support_probs of one shape [num_nodes, n]")
+    if len(support_ids) != num_nodes:
+        raise ValueError(f"expected a support of each of {num_nodes} nodes, got {len(support_ids)}")
+    if not ((support_probs >= 0) & (support_probs <= 1)).all():
+        raise ValueError("expected support_probs from 0 to 1")
+    if not ((support_ids == ids[:, None]) & (support_probs > 0)).any(axis=1).all():
+        raise ValueError("expected every token to be in the support that it was drawn from")
+    return SampledDraft(
+        *(whole.token_ids, whole.parents, whole.depths, whole.probs),
+        support_ids.astype(np.int32),
+        support_probs.astype(np.float64),
+    )

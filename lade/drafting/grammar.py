@@ -1,0 +1,154 @@
+"""Which next tokens a grammar leaves no choice about, so that they can be drafted for nothing.
+
+A forecast is a draft like any other: a wrong one costs time, never text.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PrefixConstrainedLogitsProcessor
+
+# Forced text leaves few tokens: the pieces that it begins with. SmolLM2's 49152 tokens left at
+# most 6 inside the keys of a JSON schema, and 28 or more where a free string begins.
+_MAX_PIECES = 16
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """Knows what a logits processor will enforce. Any processor may have this method itself."""
+
+    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the tokens that must follow, as far as that is known.
+
+        Called between steps: the processor was called once for each emitted token, so it has seen
+        all of `committed` but the last token. What it does at its later calls must not change.
+
+        Args:
+            row: the sequence's row among those that the processor is called with.
+            committed: that row of its next `input_ids`: padding, prompt and emitted tokens.
+            max_tokens: how many tokens are wanted at most.
+        """
+
+
+def foresight_of(processors: Iterable[object]) -> Foresight | None:
+    """Return the foresight of the first processor that has any, None if there is none.
+
+    Known are `forced_tokens` methods, `prefix_allowed_tokens_fn` and `xgrammar.contrib.hf`.
+    """
+    # Whoever holds such a processor has imported its module.
+    xgrammar = sys.modules.get("xgrammar.contrib.hf")
+    for processor in processors:
+        if isinstance(processor, Foresight):
+            return processor
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            return _PrefixForesight(processor)
+        if xgrammar is not None and isinstance(processor, xgrammar.LogitsProcessor):
+            return _XGrammarForesight(processor)
+    return None
+
+
+class _PrefixForesight:
+    """Asks a `prefix_allowed_tokens_fn`, a function of row and prefix alone, about longer prefixes.
+
+    It gives token ids without their text, so only a single allowed token counts as forced.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._allowed_tokens = processor._prefix_allowed_tokens_fn
+        self._num_beams: int = processor._num_beams
+
+    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
+        """Follow the prefix for as long as exactly one token may come next."""
+        num_known = len(committed)
+        prefix = torch.empty(num_known + max_tokens, dtype=torch.int64)
+        prefix[:num_known] = torch.tensor(committed)
+        forced: list[int] = []
+        while len(forced) < max_tokens:
+            try:
+                allowed = self._allowed_tokens(
+                    row // self._num_beams, prefix[: num_known + len(forced)]
+                )
+                (token_id,) = (int(token_id) for token_id in allowed)
+            except Exception:  # more than one, or past what plain decoding might ever ask
+                break
+            prefix[num_known + len(forced)] = token_id
+            forced.append(token_id)
+        return forced
+
+
+class _XGrammarForesight:
+    """Walks a copy of the processor's matcher for as long as the text is forced.
+
+    A grammar forces text, and several tokens can begin the same text (`n`, `na`, `name`). The
+    longest is taken, unless one reaches past the forced text. In two JSON answers of SmolLM2-135M,
+    of 37 and 33 tokens, this foresaw 7 and 17; single allowed tokens were 2 and 5.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._bitmask: Any = None
+
+    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
+        """Walk on from `committed`; its last token, too, is news to the processor."""
+        matcher = self._matcher_after(row, committed)
+        forced: list[int] = []
+        while matcher is not None and len(forced) < max_tokens and not matcher.is_terminated():
+            token_id = self._forced_token(matcher)
+            if token_id is None or not matcher.accept_token(token_id):
+                break
+            forced.append(token_id)
+        return forced
+
+    def _matcher_after(self, row: int, committed: Sequence[int]) -> Any:
+        """Return a matcher of our own after `committed`, None if the text left the grammar."""
+        if not self._processor.matchers:  # not called yet: nothing is emitted
+            grammars = self._processor.compiled_grammars
+            grammar = grammars[row] if len(grammars) > 1 else grammars[0]
+            return sys.modules["xgrammar"].GrammarMatcher(grammar)
+        matcher = self._processor.matchers[row].fork()
+        if matcher.is_terminated() or not matcher.accept_token(committed[-1]):
+            return None
+        return matcher
+
+    def _forced_token(self, matcher: Any) -> int | None:
+        try:
+            text: bytes | None = matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError:  # the forced text begins or ends inside of a character
+            text = None
+        # Asking this takes a microsecond, a bitmask inside of a free string takes milliseconds. At
+        # its end a grammar forces no text, and perhaps the end-of-sequence token.
+        if text == b"" and not matcher.is_completed():
+            return None
+        allowed = self._allowed_tokens(matcher)
+        if len(allowed) <= 1 or text is None:
+            return allowed[0] if len(allowed) == 1 else None
+        pieces = self._pieces()
+        # Of two tokens with the same text, bytes come first in vocabularies that have both.
+        longest = max(allowed, key=lambda token_id: (len(pieces[token_id]), token_id))
+        return longest if text.startswith(pieces[longest]) else None
+
+    def _allowed_tokens(self, matcher: Any) -> list[int]:
+        """Return the tokens that may come next, none if they are too many to be forced."""
+        if self._bitmask is None:
+            allocate = sys.modules["xgrammar"].allocate_token_bitmask
+            self._bitmask = allocate(1, self._processor.full_vocab_size)
+        if not matcher.fill_next_token_bitmask(self._bitmask):
+            return []  # the bitmask says nothing then: every token may
+        words: NDArray[np.uint32] = self._bitmask[0].numpy().view(np.uint32)
+        if np.bitwise_count(words).sum() > _MAX_PIECES:
+            return []
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        token_ids: list[int] = allowed.tolist()
+        return token_ids
+
+    def _pieces(self) -> list[bytes]:
+        """Return the text of every token, kept with the grammar: 0.1 s for 50 000 tokens."""
+        grammar = self._processor.compiled_grammars[0]
+        if not hasattr(grammar, "_lade_pieces"):
+            grammar._lade_pieces = grammar.tokenizer_info.decoded_vocab
+        pieces: list[bytes] = grammar._lade_pieces
+        return pieces

@@ -1,0 +1,145 @@
+"""The n-gram pool as a drafter."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lade.drafting.drafter import Drafter
+from lade.drafting.successors import Successors
+from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
+
+
+class _Harvest(NamedTuple):
+    """What `NGramPool.harvest` takes."""
+
+    contexts: NDArray[np.int64]  # [n, 2]
+    token_ids: NDArray[np.int32]  # [n, num_successors]
+    probs: NDArray[np.float32]
+
+
+class PoolDrafter:
+    """Drafts from an `NGramPool`, which is fed the prompt first and every committed token after.
+
+    Args:
+        pool: learns from all sequences.
+        max_candidates: G, the greatest number of paths of a draft; None for no limit.
+        prior: what the target finds likely behind single tokens and pairs, as `lade.prewarm` found.
+    """
+
+    num_successors = DEFAULT_NUM_SUCCESSORS
+
+    def __init__(
+        self,
+        pool: NGramPool,
+        max_candidates: int | None = None,
+        prior: SuccessorTable | None = None,
+    ) -> None:
+        self.pool = pool
+        self._max_candidates = max_candidates
+        self._prior = prior
+        self._open_prompts: dict[int, tuple[int, ...]] = {}
+        self._harvests: dict[int, list[_Harvest]] = {}  # by sequence, those not in the pool yet
+        self._num_answered: dict[int, int] = {}  # by sequence, tokens observed behind its prompt
+
+    @property
+    def has_prior(self) -> bool:
+        """Whether a table is known that was made before."""
+        return self._prior is not None
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Feed the prompt as a sequence of its own.
+
+        Of a prompt that is being answered already, as where several samples are asked for, only
+        the end is fed again, to tie the new answer to it: more would drown what follows elsewhere.
+        """
+        prompt = tuple(prompt_ids)
+        new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
+        sequence = self.pool.open_sequence(self._prior)
+        try:
+            self.pool.observe(new, sequence)
+        except BaseException:
+            self.pool.close_sequence(sequence)
+            raise
+        self._open_prompts[sequence] = prompt
+        self._harvests[sequence] = []
+        self._num_answered[sequence] = 0
+        return sequence
+
+    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        """Look the last tokens up in all that the pool holds."""
+        context = committed[-self.pool.max_match :]
+        return self.pool.draft(context, max_nodes, self._max_candidates, sequence)
+
+    def sample(
+        self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
+    ) -> SampledDraft:
+        """Draw from what may follow the last tokens by all that the pool holds."""
+        context = committed[-self.pool.max_match :]
+        return self.pool.sample(context, max_nodes, rng, self._max_candidates, sequence)
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        """Keep what the target found likely behind the nodes, until the step is observed.
+
+        Before, the pool would learn to trust a table that knows the very answer. Told after that,
+        it is fed at once.
+        """
+        last = np.array(token_ids)
+        previous = last[parents]
+        previous[0] = committed[-2] if len(committed) > 1 else -1
+        pairs = np.stack([previous, last], axis=1)
+        singles = pairs.copy()
+        singles[:, 0] = -1
+        # The likeliest nodes stand first in a tree; of equal contexts the one put last stays.
+        contexts = np.concatenate([pairs, singles])[::-1]
+        ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
+        harvest = _Harvest(contexts, ids, probs)
+        num_answered = len(committed) - len(self._open_prompts[sequence])
+        if 0 <= num_answered < self._num_answered[sequence]:
+            self.pool.harvest(*harvest)
+        else:
+            self._harvests[sequence].append(harvest)
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Feed committed tokens, and what was harvested where they were chosen."""
+        self.pool.observe(token_ids, sequence, is_answer=True)
+        self._num_answered[sequence] += len(token_ids)
+        for harvest in self._harvests[sequence]:
+            self.pool.harvest(*harvest)
+        self._harvests[sequence].clear()
+
+    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
+        """Feed each n-gram as a sequence of its own: none is part of a text."""
+        for ngram in ngrams:
+            own = self.pool.open_sequence()
+            try:
+                self.pool.observe(ngram, own)
+            finally:
+                self.pool.close_sequence(own)
+
+    def close(self, sequence: int) -> None:
+        """Let the sequence's handle go; its text stays."""
+        self._open_prompts.pop(sequence, None)
+        self._harvests.pop(sequence, None)
+        self._num_answered.pop(sequence, None)
+        self.pool.close_sequence(sequence)
+
+    def _is_open(self, prompt: tuple[int, ...]) -> bool:
+        return prompt in self._open_prompts.values()
+
+
+def has_table(drafter: Drafter) -> bool:
+    """Tell whether a drafter has a table that was made before.
+
+    Then it learns nothing from the ends of prompts: that took more time (0.7 % of an answer) than
+    it saved.
+    """
+    return isinstance(drafter, PoolDrafter) and drafter.has_prior

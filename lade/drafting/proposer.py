@@ -1,0 +1,230 @@
+"""What each row of a batch is proposed: by the drafter, by a grammar, within what can be run."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lade.drafting.drafter import (
+    Drafter,
+    HarvestingDrafter,
+    NgramDrafter,
+    SamplingDrafter,
+    num_successors_of,
+)
+from lade.drafting.drafts import after, checked, narrowed
+from lade.drafting.grammar import Foresight
+from lade.drafting.successors import Successors
+from lade.errors import DrafterWarning
+from lade.tree import Tree
+from ngram_pool import Draft, SampledDraft
+
+_T = TypeVar("_T")
+
+
+class _Proposal(NamedTuple):
+    """What a row was proposed last, and how it came about."""
+
+    draft: Draft
+    forced: list[int]  # tokens at its beginning that a grammar leaves no choice about
+    room: int  # the greatest depth that the target can run
+
+
+class Proposer:
+    """Gathers the drafts of every row of a batch, in two turns.
+
+    `propose` asks for all there is, so that a budget can decide how much of it to verify; `draw`
+    returns so much of it, drawn anew where drafts are to be drawn at random. How many nodes are
+    drawn must not depend on the tokens drawn, or the text would no longer have the distribution it
+    should.
+
+    A drafter can never fail the call that it drafts for: what it raises, and a draft that is none,
+    is told in a warning, and from then on it is not asked any more.
+
+    Args:
+        drafter: fed by the caller through `open` and `observe`.
+        vocab_size: no token id of a draft may reach it.
+        max_candidates: paths of a draft that the target can verify at once; None for any number.
+        foresight: of the grammar that constrains the text, if there is one.
+        rngs: one for each row, to draw drafts with; None to take the likeliest.
+        is_strict: let what the drafter raises through, for those who write one.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        max_candidates: int | None = None,
+        foresight: Foresight | None = None,
+        rngs: Sequence[np.random.Generator] | None = None,
+        is_strict: bool = False,
+    ) -> None:
+        self._drafter = drafter
+        self._is_strict = is_strict
+        self._has_failed = False
+        self._vocab_size = vocab_size
+        self._max_candidates = max_candidates
+        self._foresight = foresight
+        # Asked once: to look for the methods of a protocol takes 30 µs.
+        self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
+        self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
+        self._learning = drafter if isinstance(drafter, NgramDrafter) else None
+        self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
+        self._rngs = rngs if self._sampling is not None else None
+        self._sequences: dict[int, int] = {}  # row -> the drafter's handle
+        self._proposals: dict[int, _Proposal] = {}  # of each row
+
+    @property
+    def num_successors(self) -> int:
+        """How many of the target's likeliest tokens the drafter wants to be told of."""
+        return 0 if self._has_failed else self._num_successors
+
+    def open(self, row: int, context: Sequence[int]) -> None:
+        """Begin a row with its prompt."""
+
+        def begin() -> None:
+            self._sequences[row] = self._drafter.open(context)
+
+        self._asked(begin, None)
+
+    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+        """Let the drafter learn what was emitted."""
+        self._asked(lambda: self._drafter.observe(self._sequences[row], token_ids), None)
+
+    def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
+        """Let the drafter learn what the target found likely behind the nodes of a row's tree."""
+        parents = [-1, *(tree.draft.parents + 1).tolist()]
+        self._harvest(row, context, tree.token_ids, parents, successors)
+
+    def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
+        """Let the drafter learn what follows the last tokens of a prompt but the very last one."""
+        num = successors.num_nodes
+        tokens = context[-1 - num : -1]
+        committed = context[: len(context) - num]
+        self._harvest(row, committed, tokens, range(-1, num - 1), successors)
+
+    def _harvest(
+        self,
+        row: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        def tell() -> None:
+            assert self._harvesting is not None
+            sequence = self._sequences[row]
+            self._harvesting.harvest(sequence, committed, token_ids, parents, successors)
+
+        self._asked(tell, None)
+
+    def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
+        """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
+
+        def tell() -> None:
+            assert self._learning is not None
+            self._learning.observe_ngrams(self._sequences[row], ngrams)
+
+        self._asked(tell, None)
+
+    def close(self, row: int) -> None:
+        """End a row."""
+        sequence = self._sequences.pop(row, None)
+        if sequence is not None:
+            self._asked(lambda: self._drafter.close(sequence), None, even_if_failed=True)
+
+    def close_all(self) -> None:
+        """End all rows that are open."""
+        with ExitStack() as stack:  # one that raises does not keep the others open
+            for row in [*self._sequences]:
+                stack.callback(self.close, row)
+
+    def _asked(self, ask: Callable[[], _T], instead: _T, *, even_if_failed: bool = False) -> _T:
+        """Return what the drafter answers, or something else where it fails or has failed."""
+        if self._has_failed and not even_if_failed:
+            return instead
+        try:
+            return ask()
+        except Exception as failure:
+            if self._is_strict:
+                raise
+            if not self._has_failed:
+                self._has_failed = True
+                what = (str(failure).splitlines() or [""])[0][:200]
+                warnings.warn(
+                    f"lade goes on without drafts: {type(self._drafter).__name__} failed "
+                    f"({type(failure).__name__}: {what}); Config(strict_drafter=True) raises it",
+                    DrafterWarning,
+                    stacklevel=2,
+                )
+            return instead
+
+    def propose(
+        self, row: int, committed: Sequence[int], context: Sequence[int], room: int, max_nodes: int
+    ) -> Draft:
+        """Return what could follow, likeliest first.
+
+        Args:
+            committed: the row, padding included, as logits processors see it.
+            context: the row as the drafter sees it.
+            room: the greatest depth that the target can run.
+            max_nodes: the greatest number of nodes.
+        """
+        forced: list[int] = []
+        draft = Draft.empty()
+        most = min(room, max_nodes)
+        if most > 0 and self._foresight is not None:
+            forced = self._foresight.forced_tokens(row, committed, most)
+        left = max_nodes - len(forced)
+        if most > 0 and left > 0:
+            context = [*context, *forced] if forced else context
+            draft = self._asked(partial(self._drafted, row, context, left), draft)
+            if self._max_candidates is not None:
+                draft = narrowed(draft, self._max_candidates)
+        draft = self._possible(after(forced, draft) if forced else draft, room)
+        self._proposals[row] = _Proposal(draft, forced, room)
+        return draft
+
+    def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
+        """Return so many nodes of what was proposed, or drawn in their place."""
+        proposed, forced, room = self._proposals[row]
+        proposed = proposed.first(num_nodes)
+        num_drawn = len(proposed) - len(forced)
+        if self._rngs is None or num_drawn < 1:
+            return proposed
+        context = [*context, *forced] if forced else context
+        drawn = partial(self._drawn, row, context, num_drawn, self._rngs[row])
+        sampled = self._asked(drawn, Draft.empty())
+        return self._possible(after(forced, sampled) if forced else sampled, room)
+
+    def _drafted(self, row: int, context: Sequence[int], max_nodes: int) -> Draft:
+        drafted = self._drafter.draft(self._sequences[row], context, max_nodes)
+        return checked(drafted, max_nodes)
+
+    def _drawn(
+        self, row: int, context: Sequence[int], max_nodes: int, rng: np.random.Generator
+    ) -> Draft:
+        assert self._sampling is not None
+        drawn = self._sampling.sample(self._sequences[row], context, max_nodes, rng)
+        return checked(drawn, max_nodes)
+
+    def _possible(self, draft: Draft, room: int) -> Draft:
+        """Cut a draft before the first node that the target cannot run.
+
+        That is one beyond the longest text, or, from a pool that learned from another model's text,
+        a token that this model does not have. Of a node that was drawn, what it could have become
+        decides, not what it became.
+        """
+        if isinstance(draft, SampledDraft):
+            outside = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)
+            impossible = np.flatnonzero((draft.depths > room) | outside.any(axis=1))
+        else:
+            unknown = (draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)
+            if len(draft) <= room and not unknown.any():
+                return draft
+            impossible = np.flatnonzero((draft.depths > room) | unknown)
+        return draft.first(int(impossible[0])) if len(impossible) else draft

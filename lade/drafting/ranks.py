@@ -1,0 +1,33 @@
+"""Several processes that run one model together must verify the same drafts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed
+
+from lade.compat import Model, mesh_of
+from ngram_pool import Draft
+
+
+class Ranks:
+    """The processes of a tensor-parallel model; the first one's drafts are everybody's.
+
+    Pools may differ from process to process, and measured costs always do.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        is_named = "tp" in (mesh.mesh_dim_names or ())
+        self._group = (mesh["tp"] if is_named else mesh).get_group()
+        self._first = torch.distributed.get_global_rank(self._group, 0)
+
+    @classmethod
+    def of(cls, model: Model) -> "Ranks | None":
+        """Return the processes that share a model, or None if this one runs it alone."""
+        mesh = mesh_of(model)
+        return None if mesh is None else cls(mesh)
+
+    def agree(self, drafts: Mapping[int, Draft]) -> dict[int, Draft]:
+        """Return the first process's drafts, by row; called by all of them, at every step."""
+        agreed = [dict(drafts)]
+        torch.distributed.broadcast_object_list(agreed, src=self._first, group=self._group)
+        return agreed[0]

@@ -1,0 +1,349 @@
+"""Whole trees verified in forwards of a few fixed shapes, on memory that stays where it is.
+
+A tree is padded to one of a few widths, keys and values lie in slots taken at first, masks and
+positions are made on the device from one small buffer that the host fills, so a step can be
+recorded as a CUDA graph and replayed (`graphs.py`). On other devices the same path runs eagerly.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.attention.masks import Reach, TreeSlots
+from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
+from lade.compat import Model
+from lade.errors import LadeError
+from lade.gpu.graphs import Graphs, surroundings_of
+from lade.gpu.workspace import Fit, Shape, Shelf, StaticInputs, Workspace, slots_for
+from lade.targets.base import Forward
+from lade.targets.inputs import TOKEN_TYPES
+from lade.targets.kv_cache import TreeCache
+from lade.targets.kv_memory import FixedSlots, LayerKind
+from lade.targets.layout import MAX_OVERHANG, TreeLayout
+from lade.targets.trees import TreeTarget
+from lade.tree import ROOT, Tree, TreeBatch
+
+# Tokens of a row in a forward; trees in between are padded. On a GPU a step costs about the same
+# up to 16 or 32 tokens, and each width is a recording of its own.
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+# New tokens that memory is taken for at first, however many may come; then it grows, and what was
+# recorded is recorded anew.
+_FIRST_NEW = 2048
+
+
+def _surroundings_of_cache(device: torch.device) -> tuple[Hashable, ...]:
+    """Return what decides the dtype of keys and values, and the order in which memory is used."""
+    kind = device.type
+    stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), stream
+
+
+class _Step(NamedTuple):
+    shape: Shape
+    inputs: StaticInputs
+
+
+class _Logits(NamedTuple):
+    """What a step gives back; a replay overwrites the logits of the one before."""
+
+    logits: Tensor
+    hidden_states: None = None
+    attentions: None = None
+
+
+class FixedTarget(TreeTarget):
+    """Verifies trees as `TreeTarget` does, in forwards of a few fixed shapes.
+
+    Args:
+        model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as of
+            a `TreeTarget`. Hidden states and attentions cannot be asked for.
+        shelf: where memory and recordings of earlier calls are kept.
+        new_graphs: makes what records steps; None to run all of them eagerly.
+        why_not_recorded: the reason for that, where they were to be recorded.
+        call: runs the steps; what `torch.compile` made of the model, None for the model itself.
+        variant: what tells recordings of one kind from those of others.
+        widths: to pad trees to; multiples of the last one beyond it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        layout: TreeLayout,
+        max_new_tokens: int,
+        generation_config: GenerationConfig | None = None,
+        attention: str | None = None,
+        *,
+        shelf: Shelf,
+        new_graphs: Callable[[], Graphs] | None = None,
+        why_not_recorded: str | None = None,
+        call: Any = None,
+        variant: Hashable = None,
+        widths: Sequence[int] = WIDTHS,
+    ) -> None:
+        self._shelf = shelf
+        self._variant = variant
+        self._new_graphs = new_graphs
+        self._why_not_recorded = why_not_recorded
+        self._call = call
+        self._widths = widths
+        super().__init__(
+            model,
+            input_ids,
+            model_kwargs,
+            layout,
+            max_new_tokens,
+            generation_config,
+            attention,
+        )
+        if self._outputs:
+            raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
+        self._must_show_rows = True
+        # Our own attention on a GPU looks at no more keys than there are, however many are shown.
+        self._shows_all = attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
+        self._reach_windows = {
+            reach: reach.num_slots if reach.num_slots in self.cache.windows else None
+            for reach in {*self._reaches.values()}
+        }
+        self._choose_graphs()
+
+    def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
+        num_rows = self._input_ids.shape[0]
+        room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
+        fit = Fit(num_rows, (*kinds,), _surroundings_of_cache(self.device), self._variant)
+        kept = self._shelf.take(fit, room)
+        if kept is None:
+            cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
+            kept = Workspace(fit, cache)
+        self._workspace = kept
+        return kept.cache
+
+    def _choose_graphs(self) -> None:
+        """Go on with the steps recorded in earlier calls, if all that they depend on is as it was.
+
+        The model may have got, or lost, what keeps it from being recorded; and where its weights
+        have changed, what failed before may do now.
+        """
+        workspace = self._workspace
+        if self._new_graphs is None:
+            workspace.graphs, workspace.surroundings = None, ()
+            return
+        surroundings = surroundings_of(self._model)
+        if workspace.graphs is None or surroundings != workspace.surroundings:
+            workspace.graphs, workspace.surroundings = self._new_graphs(), surroundings
+
+    @property
+    def is_typical(self) -> bool:
+        """Whether the last forward was neither recorded nor will be replayed faster."""
+        graphs = self._workspace.graphs
+        return graphs is None or graphs.is_typical
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded, or were."""
+        return self._workspace.graphs is not None
+
+    @property
+    def why_not_recorded(self) -> str | None:
+        """Why steps are not recorded, or no more of them, where they were to be."""
+        graphs = self._workspace.graphs
+        return self._why_not_recorded if graphs is None else graphs.reason
+
+    def width_of(self, num_tokens: int) -> int:
+        """Return the next of the widths."""
+        for width in self._widths:
+            if width >= num_tokens:
+                return width
+        return -(-num_tokens // self._widths[-1]) * self._widths[-1]
+
+    def inputs(self, trees: Sequence[Tree]) -> Any:
+        """Tell the device about the trees behind the committed tokens."""
+        self._trees = trees
+        if self._must_show_rows:
+            self._show_rows()
+        width = self.width_of(max(map(len, trees)))
+        shape = self._shape(len(trees), width)
+        inputs = self._workspace.inputs(shape, self.device)
+        host = inputs.host  # which waits until the step before has been told
+        for row, tree in enumerate(trees):
+            size = len(tree)
+            if size < width:
+                # A padding node sees itself alone: attention over nothing is NaN.
+                host["ancestors"][row] = inputs.alone
+                host["token_ids"][row, size:] = 0
+                host["depths"][row, size:] = 0
+            num_drafted = len(tree.draft)
+            host["token_ids"][row, 0] = tree.token_ids[ROOT]
+            host["token_ids"][row, 1 : num_drafted + 1] = tree.draft.token_ids
+            host["depths"][row, 0] = 0
+            host["depths"][row, 1 : num_drafted + 1] = tree.draft.depths
+            if num_drafted + 1 < size:  # cells beside the draft
+                host["token_ids"][row, num_drafted + 1 : size] = tree.token_ids[num_drafted + 1 :]
+                host["depths"][row, num_drafted + 1 : size] = tree.depths[num_drafted + 1 :]
+            host["ancestors"][row, :size, :size] = tree.ancestors
+        host["num_cached"][:] = self.num_cached
+        host["first_slots"][:] = [self.cache.first_slot(each) for each in self.cache.windows]
+        host["position_offsets"][:] = self._offsets[..., self._rows]
+        if self._padding_in_front is not None:
+            host["num_padding"][:] = self._padding_in_front[self._rows]
+        if self._last_types is not None:
+            host["token_types"][:] = self._last_types[self._rows]
+        inputs.send()
+        return _Step(shape, inputs)
+
+    def forward(self, inputs: Any) -> Forward:
+        """Run the model on such inputs, or replay what it did for others of that shape."""
+        step: _Step = inputs
+        graphs = self._workspace.graphs
+        if graphs is None:
+            return _Logits(self._run(step, is_recorded=False))
+        self._workspace.notice_moves()
+        return _Logits(graphs.run(step.shape, partial(self._run, step)))
+
+    def forward_once(self, inputs: Any) -> Forward:
+        """Run the model on such inputs eagerly."""
+        return _Logits(self._run(inputs, is_recorded=False))
+
+    def select(self, places: Sequence[int]) -> None:
+        """Leave the other rows out; what the cache holds of them stays."""
+        super().select(places)
+        self._must_show_rows = True
+
+    def rejoin(self) -> None:
+        """Take back the rows that were left out."""
+        super().rejoin()
+        self._must_show_rows = True
+
+    def hand_over(self, cache: Any) -> Any:
+        """Let a dynamic cache hold a copy of what this target's own holds."""
+        self.cache.hand_over(cache, copies=True)
+        return cache
+
+    def release(self) -> None:
+        """Keep the memory for the next call."""
+        self._shelf.put_back(self._workspace)
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _shape(self, num_rows: int, width: int) -> Shape:
+        """Make room for a step and return its shape."""
+        try:
+            rooms = self.cache.reserve(width)
+        except torch.OutOfMemoryError:
+            self._workspace.forget_recordings()  # what they held may be what is missing
+            torch.cuda.empty_cache()  # does nothing where there is none
+            rooms = self.cache.reserve(width)
+        lengths = max(self.num_cached) + width
+        shown = []
+        for window, room in rooms.items():
+            needed = lengths - self.cache.first_slot(window)
+            shown.append(room if self._shows_all else min(room, slots_for(needed)))
+        axes, is_padded = self._offsets.shape[:-1], self._padding is not None
+        types, attention = self._token_type_names, self._attention
+        return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
+
+    def _place_rows(self) -> None:
+        """Do nothing: every step tells the device where its rows are."""
+
+    def _show_rows(self) -> None:
+        """Tell the device which slots of the rows there are now are not padding.
+
+        And learn what a step has to tell it of them. Not at the end of the prefill, which the
+        device may still be at.
+        """
+        self._must_show_rows = False
+        self._token_type_names = tuple(
+            name for name in TOKEN_TYPES if self._model_kwargs.get(name) is not None
+        )
+        self._offsets: NDArray[np.int32] = self._position_offsets.cpu().numpy()
+        self._padding_in_front: NDArray[np.int64] | None = None
+        self._last_types: NDArray[np.int64] | None = None
+        if self._padding is not None:
+            assert self._num_padding is not None
+            self._padding_in_front = self._num_padding.cpu().numpy()
+            self._workspace.show(self._padding[self._rows])
+        types = self._model_kwargs.get("token_type_ids")
+        if types is not None:
+            self._last_types = types[:, -1].cpu().numpy()
+
+    def _run(self, step: _Step, is_recorded: bool) -> Tensor:
+        """Make positions and masks, and run the model."""
+        device = {name: part.long() for name, part in step.inputs.device.items()}
+        num_cached = device["num_cached"]
+        nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
+        slots = {
+            window: FixedSlots(nodes - device["first_slots"][index], num_shown)
+            for index, (window, num_shown) in enumerate(
+                zip(self.cache.windows, step.shape.num_shown, strict=True)
+            )
+        }
+        self.cache.fix(slots, num_cached.max() if is_recorded else None)
+        try:
+            return self._logits(step, device)
+        finally:
+            self.cache.fix(slots)  # the host knows the length again
+
+    def _logits(self, step: _Step, device: dict[str, Tensor]) -> Tensor:
+        num_cached, depths = device["num_cached"], device["depths"]
+        trees = TreeBatch(device["token_ids"], depths, device["ancestors"].bool())
+        roots = (num_cached + device["position_offsets"])[..., None]
+        types = {
+            name: torch.zeros_like(trees.token_ids)
+            + (device["token_types"][:, None] if name == "token_type_ids" else 0)
+            for name in step.shape.token_types
+        }
+        masks = {
+            reach: self._mask_of(reach, window, step.shape, device, trees)
+            for reach, window in self._reach_windows.items()
+        }
+        mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
+        logits: Tensor = (self._view() if self._call is None else self._call)(
+            input_ids=trees.token_ids,
+            position_ids=depths + roots,
+            attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **types,
+        ).logits
+        return logits
+
+    def _mask_of(
+        self,
+        reach: Reach,
+        window: int | None,
+        shape: Shape,
+        device: dict[str, Tensor],
+        trees: TreeBatch,
+    ) -> Tensor:
+        index = self.cache.windows.index(window)
+        num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
+        slots = first_slot + torch.arange(num_shown, device=self.device)
+        visible = slots < device["num_cached"][:, None]
+        not_padding = padding = None
+        if shape.is_padded:
+            not_padding, padding = self._workspace.visible(shape.rows, slots), device["num_padding"]
+            visible = visible & not_padding
+        seen = TreeSlots(
+            visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
+        )
+        mask = seen.mask(reach, 0, self._additive_dtype)
+        if self._attention not in (TREE_ATTENTION, STABLE_ATTENTION):
+            return mask
+        # The mask says the same, for whoever looks at that.
+        return with_seen(
+            mask,
+            Seen(
+                num_cached=(device["num_cached"] - first_slot).int(),
+                starts=seen.starts(reach).clamp(min=0).int(),
+                ancestors=seen.among_nodes(reach),
+                visible=not_padding,
+            ),
+        )

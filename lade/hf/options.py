@@ -1,0 +1,104 @@
+"""Generation options: refused by name before anything is generated, and stop strings."""
+
+import copy
+from typing import Any
+
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from lade.compat import Model
+from lade.errors import UnsupportedOptionError
+
+# transformers drops these before it calls a custom function, or turns elsewhere.
+_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
+
+# What a user writes to be in a mode that is neither greedy nor sampling.
+_OPTIONS_OF_MODES = {
+    "beam_search": ("num_beams",),
+    "beam_sample": ("num_beams",),
+    "group_beam_search": ("num_beam_groups",),
+    "constrained_beam_search": ("constraints", "force_words_ids"),
+    "contrastive_search": ("penalty_alpha",),
+    "assisted_generation": ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    "dola_generation": ("dola_layers",),
+}
+
+
+def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
+    """Raise for arguments of `generate` that would never reach us."""
+    refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
+    if generate_kwargs.get("cache_implementation") == "paged":
+        refused.append("cache_implementation='paged'")
+    if generate_kwargs.get("synced_gpus"):
+        refused.append("synced_gpus")
+    configs = (model.generation_config, generate_kwargs.get("generation_config"))
+    asked = [config.token_healing for config in configs if config is not None]
+    if generate_kwargs.get("token_healing", any(asked)):
+        refused.append("token_healing")
+    if refused:
+        raise UnsupportedOptionError(
+            f"lade.generate does not support {refused[0]} yet{_way_out(model)}"
+        )
+
+
+def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
+    """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
+
+    Returns:
+        The model to call `generate` of: `model`, or, where its own generation config has stop
+        strings, a twin without them that shares all else. transformers would ask for the tokenizer
+        that it has dropped, and other threads may be using the model's config.
+    """
+    tokenizer = generate_kwargs.pop("tokenizer", None)
+    of_call = generate_kwargs.get("generation_config")
+    asked = generate_kwargs.pop("stop_strings", None)
+    if of_call is not None and of_call.stop_strings is not None:
+        asked = asked or of_call.stop_strings
+        of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
+        of_call.stop_strings = None
+    own = model.generation_config
+    stop_strings = asked or own.stop_strings
+    if stop_strings is None:
+        return model
+    if tokenizer is None:
+        raise ValueError("expected tokenizer= beside stop_strings, got none")
+    criteria = list(generate_kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    generate_kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    if own.stop_strings is None:
+        return model
+    twin = copy.copy(model)
+    twin.generation_config = copy.deepcopy(own)
+    twin.generation_config.stop_strings = None
+    return twin
+
+
+def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
+    """Raise for what would change the text or the output and cannot be honoured."""
+    mode = config.get_generation_mode().value
+    reasons = {
+        _named(mode, config): mode not in ("greedy_search", "sample"),
+        "models sharded by FSDP or DeepSpeed ZeRO-3": (
+            is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedOptionError(f"lade does not support {reason} yet{_way_out(model)}")
+
+
+def _named(mode: str, config: GenerationConfig) -> str:
+    """Return a mode of generation by the option that asks for it, as the user has written it."""
+    for name in _OPTIONS_OF_MODES.get(mode, ()):
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            written = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+            return f"{written} (generation mode {mode})"
+    return f"generation mode {mode}"
+
+
+def _way_out(model: Model) -> str:
+    """Return what to add where `model.generate` is ours, and the user may want its own back."""
+    is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
+    return "; lade.unwrap(model) gives the model its own generate back" if is_wrapped else ""

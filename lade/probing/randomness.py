@@ -1,0 +1,90 @@
+"""Whether a model's forwards draw random numbers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
+
+from lade.compat import Model, attention_of, device_of_inputs
+
+
+class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operations of this thread that draw from a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            # Attention may draw, and does not where nothing is dropped.
+            chance = _argument(func, "dropout_p", args, kwargs)
+            self.has_drawn = self.has_drawn or chance is None or chance > 0
+        return func(*args, **kwargs)
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what an operation was given, or its default; None where it knows no such argument."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            given = args[place] if place < len(args) else kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
+
+
+def draws(model: Model, run: Callable[[], Any]) -> bool:
+    """Tell whether a model's forwards draw from torch's generator, as those with dropout do.
+
+    Only what this thread draws counts, and only then the random state is put back as it was. Where
+    something is compiled, which the looking would disturb, any change of the state counts.
+
+    Args:
+        model: the target.
+        run: runs some forwards of it, and draws nothing besides.
+    """
+    device = device_of_inputs(model)
+    before = _state_of(device)
+    noticing = None if _is_compiled(model) else _Noticing()
+    try:
+        with noticing or nullcontext():
+            run()
+    except Exception:  # the check will tell what is wrong
+        has_drawn = bool(model.training)
+    else:
+        is_changed = not torch.equal(before, _state_of(device))
+        has_drawn = is_changed and (noticing is None or noticing.has_drawn)
+    finally:  # interrupted on the way in or out, torch leaves its mode on
+        while noticing is not None and noticing in _get_current_dispatch_mode_stack():
+            _pop_mode()
+    if has_drawn:
+        _put_back(device, before)
+    return has_drawn
+
+
+def _is_compiled(model: Model) -> bool:
+    """Tell whether a part of a model is compiled, as flex attention always is."""
+    if attention_of(model) not in ("sdpa", "eager", None):
+        return True
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _state_of(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _put_back(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,79 @@
+"""What lade finds out about a model, told."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lade.compat import Model, attention_of, without_compiler
+from lade.config import Execution, Way
+from lade.probing.factory import usual_execution
+from lade.probing.plan import WITHOUT_CACHE, choose_way
+from lade.probing.profile import CacheKind, Profiles
+from lade.probing.rules import refuse_encoder_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What `lade.probe` found."""
+
+    model: str  #: the model's class
+    target: Way  #: the way chosen
+    attention: str | None  #: the implementation that drafts are verified with
+    reasons: Mapping[Way, str]  #: why each better way fell out
+    execution: Execution = "eager"  #: of the forwards that verify drafts
+
+    def __str__(self) -> str:
+        how = f"attention: {self.attention}, execution: {self.execution}"
+        lines = [f"{self.model} verifies drafts by: {self.target} ({how})"]
+        return "\n".join([*lines, *(f"  not {way}: {why}" for way, why in self.reasons.items())])
+
+
+def probe(model: Model, *, num_rows: int = 1) -> Probe:
+    """Tell which way of verifying drafts lade takes for a model, and why no better one.
+
+    Runs the self-check that the first generation would run, unless it has been run.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: of the batch to decode. More than one are taken to have padding and different
+            lengths, and one with padding is taken for more than one.
+
+    Raises:
+        UnsupportedModelError: it is an encoder-decoder.
+    """
+    model = without_compiler(model)
+    refuse_encoder_decoder(model)
+    config = model.generation_config
+    cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
+    excluded: dict[Way, str] = {}
+    if config.use_cache is False:
+        cache, excluded = "none", dict(WITHOUT_CACHE)
+    with torch.no_grad():
+        chosen = choose_way(
+            model,
+            is_padded=num_rows > 1,
+            cache=cache,
+            excluded=excluded,
+            execution=usual_execution(model),
+        )
+    attention = chosen.attention or attention_of(model)
+    return Probe(type(model).__name__, chosen.way, attention, chosen.reasons, chosen.execution)
+
+
+def recheck(model: Model, *, num_rows: int = 1) -> Probe:
+    """Forget what lade knows of a model, check it anew, and tell what is found.
+
+    A model that was quantized, moved, hooked or given adapters is checked anew by itself. Call this
+    after a change that cannot be seen from outside, as a method edited in place or a plain
+    attribute of a layer set to another value.
+
+    Args:
+        model: a transformers causal LM.
+        num_rows: as of `probe`.
+
+    Raises:
+        UnsupportedModelError: it is an encoder-decoder.
+    """
+    Profiles.of(without_compiler(model)).forget()
+    return probe(model, num_rows=num_rows)

@@ -1,0 +1,389 @@
+"""A method of verifying, held against plain decoding of a dozen tokens."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+
+from lade.attention.packed import PACKED_SDPA
+from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
+from lade.closeness import distance, limit_of
+from lade.compat import Model, attention_of, device_of_inputs
+from lade.config import Execution, Way
+from lade.drafting.drafts import narrowed
+from lade.errors import UnsupportedModelError
+from lade.probing.factory import ChosenWay, is_single, make_target
+from lade.probing.profile import CacheKind, Finding, Profile, Widths, profile_of
+from lade.probing.randomness import draws
+from lade.targets.base import Target
+from lade.targets.trees import MASK_IS_ADDED
+from lade.tree import Tree
+from ngram_pool import Draft
+
+
+def check(
+    model: Model, profile: Profile, way: Way, cache: CacheKind, is_padded: bool, widths: Widths
+) -> Finding:
+    """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
+    attentions = _attentions_for(model, widths) if way == "tree" else [None]
+    execution: Execution = "eager" if widths is None else "fixed"
+    reason = None
+    for attention in attentions:
+        try:
+            with unchanged_random_state(model, profile):
+                chosen = ChosenWay(way, attention, {}, execution, widths)
+                check = _Check(model, profile, chosen, cache, is_padded)
+                error = check.error()
+                is_stable = not is_single(widths) or check.is_stable()
+        except UnsupportedModelError as failure:
+            return Finding(str(failure))  # a rule, whatever the attention
+        except torch.OutOfMemoryError:
+            return Finding("no memory was left to check it", is_lasting=False)
+        except Exception as failure:
+            what = (str(failure).splitlines() or [""])[0][:200]
+            found = f"its forward fails ({type(failure).__name__}: {what})"
+        else:
+            if error <= limit_of(model) and is_stable:
+                return Finding(None, attention)
+            if error <= limit_of(model):
+                found = "its logits follow, in their last bits, what else is in a forward"
+            else:
+                found = (
+                    f"its logits differ from those of plain decoding by {error:.2g} of their "
+                    f"standard deviation (expected at most {limit_of(model):.2g})"
+                    + ("; the model is in training mode, try model.eval()" * model.training)
+                )
+        reason = reason or found
+    return Finding(reason)
+
+
+def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
+    """Return what trees may be verified with, best first; None for the model's own attention."""
+    own = attention_of(model)
+    if is_single(widths):
+        return [STABLE_ATTENTION]
+    if widths is not None and _has_kernels(model):
+        # Its cost follows the keys there are, not the slots shown.
+        return [TREE_ATTENTION, *_attentions_for(model)]
+    if own is not None and own not in MASK_IS_ADDED:
+        return ["sdpa", "eager"]
+    # As a dict: where layers differ, asking the config for one number of all is an error.
+    config = model.config.get_text_config(decoder=True).to_dict()
+    shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
+    is_cpu = device_of_inputs(model).type == "cpu"
+    return [PACKED_SDPA, None] if own == "sdpa" and shares and is_cpu else [None]
+
+
+def _has_kernels(model: Model) -> bool:
+    """Tell whether our own attention has kernels for a model where it is."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    dims = [config.get(name) or 0 for name in ("head_dim", "global_head_dim", "v_head_dim")]
+    return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
+
+
+def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> bool:
+    """Tell whether what a forward returns of its inside has one row for each new token.
+
+    Some models keep several streams of hidden states; models without a cache return the whole text.
+
+    Args:
+        model: the target.
+        profile: of it.
+        names: of "hidden_states", "attentions".
+    """
+    for name in names:
+        if name not in profile.usual_outputs:
+            try:
+                with unchanged_random_state(model, profile):
+                    profile.usual_outputs[name] = _is_usual(model, name)
+            except Exception:  # plain decoding will tell the caller what is wrong
+                return False
+    return all(profile.usual_outputs[name] for name in names)
+
+
+def _is_usual(model: Model, name: str) -> bool:
+    input_ids = torch.tensor([_check_tokens(model)[:2]], device=device_of_inputs(model))
+    plain = _Plain(model, input_ids, torch.ones_like(input_ids), "dynamic")
+    wanted: dict[str, Any] = {f"output_{name}": True, "return_dict_in_generate": True}
+    last = getattr(plain.generate(num_new=2, **wanted), name)[-1]
+    num_axes, axis = (3, 1) if name == "hidden_states" else (4, 2)
+    layers = [layer for layer in last if layer is not None]
+    return all(layer.dim() == num_axes and layer.shape[axis] == 1 for layer in layers)
+
+
+@contextmanager
+def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iterator[None]:
+    """Let forwards draw random numbers, as those of some models do, without a trace.
+
+    The state is everybody's: to put it back takes draws of other threads back, too. So it is put
+    back for models alone whose forwards draw.
+    """
+    profile = profile or profile_of(model)
+    if not profile.draws:
+        ids = torch.tensor([_check_tokens(model)], device=device_of_inputs(model))
+        plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
+        profile.draws.append(draws(model, lambda: plain.generate(num_new=2)))
+    if not profile.draws[0]:
+        yield
+        return
+    device = device_of_inputs(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+_Path = tuple[int, ...]  # tokens behind the prompt
+
+
+class _Step(NamedTuple):
+    """One step of the check: of one row, its tree and what is kept of it."""
+
+    before: _Path  # the root
+    tree: Tree
+    kept: list[int]
+
+    @property
+    def paths(self) -> list[_Path]:
+        """Of every node, all that lies before it included."""
+        token_ids = np.array(self.tree.token_ids)
+        return [(*self.before, *token_ids[seen].tolist()) for seen in self.tree.ancestors]
+
+
+# Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one has to move rows.
+_PARENTS = (-1, -1, 0, 1)
+_DEPTHS = (1, 1, 2, 2)
+_PROMPT_LENGTH = 6
+
+
+class _Check(NamedTuple):
+    """One way of verifying, held against plain decoding of a dozen tokens."""
+
+    model: Model
+    profile: Profile
+    chosen: ChosenWay
+    cache: CacheKind
+    is_padded: bool
+
+    @torch.no_grad()
+    def error(self) -> float:
+        """Return how far drafts and what follows them are from plain decoding.
+
+        Three steps: a draft of which a part is kept, one that is kept whole, and one without a
+        draft. In a batch, a second row has two tokens masked; where rows may have lengths of their
+        own, it keeps nothing but its root at first, so that the other steps are ragged.
+
+        The measure is the largest difference of two logits in units of their standard deviation.
+        """
+        plain = _plain_of(self.model, self.cache, self.is_padded)
+        logits = self._logits(plain, _script)
+        paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
+        # Some models go wrong in batches, also in plain decoding: those are held against single
+        # rows.
+        error = _difference(logits, plain.logits_at(paths, together=True))
+        if not error <= limit_of(self.model):
+            error = _difference(logits, plain.logits_at(paths, together=False))
+        return error
+
+    @torch.no_grad()
+    def is_stable(self) -> bool:
+        """Tell whether tokens have the very same logits in drafts and one by one."""
+        plain = _plain_of(self.model, self.cache, self.is_padded)
+        drafted, alone = (self._logits(plain, script) for script in (_script, _script_of_roots))
+        shared = drafted.keys() & alone.keys()
+        assert len(shared) >= _NUM_KEPT
+        return all(torch.equal(drafted[place], alone[place]) for place in shared)
+
+    def _logits(
+        self, plain: "_Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
+    ) -> dict[tuple[int, _Path], Tensor]:
+        """Return the logits behind every path of every row of a script, float64 [vocab_size]."""
+        tokens = _check_tokens(self.model)
+        logits: dict[tuple[int, _Path], Tensor] = {}
+
+        def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+            for unwanted in ("logits_processor", "stopping_criteria"):
+                prepared.pop(unwanted, None)
+            target = make_target(
+                self.model,
+                input_ids,
+                prepared,
+                self.chosen,
+                len(tokens),
+                generation_config,
+                self.profile,
+            )
+            rows = range(plain.num_rows)
+            scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in rows]
+            try:
+                target.prefill()
+                for steps in zip(*scripts, strict=True):
+                    inputs = target.inputs([step.tree for step in steps])
+                    of_rows = target.forward(inputs).logits.double()
+                    for row, step in enumerate(steps):
+                        for node, path in enumerate(step.paths):
+                            logits[row, path] = of_rows[row, node]
+                    target.commit([step.kept for step in steps])
+            finally:
+                target.close()
+            return input_ids
+
+        plain.generate(custom_generate=run)
+        return logits
+
+
+def _plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
+    """Return the prompts of the check with plain decoding of them."""
+    masks = [[1] * _PROMPT_LENGTH]
+    if is_padded:
+        # Masked behind the first token, not before it: a query that sees nothing at all, as in left
+        # padding, is NaN in eager attention in float64, also for `generate`.
+        masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
+    device = device_of_inputs(model)
+    mask = torch.tensor(masks, device=device)
+    input_ids = torch.tensor([_check_tokens(model)[:_PROMPT_LENGTH]] * len(masks), device=device)
+    return _Plain(model, input_ids, mask, cache)
+
+
+def _difference(
+    mine: dict[tuple[int, _Path], Tensor], theirs: dict[tuple[int, _Path], Tensor]
+) -> float:
+    reference = torch.stack([theirs[place] for place in mine])
+    return distance(torch.stack([*mine.values()]), reference)
+
+
+class _Plain:
+    """Plain decoding of the check's prompts, made to take given paths."""
+
+    def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: CacheKind) -> None:
+        self._model = copy.copy(model)  # shares all but the attribute set here
+        self._model.generation_config = GenerationConfig()  # none of the model's own options
+        self._input_ids = input_ids
+        self._mask = mask
+        self._cache = cache
+
+    @property
+    def num_rows(self) -> int:
+        """How many prompts there are."""
+        return len(self._input_ids)
+
+    def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
+        """Call the class's `generate` for some rows of the prompts."""
+        which = [*range(len(self._input_ids))] if rows is None else [*rows]
+        return type(self._model).generate(
+            self._model,
+            input_ids=self._input_ids[which],
+            attention_mask=self._mask[which],
+            max_new_tokens=num_new,
+            do_sample=False,
+            use_cache=self._cache != "none",
+            cache_implementation="static" if self._cache == "static" else None,
+            **options,
+        )
+
+    def logits_at(
+        self, paths: Sequence[Sequence[_Path]], together: bool
+    ) -> dict[tuple[int, _Path], Tensor]:
+        """Return the logits behind every path of every row, each [vocab_size].
+
+        Args:
+            paths: of each row.
+            together: take all paths in one batch; or one path of each row at a time.
+        """
+        ends = [
+            [path for path in of_row if not any(_begins(path, other) for other in of_row)]
+            for of_row in paths
+        ]
+        most = max(map(len, ends))
+        places = [
+            (row, of_row[i % len(of_row)]) for i in range(most) for row, of_row in enumerate(ends)
+        ]
+        size = len(places) if together else len(paths)
+        found = {}
+        for start in range(0, len(places), size):
+            batch = places[start : start + size]
+            length = max(len(path) for _, path in batch)
+            forced = [[*path, *path[:1] * (length - len(path))] for _, path in batch]
+            output = self.generate(
+                [row for row, _ in batch],
+                length + 1,
+                logits_processor=[_Forced(self._input_ids.shape[1], forced)],
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            for place, (row, path) in enumerate(batch):
+                for num in range(1, len(path) + 1):
+                    found[row, path[:num]] = output.logits[num][place].double()
+        return found
+
+
+def _begins(path: _Path, other: _Path) -> bool:
+    return len(path) < len(other) and other[: len(path)] == path
+
+
+class _Forced(LogitsProcessor):  # type: ignore[misc]
+    """Makes every row take a given path."""
+
+    def __init__(self, num_prompt: int, token_ids: Sequence[Sequence[int]]) -> None:
+        self._num_prompt = num_prompt
+        self._token_ids = torch.tensor(token_ids)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place = input_ids.shape[1] - self._num_prompt
+        made = torch.full_like(scores, -1.0)
+        if place < self._token_ids.shape[1]:
+            made.scatter_(1, self._token_ids[:, place, None].to(scores.device), 1.0)
+        return made
+
+
+def _check_tokens(model: Model) -> list[int]:
+    """Return token ids that differ from each other in every vocabulary of a real model."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    # Special tokens mean something to some models: images, padding.
+    first = min(1000, vocab_size // 4)
+    return [first + (7919 * (i + 1)) % (vocab_size // 2) for i in range(16)]
+
+
+def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+    """Return the steps of one row."""
+    root, after, last, *drafted = tokens
+    draft = _draft(drafted[:4], _PARENTS, _DEPTHS)
+    second = _draft(drafted[4:6], (-1, -1), (1, 1))
+    if target.max_candidates is not None:
+        draft = narrowed(draft, target.max_candidates)
+        second = narrowed(second, target.max_candidates)
+    # The second branch where there is one; nothing but the root where rows may be ragged.
+    kept = [0, 2] if len(draft) == 4 else [0, 1]
+    if row > 0 and not target.is_joint:
+        kept = [0]
+    steps = [_Step((), Tree.build(root, draft), kept)]
+    steps.append(_next(steps[-1], after, second, [0, 1]))
+    steps.append(_next(steps[-1], last, Draft.empty(), [0]))
+    return steps
+
+
+_NUM_KEPT = 5  # tokens that `_script` commits to the first row
+
+
+def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+    """Return steps without drafts that commit what those of `_script` do to the first row."""
+    drafted = _script(tokens, target, row)
+    kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
+    roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
+    return [
+        _Step(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
+        for place, root in enumerate(roots)
+    ]
+
+
+def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:
+    before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
+    return _Step(before, Tree.build(root, draft), kept)
+
+
+def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:
+    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
+    return Draft(ids, over, down, np.ones(len(token_ids)))

@@ -1,0 +1,253 @@
+"""The very tokens that `generate` would choose, greedy or seed for seed."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lade.batch import Text
+from lade.sampling.choice import (
+    OnChoice,
+    Place,
+    ScoredChoice,
+    check_valid,
+    is_distribution,
+    raise_invalid,
+)
+from lade.sampling.processors import Processors
+from lade.transfer import Sent, integers_on
+from lade.tree import Tree
+
+# The noise of positions that only some rows have reached is kept for the others; no row may run
+# further ahead than this memory holds. 64 MiB are 42 positions of 8 rows of 49 152 tokens.
+_MAX_NOISE_BYTES = 64 * 2**20
+_MIN_LEAD = 8
+
+
+class Picked(NamedTuple):
+    """Tokens picked, and whether their scores allowed it; int64 and bool [n]."""
+
+    token_ids: Tensor
+    is_valid: Tensor
+
+
+class Pick(Protocol):
+    """Picks tokens by their processed scores."""
+
+    @property
+    def max_lead(self) -> int | None:
+        """As of a `Choice`."""
+
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick one token for each of `scores`.
+
+        Args:
+            scores: processed, float32 [n, vocab_size].
+            rows: each one's row.
+            times: how many tokens each one's row has emitted before.
+        """
+
+    def begin_step(self, first_time: int) -> None:
+        """Learn that no token of an earlier time will be picked any more."""
+
+    def close(self, num_times: int) -> None:
+        """Learn that tokens of so many times were emitted, and no more will be."""
+
+
+class Likeliest:
+    """Greedy picking, for scores that were processed."""
+
+    max_lead = None
+
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick the first of the highest scores; `generate` takes any, valid or not."""
+        token_ids = scores.argmax(dim=-1)
+        return Picked(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
+
+    def begin_step(self, first_time: int) -> None:
+        """Keep nothing."""
+
+    def close(self, num_times: int) -> None:
+        """Leave nothing."""
+
+
+class Race:
+    """Sampling, seed for seed as `generate(do_sample=True)` samples.
+
+    `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
+    token of each row and returns the argmax of probs / variates. `generate` calls it once for each
+    new column of the batch. Drawing the same variates for the same column, in the same order, makes
+    the token at a node a function of its scores: however many columns a step emits, each takes its
+    own draw, and drafts decide nothing but how many that is.
+
+    Args:
+        num_rows: of the whole batch; finished rows are drawn for too, as `generate` does.
+        vocab_size: about; only limits memory.
+        device: of the scores; its default generator is drawn from.
+        ahead: whether tokens are picked at nodes that may not be emitted. What is drawn for them
+            comes from a generator of our own, and in the end the default one draws what was used:
+            it is everybody's, and to put it back would take draws of other threads back, too.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ahead: bool) -> None:
+        self._num_rows = num_rows
+        self._device = device
+        self._ahead = ahead
+        self._noise: dict[int, Tensor] = {}  # by time
+        self._states: dict[int, Tensor] = {}  # by time, the default generator's before that draw
+        self._num_drawn = 0
+        self._vocab_size = 0  # of the scores, once there were some
+        self._generator: torch.Generator | None = None
+        if ahead:
+            self._generator = torch.Generator(device)
+            self._generator.set_state(self._state())
+        size = 4 * num_rows * vocab_size
+        self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
+
+    def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
+        """Pick at random."""
+        probs = scores.softmax(dim=-1)
+        is_valid = is_distribution(probs)
+        if not self._ahead and not bool(is_valid.all()):
+            return Picked(torch.zeros_like(is_valid, dtype=torch.int64), is_valid)  # draw nothing
+        noise = self._noise_of(rows, times, probs.shape[-1])
+        return Picked((probs / noise).argmax(dim=-1), is_valid)
+
+    def begin_step(self, first_time: int) -> None:
+        """Forget the noise of earlier times."""
+        for times in (self._noise, self._states):
+            for time in [time for time in times if time < first_time]:
+                del times[time]
+
+    def close(self, num_times: int) -> None:
+        """Leave the default generator where `generate` would.
+
+        Only where a call was given up in the middle has it drawn more than that.
+        """
+        if self._ahead:
+            for _ in range(min(num_times, self._num_drawn)):
+                self._draw(None)
+        elif num_times in self._states:
+            self._restore(self._states[num_times])
+        self._noise, self._states = {}, {}
+
+    def _noise_of(self, rows: Sequence[int], times: Sequence[int], vocab_size: int) -> Tensor:
+        """Return the noise of places, [n, vocab_size]."""
+        several = sorted({*times})
+        if len(several) == 1 and list(rows) == list(range(self._num_rows)):
+            return self._noise_at(several[0], vocab_size)
+        if self._device.type == "cpu":
+            places = zip(rows, times, strict=True)
+            return torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
+        # Elsewhere each row would be an operation of its own, at 64 nodes as long as the draft.
+        of_times = [self._noise_at(time, vocab_size) for time in several]
+        first = {time: place * self._num_rows for place, time in enumerate(several)}
+        index = [first[time] + row for row, time in zip(rows, times, strict=True)]
+        return torch.cat(of_times)[integers_on(self._device, index)]
+
+    def _noise_at(self, time: int, vocab_size: int) -> Tensor:
+        self._vocab_size = vocab_size
+        while self._num_drawn <= time:
+            if not self._ahead:
+                self._states[self._num_drawn] = self._state()
+            self._noise[self._num_drawn] = self._draw(self._generator)
+            self._num_drawn += 1
+        return self._noise[time]
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        """Draw the noise of one column, [num_rows, vocab_size], by default from everybody's."""
+        shape = (self._num_rows, self._vocab_size)
+        noise = torch.empty(shape, dtype=torch.float32, device=self._device)
+        return noise.exponential_(generator=generator)
+
+    def _state(self) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
+
+    def _restore(self, state: Tensor) -> None:
+        if self._device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(self._device).set_rng_state(state, self._device)
+
+
+class ProcessedChoice(ScoredChoice):
+    """Tokens picked by processed scores, where they are emitted and nowhere else.
+
+    Processors that look at the scores alone could run at all nodes at once, see `ChoiceAtOnce`.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        processors: Processors,
+        pick: Pick,
+        device: torch.device,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        super().__init__(text, processors, device, on_choice)
+        self.max_lead = pick.max_lead
+        self._pick = pick
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Keep the logits until they are asked for."""
+        super().look_at(logits, trees)
+        self._pick.begin_step(min(self._text.num_emitted(row) for row in trees))
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Process and pick."""
+        scores = self._scores_at(places)
+        rows = [row for row, _ in places]
+        picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
+        token_ids: list[int] = picked.token_ids.tolist()
+        check_valid(scores, picked.is_valid)
+        return token_ids
+
+    def close(self) -> None:
+        """Leave the random state where `generate` would."""
+        self._pick.close(self._text.longest - self._text.num_prompt)
+
+
+class ChoiceAtOnce(ProcessedChoice):
+    """The same, with all nodes of a step processed and picked in one go.
+
+    For processors that need no prefix, on a device that is waited for at every look at a result. On
+    a CPU nobody waits, and the work at nodes never reached is lost: top-p at 16 nodes of 49 152
+    tokens took 25 ms there, at one node 3 ms, in a step of 60 ms.
+    """
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Process and pick everywhere."""
+        rows, width, vocab_size = logits.shape
+        first_times = [self._text.num_emitted(row) for row in trees]
+        self._pick.begin_step(min(first_times))
+        self._index = {row: index for index, row in enumerate(trees)}
+        self._raw = logits.to(self._device, torch.float32, copy=True)
+        flat = self._raw.view(-1, vocab_size)
+        scores = self._processors.without_prefix(flat)
+        of_nodes, times = [], []
+        for row, first_time, tree in zip(trees, first_times, trees.values(), strict=True):
+            depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never asked for
+            of_nodes += [row] * width
+            times += [first_time + depth for depth in depths]
+        picked = self._pick(scores, of_nodes, times)
+        self._scores = scores.view(rows, width, vocab_size)
+        self._sent = Sent(*(part.view(rows, width) for part in picked))
+
+    def wait(self) -> None:
+        """Fetch what was picked."""
+        self._token_ids, self._is_valid = (part.tolist() for part in self._sent.get())
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Return what was picked."""
+        token_ids = []
+        for row, node in places:
+            index = self._index[row]
+            if not self._is_valid[index][node]:
+                raise_invalid(self._scores[index, node])
+            if self._on_choice is not None:
+                self._on_choice(row, self._raw[index, node], self._scores[index, node])
+            token_ids.append(self._token_ids[index][node])
+        return token_ids

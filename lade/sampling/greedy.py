@@ -1,0 +1,54 @@
+"""Greedy decoding: the likeliest token, looked for on the device."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lade.drafting.successors import Ranked, first_of_highest, rank
+from lade.sampling.choice import Place
+from lade.transfer import Sent
+from lade.tree import Tree
+
+
+class GreedyChoice:
+    """The likeliest token, the first of equals, as `generate(do_sample=False)` takes it.
+
+    Args:
+        num_ranked: how many of the likeliest tokens to rank for others to look at. Only on a CPU,
+            where one ranking for both saves time; elsewhere it would keep the choice waiting.
+    """
+
+    max_lead = None
+
+    def __init__(self, num_ranked: int = 0) -> None:
+        self._num_ranked = num_ranked
+        self.ranked: Ranked | None = None
+
+    def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
+        """Find the likeliest tokens of all nodes at once."""
+        # `generate` decides in float32, also between ties there; and `argmax` of bfloat16 takes
+        # four times as long on a CPU (9 rows of 49 152: 0.85 ms, not 0.23).
+        if logits.dtype == torch.float64:
+            logits = logits.float()
+        is_cpu = logits.device.type == "cpu"
+        token_ids = None
+        if self._num_ranked > 1 and is_cpu:
+            self.ranked = rank(logits, self._num_ranked)
+            token_ids = first_of_highest(self.ranked)
+        if token_ids is None:
+            token_ids = (logits.float() if is_cpu else logits).argmax(dim=-1)
+        self._rows = [*trees]
+        self._sent = Sent(token_ids)
+
+    def wait(self) -> None:
+        """Fetch the tokens of all nodes."""
+        (token_ids,) = self._sent.get()
+        self._token_ids = dict(zip(self._rows, token_ids.tolist(), strict=True))
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Return the likeliest tokens."""
+        return [self._token_ids[row][node] for row, node in places]
+
+    def close(self) -> None:
+        """Nothing was touched."""

@@ -1,0 +1,122 @@
+"""Logits processors, sorted by what their result depends on. Nothing here chooses a token."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from lade.batch import Text
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+# These look at the scores alone.
+_PREFIX_INDEPENDENT = (
+    hf.TemperatureLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.SuppressTokensLogitsProcessor,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+)
+# These look at a row's own prefix too, and keep nothing from call to call.
+_ROW_BY_ROW = (
+    *_PREFIX_INDEPENDENT,
+    hf.ExponentialDecayLengthPenalty,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.PrefixConstrainedLogitsProcessor,
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+    hf.WatermarkLogitsProcessor,
+)
+
+
+class Processors:
+    """The logits processors of one call.
+
+    Attributes:
+        is_joint: whether rows must be processed together, all at one length. So it is for a batch
+            with a processor that is not known to work row by row: it may keep a state, count its
+            calls or draw random numbers, and gets to see exactly what it would see in `generate`.
+        need_prefix: whether any of them looks at more than the scores.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
+        kinds = [type(processor) for processor in processors]
+        self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
+        self.is_joint = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
+        self._all = LogitsProcessorList(processors)
+        self._of_row = [self._all] * num_rows
+        if num_rows > 1 and self.need_prefix and not self.is_joint:
+            self._of_row = [
+                LogitsProcessorList([_for_row(processor, row) for processor in processors])
+                for row in range(num_rows)
+            ]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __call__(self, text: Text, rows: Sequence[int], scores: Tensor) -> Tensor:
+        """Process the scores of rows' next tokens.
+
+        Args:
+            text: what was committed before those tokens.
+            rows: which rows; each at most once, all of them where processors are joint.
+            scores: float32 [len(rows), vocab_size]; may be changed in place.
+        """
+        if not self.need_prefix:
+            return self.without_prefix(scores)
+        if self.is_joint:
+            prefixes = text.prefixes(rows)
+            processed: Tensor = self._all(prefixes, scores)
+            text.adopt(prefixes)
+            return processed
+        parts = [
+            self._of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
+        ]
+        return torch.cat(parts)
+
+    def without_prefix(self, scores: Tensor) -> Tensor:
+        """Process any number of scores [n, vocab_size] by processors that need no prefix."""
+        assert not self.need_prefix
+        no_prefix = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
+        processed: Tensor = self._all(no_prefix, scores)
+        return processed
+
+
+def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """Return what a processor of a batch is to one of its rows alone."""
+    if type(processor) not in (
+        hf.RepetitionPenaltyLogitsProcessor,
+        hf.PrefixConstrainedLogitsProcessor,
+    ):
+        return processor
+    mine: Any = copy.copy(processor)
+    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
+        mine._prefix_allowed_tokens_fn = partial(
+            _allowed_in_row, mine._prefix_allowed_tokens_fn, row
+        )
+    elif isinstance(mine.prompt_ignore_length, Tensor):
+        mine.prompt_ignore_length = mine.prompt_ignore_length[row : row + 1]
+    return mine  # type: ignore[no-any-return]
+
+
+def _allowed_in_row(
+    allowed: Callable[[int, Tensor], list[int]], row: int, _: int, prefix: Tensor
+) -> list[int]:
+    return allowed(row, prefix)

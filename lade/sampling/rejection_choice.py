@@ -1,0 +1,100 @@
+"""Tokens with the target's distribution, by accepting or rejecting what was drafted."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lade.batch import Text
+from lade.sampling.choice import OnChoice, Place, ScoredChoice, check_valid, is_distribution
+from lade.sampling.processors import Processors
+from lade.sampling.rejection import try_children
+from ngram_pool import SampledDraft
+
+
+class RejectionChoice(ScoredChoice):
+    """Draft tokens accepted or rejected so that the text has the target's distribution.
+
+    Takes one generator for each row, so that no row's tokens depend on another's.
+    """
+
+    max_lead = None
+
+    def __init__(
+        self,
+        text: Text,
+        processors: Processors,
+        generators: Sequence[torch.Generator],
+        device: torch.device,
+        on_choice: OnChoice | None = None,
+    ) -> None:
+        super().__init__(text, processors, device, on_choice)
+        self._generators = generators
+
+    def tokens_at(self, places: Sequence[Place]) -> list[int]:
+        """Try the children of each node; return the accepted one's token, or another."""
+        scores = self._scores_at(places)
+        probs = scores.softmax(dim=-1)
+        check_valid(scores, is_distribution(probs))
+        children = _pack([self._children_of(row, node) for row, node in places], self._device)
+        trial = try_children(
+            probs,
+            children.token_ids,
+            children.support_probs,
+            [self._generators[row] for row, _ in places],
+            children.num_children,
+            children.support_token_ids,
+        )
+        emitted: list[int] = trial.token_ids.tolist()
+        return emitted
+
+    def close(self) -> None:
+        """The generators are the caller's."""
+
+    def _children_of(self, row: int, node: int) -> list["_Child"]:
+        """Return the children of a node in the order of the draft."""
+        draft = self._trees[row].draft
+        children = []
+        for child in np.flatnonzero(draft.parents == node - 1).tolist():  # draft nodes are one less
+            token_id = int(draft.token_ids[child])
+            if isinstance(draft, SampledDraft):
+                support = draft.support_token_ids[child], draft.support_probs[child]
+                children.append(_Child(token_id, *support))
+            else:  # it was not drawn, so it was certain
+                children.append(_Child(token_id, [token_id], [1.0]))
+        return children
+
+
+class _Child(NamedTuple):
+    """A drafted token, and the tokens that it was drawn from with their probabilities."""
+
+    token_id: int
+    support_token_ids: Sequence[int]
+    support_probs: Sequence[float]
+
+
+class _Children(NamedTuple):
+    """The children of several nodes, padded; as `try_children` takes them."""
+
+    token_ids: Tensor  # int64 [nodes, children]
+    num_children: Tensor  # int64 [nodes]
+    support_token_ids: Tensor  # int64 [nodes, children, support]
+    support_probs: Tensor  # float64 [nodes, children, support]
+
+
+def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Children:
+    width = max(map(len, of_nodes))
+    size = max((len(c.support_probs) for children in of_nodes for c in children), default=1)
+    token_ids = np.zeros((len(of_nodes), width), np.int64)
+    support_token_ids = np.zeros((*token_ids.shape, size), np.int64)
+    support_probs = np.zeros(support_token_ids.shape)
+    for i, children in enumerate(of_nodes):
+        for j, child in enumerate(children):
+            token_ids[i, j] = child.token_id
+            support_token_ids[i, j, : len(child.support_token_ids)] = child.support_token_ids
+            support_probs[i, j, : len(child.support_probs)] = child.support_probs
+    num_children = np.array([len(children) for children in of_nodes])
+    arrays = (token_ids, num_children, support_token_ids, support_probs)
+    return _Children(*(torch.from_numpy(array).to(device) for array in arrays))

@@ -1,0 +1,44 @@
+"""What `generate` prepared for a prompt, as it is with more text behind it, or for more rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
+# Arguments with a value for every token.
+CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
+
+
+def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:
+    """Return the arguments of a prompt as they are with so many tokens of text behind it."""
+    longer = dict(model_kwargs)
+
+    def append(name: str, value: Tensor) -> None:
+        longer[name] = torch.cat([model_kwargs[name], value], dim=-1)
+
+    for name in CONTINUED:
+        known = model_kwargs.get(name)
+        if known is None:
+            continue
+        last = known[..., -1:].expand(*known.shape[:-1], num_new)
+        if name == "attention_mask":
+            append(name, torch.ones_like(last))
+        elif name == "mm_token_type_ids":
+            append(name, torch.zeros_like(last))
+        elif name == "token_type_ids":
+            append(name, last)
+        else:
+            append(name, last + torch.arange(1, num_new + 1, device=known.device))
+    return longer
+
+
+def widened(model_kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
+    """Return the arguments of one row for several rows like it."""
+    wide = dict(model_kwargs)
+    for name in CONTINUED:
+        known = model_kwargs.get(name)
+        if known is not None:  # [rows, tokens], or [axes, rows, tokens]
+            wide[name] = known.expand(*known.shape[:-2], num_rows, -1)
+    return wide

@@ -1,0 +1,338 @@
+"""Memory for keys and values: slots that are written once and moved where a path is kept."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from lade.transfer import integers_on
+
+FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
+_GROWTH = 4  # then a quarter more, up to the longest the generation can get
+_MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before it moves the rest up
+
+Kind = Literal["full", "windowed", "indexed", "empty"]
+
+
+class LayerKind(NamedTuple):
+    """What one layer of a cache keeps."""
+
+    kind: Kind
+    window: int | None = None  # a windowed layer keeps one slot less, as transformers' own does
+
+
+# By exact type: an unknown subclass may keep more than its parents.
+_KINDS: dict[type, Kind] = {
+    cache_utils.DynamicLayer: "full",
+    cache_utils.DynamicSlidingWindowLayer: "windowed",
+    cache_utils.DynamicIndexedLayer: "indexed",
+}
+if hasattr(cache_utils, "DummyLayer"):  # not in the oldest supported version
+    _KINDS[cache_utils.DummyLayer] = "empty"
+
+
+def kind_of(layer: Any) -> LayerKind | None:
+    """Return what a layer of a transformers cache keeps, or None if a `TreeCache` cannot."""
+    kind = _KINDS.get(type(layer))
+    if kind is None:
+        return None
+    return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
+
+
+class FixedSlots(NamedTuple):
+    """Where the layers with one window write in a forward of fixed shape, and what they show."""
+
+    of_new: Tensor  # int64 [rows, num_new], counted from the first slot that they hold
+    num_shown: int  # slots, from that one on; more than any row has
+
+
+class Store:
+    """One tensor for the keys (or the values) of all layers of one shape: one copy moves them all.
+
+    Both `whole`, with all rows of the batch, and `buffer`, with those in use, are
+    [num_layers, rows, heads, num_slots, head_dim].
+    """
+
+    def __init__(
+        self, num_layers: int, states: Tensor, num_slots: int, max_slots: int, is_fixed: bool
+    ) -> None:
+        rows, heads, num_new, head_dim = states.shape
+        self._max_slots = max_slots
+        self._is_fixed = is_fixed
+        like = states[None].expand(num_layers, rows, heads, num_new, head_dim)
+        self.whole = self._allocated(like, min(num_new, num_slots), num_slots)
+        self.use(rows)
+
+    def use(self, num_rows: int) -> None:
+        """Work on the first rows alone."""
+        self.buffer = self.whole[:, :num_rows]
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap two rows."""
+        held = self.whole[:, one].clone()
+        self.whole[:, one] = self.whole[:, other]
+        self.whole[:, other] = held
+
+    def fits(self, states: Tensor) -> bool:
+        """Tell whether a layer with such new keys or values can live here."""
+        mine, other = self.buffer[0], states
+        return (mine.dtype, mine.device) == (other.dtype, other.device) and (
+            mine.shape[0],
+            mine.shape[1],
+            mine.shape[3],
+        ) == (other.shape[0], other.shape[1], other.shape[3])
+
+    def write(self, layer: int, states: Tensor, slots: "_Slots", offset: int) -> Tensor:
+        """Put new states behind each row's own; return a view of all states of the layer."""
+        stop = slots.stop - offset
+        self.reserve(stop)
+        mine = self.buffer[layer]
+        if slots.index is None:
+            mine[:, :, stop - states.shape[2] : stop] = states
+        else:
+            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
+            mine[rows, :, slots.index.to(mine.device) - offset] = states.transpose(1, 2)
+        return mine[:, :, :stop]
+
+    def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
+        """Put new states at slots that the device alone knows; return a view of those shown."""
+        mine = self.buffer[layer]
+        if mine.shape[0] == 1:
+            mine.index_copy_(2, slots.of_new[0], states)
+        else:
+            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
+            mine[rows, :, slots.of_new] = states.transpose(1, 2)
+        return mine[:, :, : slots.num_shown]
+
+    def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
+        """Return the states held and new ones behind them; keep the last of both alone."""
+        held = self.buffer[layer][:, :, :num_held]
+        all_states = torch.cat([held, states], dim=2) if num_held else states
+        self.reserve(num_kept)
+        self.buffer[layer][:, :, :num_kept] = all_states[:, :, all_states.shape[2] - num_kept :]
+        return all_states
+
+    def drop(self, num_slots: int, stop: int) -> None:
+        """Forget the first slots of every layer; those before `stop` move up."""
+        self.whole[:, :, :, : stop - num_slots] = self.whole[:, :, :, num_slots:stop].clone()
+
+    def reserve(self, stop: int) -> None:
+        """Have room for so many slots; those held move to other memory where there is too little.
+
+        Raises:
+            torch.OutOfMemoryError: there is not even memory for those; nothing was changed.
+        """
+        num_slots = self.whole.shape[3]
+        if stop <= num_slots:
+            return
+        roomy = num_slots + max(FIRST_NUM_SLOTS, num_slots // _GROWTH)
+        if stop <= self._max_slots:  # else more came than was planned, and more may come
+            roomy = min(roomy, self._max_slots)
+        larger = self._allocated(self.whole, stop, max(stop, roomy))
+        larger[:, :, :, :num_slots] = self.whole
+        self.whole = larger
+        self.use(self.buffer.shape[1])
+
+    def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
+        """Return memory for so many slots, or for the least number where there is not so much."""
+        shape = list(like.shape)
+        for wanted in (num_slots, least):
+            shape[3] = wanted
+            try:
+                # Not an inference tensor, which nothing outside of that mode may write to: the
+                # memory may outlive the call.
+                with torch.inference_mode(False):
+                    # What is hidden by a mask is still multiplied by 0, and memory never written to
+                    # may hold NaN. One row alone has hidden slots only where shapes are fixed.
+                    is_hidden = self._is_fixed or shape[1] > 1
+                    return like.new_zeros(shape) if is_hidden else like.new_empty(shape)
+            except torch.OutOfMemoryError as error:
+                if wanted == least:
+                    num_bytes = math.prod(shape) * like.element_size()
+                    raise torch.OutOfMemoryError(
+                        f"no memory is left for the keys or values of {least} tokens in "
+                        f"{shape[0]} layers and {shape[1]} rows ({num_bytes / 2**20:.0f} MiB); "
+                        "shorten the text or the batch"
+                    ) from error
+        raise AssertionError("expected memory or an error")
+
+
+class _Slots:
+    """Where a forward writes: behind the cached tokens of each row."""
+
+    def __init__(self, starts: Sequence[int], num_new: int) -> None:
+        self.stop = max(starts) + num_new
+        self.index: Tensor | None = None  # int64 [rows, num_new], or None where all rows are alike
+        if min(starts) < max(starts):
+            self.index = torch.tensor(starts)[:, None] + torch.arange(num_new)
+
+
+class Group:
+    """The stores of all layers with one window (or with none), and the first slot they hold."""
+
+    def __init__(
+        self, window: int | None, num_layers: int, num_slots: int, max_slots: int, is_fixed: bool
+    ) -> None:
+        self.window = window
+        self.offset = 0
+        self.fixed: FixedSlots | None = None  # of the forwards from now on
+        self._is_fixed = is_fixed
+        self._num_layers = num_layers
+        self._slack = min(_MAX_SLACK, window) if window is not None else 0
+        self.clears = False  # whether what leaves a window may be no number
+        if window is not None:
+            max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
+            num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
+        self._num_slots, self._max_slots = num_slots, max_slots
+        self._stores: dict[str, list[Store]] = {"keys": [], "values": [], "indexer": []}
+
+    def __iter__(self) -> Iterator[Store]:
+        for stores in self._stores.values():
+            yield from stores
+
+    def place(self, what: str, layer: int, states: Tensor) -> tuple[Store, int]:
+        """Return the store for a layer's keys, values or indexer keys, and the layer's row in it.
+
+        `layer` counts the layers of this group.
+        """
+        stores = self._stores[what]
+        if not stores and self._num_layers > 1:
+            # The first layer speaks for the others: most models' layers are alike.
+            stores.append(self._new_store(self._num_layers, states))
+        if self._num_layers > 1 and stores[0].fits(states):
+            return stores[0], layer
+        stores.append(self._new_store(1, states))
+        return stores[-1], 0
+
+    def _new_store(self, num_layers: int, states: Tensor) -> Store:
+        return Store(num_layers, states, self._num_slots, self._max_slots, self._is_fixed)
+
+    def first_slot(self, length: int) -> int:
+        """Return the first slot that a token behind `length` others can see."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def clear(self, lengths: Sequence[int]) -> None:
+        """Clear what has left the windows of the rows in use: NaN is NaN, hidden or not."""
+        if not self.clears:
+            return
+        for store in self:
+            for row, length in enumerate(lengths):
+                store.buffer[:, row, :, : max(0, self.first_slot(length) - self.offset)] = 0
+        stop = max(lengths) - self.offset
+        self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
+
+    def trim(self, lengths: Sequence[int]) -> None:
+        """Forget what has left the window of every row, now and then."""
+        num_slots = self.first_slot(min(lengths)) - self.offset
+        if self.window is None or num_slots < self._slack:
+            return
+        for store in self:
+            store.drop(num_slots, max(lengths) - self.offset)
+        self.offset += num_slots
+
+
+class Storage:
+    """All stores of a cache. Layers hold this, not the cache: a cycle would keep memory alive."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self.is_prefilling = True  # every token run now stays
+        self.lengths: list[int] = []  # committed slots of each row in use
+        self._rows: list[int] = []  # which row lies where, those in use first
+        self._parked: dict[int, int] = {}  # committed slots of the rows not in use
+        self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
+        self.length: Tensor | None = None  # of the longest row, where the device has to look
+
+    def __iter__(self) -> Iterator[Store]:
+        for group in self._groups:
+            yield from group
+
+    def stores(self) -> list[tuple[Store, int]]:
+        """Return all stores, each with the first slot that it holds."""
+        return [(store, group.offset) for group in self._groups for store in group]
+
+    def reset(self) -> None:
+        """Forget all but the memory."""
+        self.is_prefilling, self.length = True, None
+        self.lengths, self._rows, self._parked, self._slots = [], [], {}, {}
+        for group in self._groups:
+            group.offset, group.fixed, group.clears = 0, None, False
+        for store in self:
+            store.whole.zero_()
+            store.use(store.whole.shape[1])
+
+    def begin(self, num_rows: int) -> None:
+        """Take the number of rows from the first states that come."""
+        self.lengths = self.lengths or [0] * num_rows
+
+    def slots(self, num_pending: int, num_new: int) -> _Slots:
+        """Return where to write `num_new` states behind the committed and the pending ones."""
+        known = self._slots.get((num_pending, num_new))
+        if known is None:  # one forward asks the same of every layer
+            known = _Slots([length + num_pending for length in self.lengths], num_new)
+            self._slots = {(num_pending, num_new): known}
+        return known
+
+    def commit(self, lengths: list[int]) -> None:
+        """Set the number of committed slots of each row."""
+        self.lengths = lengths
+        self._slots = {}
+        if not self.is_prefilling:
+            for group in self._groups:
+                group.trim([*lengths, *self._parked.values()])
+                group.clear(lengths)
+
+    def end_prefill(self) -> None:
+        """From now on tokens are run that may be rejected."""
+        self.is_prefilling = False
+        for group in self._groups:
+            group.offset = group.first_slot(max(self.lengths, default=0))
+
+    def move(self, row: int, source: list[int], start: int) -> None:
+        """Copy slots `source` of a row, in every layer, to those from `start` on."""
+        indices: dict[tuple[torch.device, int], Tensor] = {}
+        for group in self._groups:
+            first = start - group.offset
+            for store in group:
+                place = store.buffer.device, group.offset
+                if place not in indices:
+                    indices[place] = integers_on(place[0], [slot - place[1] for slot in source])
+                index = indices[place]
+                mine = store.buffer[:, row]
+                mine[:, :, first : first + len(source)] = mine.index_select(2, index)
+
+    def select(self, places: Sequence[int]) -> None:
+        """Go on with these places, ascending, and park the rows of the others behind them."""
+        self._rows = self._rows or [*range(len(self.lengths))]
+        for place in set(range(len(self.lengths))) - set(places):
+            self._parked[self._rows[place]] = self.lengths[place]
+        self.commit([self.lengths[place] for place in places])
+        for new, old in enumerate(places):
+            self._swap(new, old)
+        self._use(len(places))
+
+    def rejoin(self) -> None:
+        """Take all rows back into use, in their first order."""
+        if not self._parked:
+            return
+        in_use = dict(zip(self._rows, self.lengths, strict=False))
+        lengths = [length for _, length in sorted((in_use | self._parked).items())]
+        self._parked = {}
+        self.commit(lengths)
+        for place in range(len(self._rows)):
+            while self._rows[place] != place:
+                self._swap(place, self._rows[place])
+        self._use(len(self._rows))
+
+    def _swap(self, one: int, other: int) -> None:
+        if one != other:
+            self._rows[one], self._rows[other] = self._rows[other], self._rows[one]
+            for store in self:
+                store.swap(one, other)
+
+    def _use(self, num_rows: int) -> None:
+        for store in self:
+            store.use(num_rows)

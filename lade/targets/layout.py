@@ -1,0 +1,105 @@
+"""What the attention layers of a model keep, and how far they reach."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers.cache_utils import DynamicCache
+
+from lade.attention.masks import FULL, Reach
+from lade.compat import Model
+from lade.errors import UnsupportedModelError
+from lade.targets.kv_memory import LayerKind, kind_of
+
+# Layers with several masks: which of a config's fields says how far they reach.
+_REACHES = {
+    "full_attention": None,
+    "indexed_attention": None,
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+}
+
+
+class TreeLayout(NamedTuple):
+    """What the attention layers of a model keep, and how far they reach."""
+
+    kinds: tuple[LayerKind, ...]
+    reaches: dict[str, Reach]  # by layer type; all alike, under any name, where one mask does
+
+
+def tree_layout(model: Model) -> TreeLayout:
+    """Return the layout of a model whose trees a 4D mask can describe.
+
+    Raises:
+        UnsupportedModelError: a rule says that trees are beyond it; what only a forward can tell
+            is left to `probing.py`.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError("it keeps a recurrent state")
+    if "position_ids" not in parameters and not takes_any:
+        raise UnsupportedModelError("its forward takes no position_ids")
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        raise UnsupportedModelError("its local layers mask by cache slot, inside the model")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError("its ALiBi bias follows the cache slots and not the positions")
+    layers = DynamicCache(config=config).layers
+    kinds = [kind_of(layer) for layer in layers]
+    unknown = {type(layer).__name__ for layer in layers if kind_of(layer) is None}
+    if unknown or not kinds:
+        names = ", ".join(sorted(unknown)) or "no layers"
+        raise UnsupportedModelError(f"its cache has {names}")
+    reaches = _reaches(config, layers)
+    is_remote = not type(model).__module__.startswith("transformers.")
+    if is_remote and any(reach != FULL for reach in reaches.values()):
+        raise UnsupportedModelError(
+            "its code is not part of transformers, and has a window that a short check cannot see"
+        )
+    return TreeLayout(tuple(kind for kind in kinds if kind is not None), reaches)
+
+
+def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
+    windows = {getattr(layer, "sliding_window", None) for layer in layers} - {None}
+    chunk = getattr(config, "attention_chunk_size", None)
+    names = set(getattr(config, "layer_types", None) or ())
+    if not names:
+        # All layers are alike, as transformers' own caches and masks have it.
+        if getattr(config, "sliding_window", None) is not None:
+            return {"sliding_attention": Reach(window=config.sliding_window)}
+        if chunk is not None:
+            return {"chunked_attention": Reach(chunk=chunk)}
+        return {"full_attention": FULL}
+    reaches = {}
+    for name in names - {"moe", "mlp"}:
+        if name not in _REACHES:
+            raise UnsupportedModelError(f"it has layers of {name}")
+        if _REACHES[name] == "window":
+            of_windows = windows - {chunk} if "chunked_attention" in names else windows
+            of_windows = of_windows or {config.sliding_window}
+            if len(of_windows) > 1:
+                raise UnsupportedModelError("its layers have windows of different sizes")
+            reaches[name] = Reach(window=next(iter(of_windows)))
+        else:
+            reaches[name] = Reach(chunk=chunk) if _REACHES[name] == "chunk" else FULL
+    return reaches
+
+
+def rope_of(config: Any) -> tuple[str, int] | None:
+    """Return type and limit of a rotary embedding whose angles follow the length of a forward.
+
+    The limit is the number of positions at which the angles change.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in (parameters, *nested):
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            limit = entry.get("original_max_position_embeddings")
+            limit = limit or getattr(config, "original_max_position_embeddings", None)
+            return entry["rope_type"], limit or config.max_position_embeddings
+    return None
+
+
+# Slots behind the longest text: the rejected part of a last tree.
+MAX_OVERHANG = 64

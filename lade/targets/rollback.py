@@ -1,0 +1,165 @@
+"""How the caches that transformers makes go back to where they were before a forward.
+
+Two ways: `crop` drops the newest tokens, where a cache holds every token apart; `save` keeps what a
+forward will change, where the past is folded into a state.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    StaticLayer,
+)
+
+# Under which names `generate` and the models hand caches to each other.
+_CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+
+# Exact types: layers whose update makes new tensors, so that old ones can be kept by reference.
+_REPLACED = {
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer,
+    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
+}
+
+
+def find_cache(holder: Any) -> tuple[str, Any] | None:
+    """Return name and value of the cache in model arguments or in an output; None if none is."""
+    for name in _CACHE_NAMES:
+        cache = holder.get(name)
+        if cache is not None:
+            return name, cache
+    return None
+
+
+def length_of(cache: Any) -> int | None:
+    """Return how many tokens a cache holds; None where its past is a state without a length."""
+    try:
+        length: int = cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return None
+    return length
+
+
+def cache_in(holder: Any) -> Any:
+    """Return the cache in model arguments or in an output, under whatever name; or None."""
+    found = find_cache(holder)
+    return None if found is None else found[1]
+
+
+def why_not_croppable(cache: Any) -> str | None:
+    """Return why the newest tokens cannot be dropped from a cache that was filled, or None."""
+    if isinstance(cache, EncoderDecoderCache):
+        if cache.cross_attention_cache.get_seq_length() > 0:
+            return "its cache holds what an encoder made"
+        cache = cache.self_attention_cache
+    if not isinstance(cache, Cache):
+        return f"its cache is a {type(cache).__name__}"
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded"
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if _may_have_state(layer):
+                return "it keeps a recurrent state, from which no token can be taken"
+        elif type(layer) not in _REPLACED and type(layer) is not StaticLayer:
+            return f"its cache has layers of {type(layer).__name__}"
+    return None
+
+
+def _may_have_state(layer: Any) -> bool:
+    """Tell whether a layer has a recurrent state, or may get one with its first forward."""
+    is_new = not any(layer.is_conv_states_initialized.values())
+    return is_new or any(layer.is_recurrent_states_initialized.values())
+
+
+def record_past(cache: Any, is_on: bool) -> None:
+    """Let layers that forget what left their window keep it until the next `crop`, or not."""
+    for part in _parts(cache):
+        for layer in part.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = is_on
+
+
+def crop(cache: Any, num_tokens: int) -> None:
+    """Drop the newest tokens; to be called after every forward, also to drop none."""
+    for part in _parts(cache):
+        for layer in part.layers:
+            if isinstance(layer, StaticLayer):
+                if layer.is_initialized:
+                    layer.cumulative_length.sub_(num_tokens)  # what lies behind is written over
+            elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
+                layer.crop(-num_tokens)
+
+
+def _parts(cache: Any) -> list[Cache]:
+    return [cache.self_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+
+
+def why_not_savable(cache: Any) -> str | None:
+    """Return why a cache cannot be kept as it is before a forward, or None."""
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded"
+    if isinstance(cache, Cache):
+        for layer in cache.layers:
+            if "Quantized" in type(layer).__name__:
+                return "its cache is quantized, and a forward over more tokens would round anew"
+    return None
+
+
+def saved(cache: Any) -> Any:
+    """Return a cache that stays as this one is now, whatever is done with this one.
+
+    Only what a forward changes in place is copied; keys and values are shared.
+    """
+    if type(cache) in (list, tuple):  # of states, as the oldest recurrent models have it
+        return type(cache)(saved(part) for part in cache)
+    if isinstance(cache, Tensor):
+        return cache.clone()
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        return copy.deepcopy(cache)
+    twin = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if name != "layers" and isinstance(value, (Tensor, list, dict)):
+            setattr(twin, name, copy.deepcopy(value))
+    twin.layers = [_saved_layer(layer) for layer in cache.layers]
+    return twin
+
+
+def _saved_layer(layer: Any) -> Any:
+    if type(layer) in _REPLACED:
+        return copy.copy(layer)
+    is_known = type(layer).__module__ == cache_utils.__name__
+    if not is_known:
+        return copy.deepcopy(layer)  # of one model alone; may hold anything
+    twin = copy.copy(layer)
+    # A static layer writes behind what it holds, and that is not seen.
+    holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
+    for name, value in vars(layer).items():
+        if not (holds_keys and name in ("keys", "values")):
+            setattr(twin, name, _cloned(value))
+    return twin
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(of_key) for key, of_key in value.items()}
+    return value
+
+
+def expand(cache: Any, num_rows: int, device: torch.device) -> None:
+    """Repeat the only row of a cache."""
+    cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
+
+
+def pick(cache: Any, row: int, device: torch.device) -> None:
+    """Keep one row of a cache alone."""
+    cache.reorder_cache(torch.tensor([row], device=device))

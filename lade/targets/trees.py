@@ -1,0 +1,320 @@
+"""Whole trees verified in one forward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.attention.masks import FULL, TreeSlots
+from lade.attention.packed import PACKED_SDPA
+from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
+from lade.compat import Model, attention_of, prefill
+from lade.errors import MisfitError
+from lade.targets import ties
+from lade.targets.base import Alone, Forward
+from lade.targets.inputs import TOKEN_TYPES, extended
+from lade.targets.kv_cache import TreeCache
+from lade.targets.kv_memory import Kind, LayerKind, kind_of
+from lade.targets.layout import MAX_OVERHANG, TreeLayout
+from lade.targets.rollback import cache_in
+from lade.targets.ties import Untied
+from lade.tree import Tree, TreeBatch
+from lade.view import with_attention
+from ngram_pool import Draft
+
+# Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
+# (Flex attention would too, but compiles anew for trees of other sizes.)
+MASK_IS_ADDED = {
+    "sdpa": False,
+    PACKED_SDPA: False,
+    TREE_ATTENTION: False,
+    STABLE_ATTENTION: False,
+    "eager": True,
+}
+
+
+class TreeTarget:
+    """Verifies whole trees in one forward, by a 4D mask and explicit positions.
+
+    Layers that do not see the whole text get a mask of their own, in a dict by layer type.
+
+    Args:
+        model: the target.
+        input_ids: int64 [rows, num_tokens], the prompts; no tokens where `inputs_embeds` is given.
+        model_kwargs: what `generate` prepared for the prefill; `attention_mask` (2D or None) and
+            `position_ids` are continued by this class. A filled `past_key_values` is copied.
+        layout: of the model's attention layers.
+        max_new_tokens: memory for keys and values is planned by it.
+        generation_config: the prefill follows its `prefill_chunk_size`.
+        attention: the implementation to verify with, where the model's own ignores masks or is
+            slow with them; the prefill is run with the model's own.
+    """
+
+    max_candidates: int | None = None
+    num_pending = 0
+
+    def __init__(
+        self,
+        model: Model,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        layout: TreeLayout,
+        max_new_tokens: int,
+        generation_config: GenerationConfig | None = None,
+        attention: str | None = None,
+    ) -> None:
+        self.device: torch.device = input_ids.device
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self._model = model
+        self._input_ids = input_ids
+        self._generation_config = generation_config or GenerationConfig()
+        self._reaches = layout.reaches
+        past = model_kwargs.get("past_key_values")
+        embeds = model_kwargs.get("inputs_embeds")
+        num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        num_slots += past.get_seq_length() if past is not None else 0
+        self.cache = self._make_cache(
+            _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
+        )
+        if past is not None and past.get_seq_length():
+            held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
+            rows = input_ids.shape[0]
+            if held != rows:
+                raise MisfitError(f"expected past_key_values of {rows} rows, got {held}")
+            self.cache.take_over(past)
+        self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
+        mask = model_kwargs.get("attention_mask")
+        self._padding = None if mask is None else mask.bool().to(self.device)
+        # In front of each row, where chunks begin behind it.
+        self._num_padding = (
+            None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
+        )
+        self._outputs = {
+            name: model_kwargs[name]
+            for name in ("output_attentions", "output_hidden_states")
+            if model_kwargs.get(name)
+        }
+        self._attention = attention
+        self._stepping: Any = None  # what runs the trees
+        num_chosen = ties.num_chosen(model) if ties.applies(model) else None
+        # Where it chooses keys, rows of one length have them where plain decoding has.
+        longest = num_slots + max_new_tokens
+        self.is_joint = input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
+        self._is_plain = False
+        is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
+        self._additive_dtype = model.dtype if is_added else None
+        # The common case, whose mask is made in a tenth of the time.
+        self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
+
+    def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
+        devices = set((getattr(self._model, "hf_device_map", None) or {}).values())
+        return TreeCache(kinds, num_slots, max_slots, share=len(devices) <= 1)
+
+    @property
+    def num_cached(self) -> list[int]:
+        """Cached tokens of each row there is now."""
+        return self.cache.lengths
+
+    def prefill(self, view: Model | None = None) -> Forward:
+        """Run the prompts exactly as `generate` does."""
+        model = self._model if view is None else view
+        output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
+        cache = cache_in(output)
+        # phi3 begins with one of its own where the prompt is long.
+        if cache is not None and cache is not self.cache:
+            self.cache.take_over(cache)
+        self.cache.keep_all(may_be_nan=self._padding is not None)
+        rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
+        positions = self._model_kwargs.get("position_ids")
+        if positions is None:
+            last = torch.full((rows,), num_cached - 1, device=self.device)
+        else:  # some vision-language models count positions along several axes: [axes, rows, …]
+            last = positions[..., -1].to(self.device).expand(*positions.shape[:-2], rows)
+        self._position_offsets = last - (num_cached - 1)  # position minus cache slot
+        self._learn_habits(last)
+        self._rows = [*range(rows)]  # those there are now
+        self._place_rows()
+        forward: Forward = output
+        return forward
+
+    @property
+    def must_catch_up(self) -> bool:
+        """Whether drafts are not wanted now.
+
+        Padding may be no number, and so is a node that it is hidden from, in layers with windows
+        until it has left them: as plain decoding does, token by token.
+        """
+        return self._is_plain or self.cache.is_clearing
+
+    @property
+    def is_typical(self) -> bool:
+        """True: none is prepared for the next."""
+        return True
+
+    def width_of(self, num_tokens: int) -> int:
+        """Return the same: no forward is larger than it has to be."""
+        return num_tokens
+
+    def inputs(self, trees: Sequence[Tree]) -> Any:
+        """Return the arguments of the model's forward for trees behind the committed tokens."""
+        self._trees = trees
+        batch = TreeBatch.stack(trees, self.device)
+        return {
+            "input_ids": batch.token_ids,
+            "position_ids": batch.depths + self._root_positions,
+            "attention_mask": self._mask(batch),
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "return_dict": True,
+            **self._outputs,
+            **self._token_types(batch),
+        }
+
+    def forward(self, inputs: Any) -> Forward:
+        """Run the model on such inputs."""
+        output: Forward = self._view()(**inputs)
+        return output
+
+    def discard(self) -> None:
+        """Forget what was run last, and want no draft any more."""
+        self.cache.keep([[]] * len(self._rows))
+        self._is_plain = True
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the accepted paths in the cache; drop the rest of the trees."""
+        self.cache.keep(paths)
+        self._place_rows()
+
+    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
+        """Commit; run the last node of every path alone behind those before it."""
+        if not all(paths):
+            self.commit(paths)
+            return None
+        nodes = [path[-1] for path in paths]
+        trees = [
+            Tree.build(tree.token_ids[node], Draft.empty())
+            for tree, node in zip(self._trees, nodes, strict=True)
+        ]
+        kept = self.cache.pending(nodes)
+        self.commit([path[:-1] for path in paths])
+        logits = self.forward_once(self.inputs(trees)).logits[:, 0].clone()
+        self.cache.put_pending(kept)
+        self.commit([[0]] * len(paths))
+        return Alone(nodes, logits)
+
+    def forward_once(self, inputs: Any) -> Forward:
+        """Run the model on such inputs, and note nothing for forwards to come."""
+        return self.forward(inputs)
+
+    def select(self, places: Sequence[int]) -> None:
+        """Leave the other rows out; what the cache holds of them stays."""
+        self.cache.select(places)
+        self._rows = [self._rows[place] for place in places]
+        self._place_rows()
+
+    def rejoin(self) -> None:
+        """Take back the rows that were left out."""
+        self.cache.rejoin()
+        self._rows = [*range(self._position_offsets.shape[-1])]
+        self._place_rows()
+
+    def hand_over(self, cache: Any) -> Any:
+        """Let a dynamic cache hold what this target's own holds."""
+        self.cache.hand_over(cache)
+        return cache
+
+    def close(self) -> None:
+        """Do nothing: the model and the caller's cache were never touched."""
+
+    def undo(self) -> None:
+        """Do nothing: the caller's cache was copied."""
+
+    def _view(self) -> Model:
+        """Return what runs trees; made after the prefill, which may leave notes in the model."""
+        if self._stepping is None:
+            attention, model = self._attention, self._model
+            view = model if attention is None else with_attention(model, attention)
+            self._stepping = Untied(view) if ties.applies(model) else view
+        return self._stepping
+
+    def release(self) -> None:
+        """Do nothing: all goes with the call."""
+
+    def _learn_habits(self, last: Tensor) -> None:
+        """Learn what the model itself makes of the inputs of tokens behind the prompt."""
+        ids = self._input_ids
+        later = self._model.prepare_inputs_for_generation(
+            torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1),
+            next_sequence_length=1,
+            **extended(self._model_kwargs, 1),
+        )
+        for name in TOKEN_TYPES:
+            if later.get(name) is None:  # of the prompt alone
+                self._model_kwargs.pop(name, None)
+        positions = later.get("position_ids")
+        if self._model_kwargs.get("position_ids") is not None and positions is not None:
+            self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
+
+    def _place_rows(self) -> None:
+        self._num_cached = torch.tensor(self.num_cached, device=self.device)
+        self._root_positions = (self._num_cached + self._position_offsets[..., self._rows])[
+            ..., None
+        ]
+
+    def _token_types(self, trees: TreeBatch) -> dict[str, Tensor]:
+        """Return the types of the trees' tokens where the prompt has some: those of text."""
+        types = {}
+        for name in TOKEN_TYPES:
+            of_prompt = self._model_kwargs.get(name)
+            if of_prompt is not None:
+                last = of_prompt[self._rows, -1:] if name == "token_type_ids" else 0
+                types[name] = torch.zeros_like(trees.token_ids) + last
+        return types
+
+    def _mask(self, trees: TreeBatch) -> Tensor | dict[str, Tensor] | None:
+        cached = self.num_cached
+        if trees.width == 1 and self._padding is None and min(cached) == max(cached):
+            most = [reach.num_slots for reach in self._reaches.values()]
+            if all(num_slots is None or cached[0] < num_slots for num_slots in most):
+                return None  # as `generate` itself does for one token
+        if self._padding is None and trees.token_ids.shape[0] == 1 and self._sees_all:
+            shape = (1, 1, trees.width, cached[0] + trees.width)
+            mask = torch.ones(shape, dtype=torch.bool, device=self.device)
+            mask[0, 0, :, cached[0] :] = trees.ancestors[0]
+            return mask
+        slots = torch.arange(max(cached) + trees.width, device=self.device)
+        visible = slots < self._num_cached[:, None]
+        num_padding = None if self._num_padding is None else self._num_padding[self._rows]
+        if self._padding is not None:
+            padding = self._padding[self._rows]
+            shared = min(visible.shape[1], padding.shape[1])
+            visible[:, :shared] &= padding[:, :shared]
+        seen = TreeSlots(visible, self._num_cached, trees.ancestors, trees.depths, num_padding)
+        masks = {
+            reach: seen.mask(reach, self._first_slot(reach.num_slots), self._additive_dtype)
+            for reach in {*self._reaches.values()}
+        }
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {name: masks[reach] for name, reach in self._reaches.items()}
+
+    def _first_slot(self, window: int | None) -> int:
+        return 0 if window is None else self.cache.first_slot(window)
+
+
+def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
+    """Return what the layers are to keep: what those of the caller's cache keep.
+
+    A dynamic cache made without a config keeps the whole text in every layer.
+    """
+    if past is None:
+        return [*kinds]
+    given = [kind_of(layer) for layer in past.layers]
+    held = []
+    for index, kind in enumerate(kinds):
+        like = given[index] if index < len(given) else None
+        full: Kind = "full"
+        held.append(like or (LayerKind(full) if kind.kind == "windowed" else kind))
+    return held
