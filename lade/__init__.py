@@ -8,7 +8,7 @@ forward. Three doors lead in:
     lade.wrap(model)                                        # model.generate from now on
 
 `lade.models.load` gives a model and its tokenizer, also the embedded ones, which need no hub. To
-read the code, begin with `decoding.py`.
+read the code, begin with `decoder.py`.
 """
 
 from importlib import import_module, metadata
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from lade.errors import UnsupportedModelError as UnsupportedModelError
     from lade.errors import UnsupportedOptionError as UnsupportedOptionError
     from lade.errors import VerificationWarning as VerificationWarning
+    from lade.hf.doors import decode as decode
     from lade.hf.doors import generate as generate
     from lade.hf.doors import unwrap as unwrap
     from lade.hf.doors import wrap as wrap
     from lade.hf.generation import GenerateOutput as GenerateOutput
-    from lade.hf.generation import decode as decode
     from lade.prewarming.run import Prewarmed as Prewarmed
     from lade.prewarming.run import prewarm as prewarm
     from lade.probing.profile import release as release
@@ -63,7 +63,7 @@ _HOMES = {
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
     "VerificationWarning": "lade.errors",
-    "decode": "lade.hf.generation",
+    "decode": "lade.hf.doors",
     "generate": "lade.hf.doors",
     "prewarm": "lade.prewarming.run",
     "probe": "lade.probing.report",

@@ -1,6 +1,8 @@
-"""The committed tokens of every row of a batch, and which rows are finished."""
+"""The rows of a batch: their committed tokens, which are finished, and how far each may go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -109,3 +111,127 @@ class Text:
         for row, num_known in enumerate(self._num_known):
             ids[row, :num_known] = self._ids[row, :num_known]  # processors may have written there
         return ids
+
+
+class Prefix(Sequence[int]):
+    """The first tokens of a list that grows at its end, without a copy."""
+
+    def __init__(self, token_ids: list[int], length: int) -> None:
+        self._token_ids = token_ids
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        which = range(self._length)[place]
+        if isinstance(which, int):
+            return self._token_ids[which]
+        return [self._token_ids[index] for index in which]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far the rows of a batch go, and how they go together.
+
+    Attributes:
+        max_length: the greatest length that a draft may reach, prompt included. Beyond it, and
+            until `stop` ends a row, steps have no draft.
+        stop: told after every token which rows emitted it; marks rows of the text as finished.
+        is_lockstep: all rows emit together, because something must see them at one length.
+        keeps_finished: a finished row goes on, with padding or whatever it has, until the last one
+            is finished, because the caller wants what `generate` would have computed there.
+        fills_cache: in the end the cache holds all rows at full length, padding included.
+    """
+
+    max_length: int
+    stop: Callable[[list[int]], None]
+    is_lockstep: bool = False
+    keeps_finished: bool = False
+    fills_cache: bool = False
+
+
+class Batch:
+    """The rows of one generation, and what each may still do.
+
+    Args:
+        text: the prompts; grows.
+        contexts: for each row the prompt as a drafter sees it, without padding; grows.
+        limits: of all rows.
+        max_lead: how many tokens a row may be ahead of the shortest; None for any number.
+    """
+
+    def __init__(
+        self, text: Text, contexts: list[list[int]], limits: Limits, max_lead: int | None = None
+    ) -> None:
+        self.text = text
+        self.contexts = contexts
+        self.limits = limits
+        self.rows = list(range(text.num_rows))  #: those that the target still runs
+        self._max_lead = max_lead
+
+    @property
+    def emitting(self) -> list[int]:
+        """Rows that emit in the next step."""
+        return [row for row in self.rows if self.may_emit(row)]
+
+    def may_emit(self, row: int) -> bool:
+        """Tell whether a row may emit one more token now."""
+        text = self.text
+        if self.limits.is_lockstep:
+            return not all(text.is_finished)
+        if text.is_finished[row]:
+            return self.limits.keeps_finished and len(text.token_ids[row]) < text.longest
+        return self._max_lead is None or self._lead(row) < self._max_lead
+
+    def must_choose(self, row: int) -> bool:
+        """Tell whether a token is to be chosen for a row, though it may be padding."""
+        return self.limits.keeps_finished or self.text.padding_of(row) is None
+
+    def places(self, row: int) -> int:
+        """Return how many places the text has behind a row; the bonus token needs one more."""
+        text, limit = self.text, self.limits.max_length
+        if text.is_finished[row] and not self.limits.is_lockstep:
+            limit = min(limit, text.longest)
+        return limit - len(text.token_ids[row]) - 1
+
+    def room(self, row: int) -> int:
+        """Return how deep a row's draft may be."""
+        room = self.places(row)
+        if self._max_lead is not None:
+            room = min(room, self._max_lead - self._lead(row) - 1)
+        return room
+
+    def working(self) -> dict[int, int]:
+        """Return the number of tokens that each row has emitted which may emit its own next."""
+        return {
+            row: self.text.num_emitted(row)
+            for row in self.rows
+            if self.may_emit(row) and self.text.padding_of(row) is None
+        }
+
+    def drop_finished(self) -> tuple[list[int], list[int]]:
+        """Let finished rows go, so that the others have the machine to themselves.
+
+        Returns:
+            The places among `rows` of those that stay, and the rows that go; neither where none
+            goes, or none would stay.
+        """
+        staying = [row for row in self.rows if not self.text.is_finished[row]]
+        if self.limits.keeps_finished or len(staying) in (0, len(self.rows)):
+            return [], []
+        places = [self.rows.index(row) for row in staying]
+        leaving = [row for row in self.rows if row not in staying]
+        self.rows = staying
+        return places, leaving
+
+    def _lead(self, row: int) -> int:
+        """Return how many tokens a row is ahead of the shortest."""
+        token_ids = self.text.token_ids
+        return len(token_ids[row]) - min(len(token_ids[other]) for other in self.rows)

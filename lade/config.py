@@ -19,7 +19,7 @@ _MAX_CELLS = 192
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """Size of the Jacobi window of lookahead decoding (`lade.lookahead`).
+    """Size of the Jacobi window of lookahead decoding (`lade.drafting.lookahead`).
 
     A step runs (N-1)·W - 1 tokens more. The defaults are those that the paper's authors name for
     models of 7B parameters.
@@ -67,13 +67,11 @@ class Config:
     #: as the draft has. None lets the measured cost of a step decide (`lade.budget`). 0 drafts
     #: nothing.
     max_draft_tokens: int | None = None
-    #: N of the pool made when none is passed; None for the pool's own default.
-    max_ngram_size: int | None = None
     #: How sampled text is held against a draft. "exact" emits, seed for seed, the tokens that
     #: `generate(do_sample=True)` emits, and accepts a draft token where it is the same. "rejection"
     #: draws drafts from the pool's own probabilities and accepts or rejects them so that the text
-    #: has the target's distribution (`lade.rejection`), with other tokens for the same seed. Greedy
-    #: decoding is the same with both: its target distribution is one token.
+    #: has the target's distribution (`lade.sampling.rejection`), with other tokens for the same
+    #: seed. Greedy decoding is the same with both: its target distribution is one token.
     verifier: Verifier = "exact"
     #: How drafts are verified. "tree": all candidates in one forward, by a tree mask; "rows": as
     #: rows of a batch; "chain": the best one alone, the cache cropped behind what was accepted;
@@ -110,7 +108,7 @@ class Config:
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("max_candidates", 1), ("max_draft_tokens", 0), ("max_ngram_size", 1)):
+        for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:
                 _check_integer(f"Config({name}=…)", getattr(self, name), least)
         if not isinstance(self.lookahead, Lookahead | None):

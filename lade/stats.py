@@ -42,7 +42,7 @@ class DecodeStats:
     num_steps: int = 0
     num_row_steps: int = 0  # of rows that were not finished
     num_draft_tokens: int = 0  # verified
-    num_lookahead_tokens: int = 0  # of windows beside the drafts (`lade.lookahead`)
+    num_lookahead_tokens: int = 0  # of windows beside the drafts (`lade.drafting.lookahead`)
     num_accepted_tokens: int = 0  # of those, accepted and emitted
     num_committed_tokens: int = 0  # by steps: accepted and bonus tokens
     num_prefills: int = 0  # prompts run; each commits one token more

@@ -47,7 +47,7 @@ def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Draft without the tables that `lade prewarm` has left in the user's cache."""
     folder = tmp_path_factory.getbasetemp() / "no-tables"
     with pytest.MonkeyPatch.context() as patch:
-        tables = sys.modules.get("lade.tables")
+        tables = sys.modules.get("lade.prewarming.tables")
         if tables is not None:  # else the test does not load lade
             patch.setattr(tables, "tables_folder", lambda: folder)
         yield

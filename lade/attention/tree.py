@@ -3,7 +3,7 @@
 A dense mask over all slots would be as large as the scores, and `sdpa` with one copies keys and
 values to all query heads. Here a mask only carries what nodes see (`Seen`): the prefix is an
 interval for each node, less what nobody sees, and only the tree has a mask, of nodes by nodes. This
-file has the version in plain torch, which runs everywhere; on a GPU that of `triton_attention.py`
+file has the version in plain torch, which runs everywhere; on a GPU that of `triton.py`
 takes its place. Masks that carry nothing, and none at all, are left to `sdpa`.
 """
 

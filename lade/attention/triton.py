@@ -5,7 +5,7 @@ of all heads that share these keys; a second kernel merges what they found. A sp
 from the row's true length, which is read on the device, so a captured graph serves all lengths and
 costs what the length at hand costs. The tree is a split of its own.
 
-Nothing here knows of transformers. Only `tree_attention.py` imports this, and only on a GPU: triton
+Nothing here knows of transformers. Only `tree.py` imports this, and only on a GPU: triton
 is not on every machine. Scores are held in units of log 2, for the device has exp2 and no exp.
 """
 

@@ -1,6 +1,6 @@
 """Replaying traces: what a drafter would have had accepted, without running a model.
 
-The loop is that of `lade/decoding.py` for one row that takes the recorded tokens for the target's
+The loop is that of `lade/decoder.py` for one row that takes the recorded tokens for the target's
 choices, every step verifying all nodes that it may. One thing differs: a recording knows what the
 target found likely along the answer, and not behind tokens that were drafted and rejected. Drafters
 that harvest those, too, learn less here than they do live, and so their replayed numbers are too
@@ -116,22 +116,22 @@ def replay_trace(
     committed = token_ids[:num_prompt]
     try:
         proposer.open(_ROW, committed)
+        committed.append(token_ids[num_prompt])  # the prefill's
+        proposer.observe(_ROW, committed[-1:])
         if harvests:
             num_harvested = 1 if has_table(drafter) else NUM_HARVESTED_PROMPT_TOKENS
             _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
             _harvest(proposer, trace, num_prompt - 1, num_prompt)
-        committed.append(token_ids[num_prompt])  # the prefill's
-        proposer.observe(_ROW, committed[-1:])
         while (length := len(committed)) < len(token_ids):
             with stats.timed("draft"):
                 room = max_length - length - 1
                 draft = proposer.propose(_ROW, committed, committed, room, max_nodes)
             step = _verified(draft, token_ids, length)
             with stats.timed("commit"):
-                if harvests:  # the root and what was accepted
-                    _harvest(proposer, trace, length - 1, length + step.num_accepted)
                 committed += step.token_ids
                 proposer.observe(_ROW, step.token_ids)
+                if harvests:  # the root and what was accepted
+                    _harvest(proposer, trace, length - 1, length + step.num_accepted)
             stats.num_steps += 1
             stats.count_row_step(step)
             on_step(step)

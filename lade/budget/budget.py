@@ -1,6 +1,7 @@
 """How many draft tokens to verify now.
 
-`MeasuredBudget` joins what forwards cost (`costs.py`) and how far to believe the drafter (`trust.py`).
+`MeasuredBudget` joins what forwards cost (`costs.py`) and how far to believe a drafter
+(`trust.py`).
 """
 
 from bisect import bisect_right

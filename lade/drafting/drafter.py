@@ -58,9 +58,9 @@ class HarvestingDrafter(Drafter, Protocol):
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Learn of nodes that were run; called before what they led to is observed.
+        """Learn of nodes that were run; called after what they led to was observed.
 
-        Or, where a device is waited for, after that, while it is at the next forward.
+        Learned before, the very answer would teach how far to trust what was known.
 
         Args:
             sequence: whose.

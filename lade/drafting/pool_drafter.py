@@ -1,7 +1,6 @@
 """The n-gram pool as a drafter."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,14 +8,6 @@ from numpy.typing import NDArray
 from lade.drafting.drafter import Drafter
 from lade.drafting.successors import Successors
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, SuccessorTable
-
-
-class _Harvest(NamedTuple):
-    """What `NGramPool.harvest` takes."""
-
-    contexts: NDArray[np.int64]  # [n, 2]
-    token_ids: NDArray[np.int32]  # [n, num_successors]
-    probs: NDArray[np.float32]
 
 
 class PoolDrafter:
@@ -40,8 +31,6 @@ class PoolDrafter:
         self._max_candidates = max_candidates
         self._prior = prior
         self._open_prompts: dict[int, tuple[int, ...]] = {}
-        self._harvests: dict[int, list[_Harvest]] = {}  # by sequence, those not in the pool yet
-        self._num_answered: dict[int, int] = {}  # by sequence, tokens observed behind its prompt
 
     @property
     def has_prior(self) -> bool:
@@ -63,8 +52,6 @@ class PoolDrafter:
             self.pool.close_sequence(sequence)
             raise
         self._open_prompts[sequence] = prompt
-        self._harvests[sequence] = []
-        self._num_answered[sequence] = 0
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
@@ -87,11 +74,7 @@ class PoolDrafter:
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Keep what the target found likely behind the nodes, until the step is observed.
-
-        Before, the pool would learn to trust a table that knows the very answer. Told after that,
-        it is fed at once.
-        """
+        """Feed what the target found likely behind the nodes."""
         last = np.array(token_ids)
         previous = last[parents]
         previous[0] = committed[-2] if len(committed) > 1 else -1
@@ -101,20 +84,11 @@ class PoolDrafter:
         # The likeliest nodes stand first in a tree; of equal contexts the one put last stays.
         contexts = np.concatenate([pairs, singles])[::-1]
         ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
-        harvest = _Harvest(contexts, ids, probs)
-        num_answered = len(committed) - len(self._open_prompts[sequence])
-        if 0 <= num_answered < self._num_answered[sequence]:
-            self.pool.harvest(*harvest)
-        else:
-            self._harvests[sequence].append(harvest)
+        self.pool.harvest(contexts, ids, probs)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Feed committed tokens, and what was harvested where they were chosen."""
+        """Feed committed tokens."""
         self.pool.observe(token_ids, sequence, is_answer=True)
-        self._num_answered[sequence] += len(token_ids)
-        for harvest in self._harvests[sequence]:
-            self.pool.harvest(*harvest)
-        self._harvests[sequence].clear()
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Feed each n-gram as a sequence of its own: none is part of a text."""
@@ -128,8 +102,6 @@ class PoolDrafter:
     def close(self, sequence: int) -> None:
         """Let the sequence's handle go; its text stays."""
         self._open_prompts.pop(sequence, None)
-        self._harvests.pop(sequence, None)
-        self._num_answered.pop(sequence, None)
         self.pool.close_sequence(sequence)
 
     def _is_open(self, prompt: tuple[int, ...]) -> bool:

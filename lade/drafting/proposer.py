@@ -91,6 +91,10 @@ class Proposer:
 
         self._asked(begin, None)
 
+    def is_open(self, row: int) -> bool:
+        """Tell whether a row has begun and not ended."""
+        return row in self._sequences
+
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
         """Let the drafter learn what was emitted."""
         self._asked(lambda: self._drafter.observe(self._sequences[row], token_ids), None)

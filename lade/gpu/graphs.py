@@ -221,16 +221,6 @@ class Graphs:
             self._num_bytes += max(0, self._recorder.num_bytes() - before)
 
 
-def can_record(device: torch.device) -> bool:
-    """Tell whether forwards can be recorded on a device."""
-    return device.type == "cuda"
-
-
-def recorder_of(device: torch.device) -> Recorder:
-    """Return what records forwards on a device that can."""
-    return CudaRecorder(device)
-
-
 def why_not_recorded(model: Model) -> str | None:
     """Return why forwards of a model must not be recorded, or None.
 

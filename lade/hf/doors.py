@@ -9,14 +9,26 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.hf.generation import OnStep, Ours, check_ours, decode, new_pool
-from lade.hf.options import refuse_unsupported_arguments, take_stop_strings
+from lade.hf.arguments import Arguments, OnStep
+from lade.hf.generation import Generation
+from lade.hf.options import (
+    refuse_unsupported_arguments,
+    refuse_unsupported_options,
+    take_stop_strings,
+)
 from lade.probing.profile import Profiles
+from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
 
@@ -50,10 +62,46 @@ def generate(
         UnsupportedModelError: the model cannot verify drafts in the way that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
-    ours = Ours(pool, drafter, config, on_step)
+    arguments = Arguments(pool, drafter, config, on_step)
     if input_ids is not None:
         generate_kwargs["input_ids"] = input_ids
-    return _generate(_generating(model), ours, (), generate_kwargs)
+    return _generate(_generating(model), arguments, (), generate_kwargs)
+
+
+def decode(
+    model: Model,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    pool: NGramPool | None = None,
+    drafter: Drafter | None = None,
+    config: Config | None = None,
+    on_step: OnStep | None = None,
+    token_streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode inside `model.generate(..., custom_generate=lade.decode)`.
+
+    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate` and may be given to
+    `model.generate`, and so may `token_streamer`, which gets the emitted tokens and the end. A
+    `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
+    calls any custom function. `lade.generate` and `lade.wrap` mend that.
+    """
+    refuse_encoder_decoder(model)
+    refuse_unsupported_options(model, generation_config)
+    arguments = Arguments(pool, drafter, config, on_step)
+    arguments.check()
+    return Generation(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        arguments,
+        token_streamer,
+        model_kwargs,
+    ).run()
 
 
 def wrap(
@@ -80,12 +128,11 @@ def wrap(
 
     Raises:
         TypeError: `model` cannot generate, or another argument is of a wrong type.
-        ValueError: pool and config contradict each other.
     """
     inner = _generating(model)
-    check_ours(Ours(pool, None, config, None))
+    Arguments(pool, None, config).check()
     if pool is None and shares_text:
-        pool = new_pool(config)
+        pool = NGramPool()
     before = vars(inner).get("generate")
     if isinstance(before, _WrappedGenerate):
         before = before.before
@@ -154,7 +201,9 @@ class _WrappedGenerate:
         if pool is None and drafter is None:
             pool = self.pool
         config = self.config if config is None else config
-        return _generate(self._model, Ours(pool, drafter, config, on_step), args, generate_kwargs)
+        return _generate(
+            self._model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was written: a copy of the model is not the model's user."""
@@ -177,13 +226,13 @@ def _generating(model: Model) -> Model:
 
 
 def _generate(
-    model: Model, ours: Ours, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+    model: Model, arguments: Arguments, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> Any:
     """Call the model's own `generate` with our strategy in it."""
     if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
         # The model has a generate of its own that calls us: we are on our way already.
         return type(model).generate(model, *args, **generate_kwargs)
-    check_ours(ours)
+    arguments.check()
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
@@ -198,10 +247,10 @@ def _generate(
         return decode(
             model,
             input_ids,
-            pool=ours.pool,
-            drafter=ours.drafter,
-            config=ours.config,
-            on_step=ours.on_step,
+            pool=arguments.pool,
+            drafter=arguments.drafter,
+            config=arguments.config,
+            on_step=arguments.on_step,
             token_streamer=streamer,
             **prepared_kwargs,
         )

@@ -4,11 +4,10 @@ import copy
 from typing import Any
 
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
-from transformers.distributed.fsdp import is_fsdp_managed_module
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from lade.compat import Model
 from lade.errors import UnsupportedOptionError
+from lade.probing.rules import refuse_sharded
 
 # transformers drops these before it calls a custom function, or turns elsewhere.
 _DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
@@ -77,15 +76,10 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
 def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for what would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
-    reasons = {
-        _named(mode, config): mode not in ("greedy_search", "sample"),
-        "models sharded by FSDP or DeepSpeed ZeRO-3": (
-            is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UnsupportedOptionError(f"lade does not support {reason} yet{_way_out(model)}")
+    refuse_sharded(model)
+    if mode not in ("greedy_search", "sample"):
+        named = _named(mode, config)
+        raise UnsupportedOptionError(f"lade does not support {named} yet{_way_out(model)}")
 
 
 def _named(mode: str, config: GenerationConfig) -> str:

@@ -1,8 +1,7 @@
 """Going on plainly with a text whose drafts cannot be verified any more.
 
 What was emitted stays; transformers' own loop goes on behind it, with the same processors, stop
-criteria, streamer and random state, and with keys and values that it computes itself. Next file:
-`hf.py`.
+criteria, streamer and random state, and with keys and values that it computes itself.
 """
 
 import copy

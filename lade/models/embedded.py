@@ -161,7 +161,7 @@ def _extra(module: str) -> Any:
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    pass
+    """Show nothing."""
 
 
 def _is_complete(folder: Path) -> bool:

@@ -2,7 +2,7 @@
 
 First every token of the vocabulary alone, the most frequent ones first (in most vocabularies they
 have the lowest ids), then texts that the model writes, which show in what pairs tokens come. How
-the model is asked is in `speaker.py`, where the table is kept in `tables.py`.
+the model is asked is in `prompter.py`, where the table is kept in `tables.py`.
 """
 
 import math
@@ -15,12 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 
 from lade.compat import Model, mesh_of, without_compiler
 from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
-from lade.hf.options import refuse_unsupported_options
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.prompter import Hear, Speaker, speaking
 from lade.prewarming.tables import (
@@ -32,7 +30,7 @@ from lade.prewarming.tables import (
     tables_folder,
     write_table,
 )
-from lade.probing.rules import refuse_encoder_decoder
+from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
 from ngram_pool import SuccessorTable
 
 DEFAULT_MAX_CONTEXTS = 2**20
@@ -138,7 +136,7 @@ def prewarm(
 def _path_for(model: Model, folder: Path) -> Path:
     """Return the file of a model that can be asked, or raise."""
     refuse_encoder_decoder(model)
-    refuse_unsupported_options(model, GenerationConfig())
+    refuse_sharded(model)
     name = type(model).__name__
     if mesh_of(model) is not None:
         raise UnsupportedModelError(

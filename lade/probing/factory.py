@@ -10,7 +10,8 @@ from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Way
 from lade.gpu.fixed import WIDTHS, FixedTarget
-from lade.gpu.graphs import Graphs, can_record, recorder_of, why_not_recorded
+from lade.gpu.graphs import Graphs, why_not_recorded
+from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import Shelf
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
@@ -39,6 +40,7 @@ def make_target(
     max_new_tokens: int,
     generation_config: GenerationConfig,
     profile: Profile | None = None,
+    policy: DevicePolicy | None = None,
 ) -> Target:
     """Return the model set up to verify drafts behind these prompts in the way chosen."""
     if chosen.way == "tree":
@@ -53,7 +55,7 @@ def make_target(
         return FixedTarget(
             *settings,
             shelf=shelf,
-            **_recording(model, chosen),
+            **_recording(model, chosen, policy or DevicePolicy()),
             call=_compiled(model, chosen.attention, shelf) if compiled else None,
             variant=(chosen.execution, chosen.widths),
             widths=chosen.widths or WIDTHS,
@@ -63,22 +65,17 @@ def make_target(
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
 
 
-def usual_execution(model: Model) -> Execution:
-    """Return how trees are executed where nothing else is asked for."""
-    return "graphs" if device_of_inputs(model).type == "cuda" else "eager"
-
-
-def _recording(model: Model, chosen: ChosenWay) -> dict[str, Any]:
+def _recording(model: Model, chosen: ChosenWay, policy: DevicePolicy) -> dict[str, Any]:
     """Return what a target takes to record a model's steps, or why it does not."""
     device = device_of_inputs(model)
-    if chosen.execution == "fixed" or not can_record(device):
+    if chosen.execution == "fixed" or not policy.can_record(device):
         return {}
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
     # Where the text must not depend on drafts, it must not on what is recorded yet, either.
     limit = 0.0 if is_single(chosen.widths) else limit_of(model)
-    return {"new_graphs": lambda: Graphs(recorder_of(device), limit)}
+    return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 
 
 def _compiled(model: Model, attention: str | None, shelf: Shelf) -> Any:
@@ -90,4 +87,5 @@ def _compiled(model: Model, attention: str | None, shelf: Shelf) -> Any:
 
 
 def is_single(widths: Widths) -> bool:
+    """Tell whether all forwards are of one width."""
     return widths is not None and len(widths) == 1

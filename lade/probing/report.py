@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lade.compat import Model, attention_of, without_compiler
+from lade.compat import Model, attention_of, device_of_inputs, without_compiler
 from lade.config import Execution, Way
-from lade.probing.factory import usual_execution
+from lade.gpu.policy import DevicePolicy
 from lade.probing.plan import WITHOUT_CACHE, choose_way
 from lade.probing.profile import CacheKind, Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -55,7 +55,7 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
             is_padded=num_rows > 1,
             cache=cache,
             excluded=excluded,
-            execution=usual_execution(model),
+            execution=DevicePolicy().execution(device_of_inputs(model)),
         )
     attention = chosen.attention or attention_of(model)
     return Probe(type(model).__name__, chosen.way, attention, chosen.reasons, chosen.execution)

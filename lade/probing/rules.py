@@ -2,8 +2,11 @@
 
 from typing import Any, NamedTuple
 
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
 from lade.compat import Model
-from lade.errors import UnsupportedModelError
+from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.targets.layout import MAX_OVERHANG, rope_of
 
 
@@ -16,6 +19,18 @@ def refuse_encoder_decoder(model: Model) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; lade decodes causal LMs"
+        )
+
+
+def refuse_sharded(model: Model) -> None:
+    """Raise for a model whose weights are not where they are needed.
+
+    Raises:
+        UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
+    """
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise UnsupportedOptionError(
+            "lade does not support models sharded by FSDP or DeepSpeed ZeRO-3 yet"
         )
 
 

@@ -5,6 +5,14 @@ what it cannot see, as a forward that was edited in place, is noticed here: now 
 that a step kept last is run once more, alone, as plain decoding would.
 """
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lade.closeness import distance
+from lade.targets.base import Alone
+
 # Steps before the first look, and between two looks: twice as many each time, up to the last. A
 # look costs about as much as a step without a draft, so this is 0.26 % of the time at first.
 _FIRST, _LAST = 384, 4096
@@ -51,3 +59,35 @@ class Watch:
             return True
         self._num_steps = self._interval  # look again at once
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """When to hold a committed token against a forward over it alone, and what may lie between.
+
+    Attributes:
+        watch: counts steps, also those of earlier calls.
+        limit: of the distance of logits.
+        is_exact: whether text is promised to be that of plain decoding.
+    """
+
+    watch: Watch
+    limit: float
+    is_exact: bool
+
+    def flaw(self, alone: Alone, logits: Tensor) -> str | None:
+        """Return why drafts are not to be trusted any more, or None.
+
+        Args:
+            alone: a committed token of each row, run alone.
+            logits: of the step that committed them, [rows, width, vocab_size].
+        """
+        nodes = torch.tensor(alone.nodes, device=logits.device)
+        mine = logits[torch.arange(len(nodes), device=logits.device), nodes]
+        apart = distance(mine, alone.logits.to(mine.device))
+        if not self.watch.is_wrong(apart, self.limit, self.is_exact):
+            return None
+        return (
+            f"its logits for a draft differ from those for the same token alone by {apart:.2g} of "
+            f"their standard deviation (expected at most {self.limit:.2g})"
+        )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lade.batch import Text
 from lade.sampling.choice import (
+    Choice,
     OnChoice,
     Place,
     ScoredChoice,
@@ -15,6 +16,7 @@ from lade.sampling.choice import (
     is_distribution,
     raise_invalid,
 )
+from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
 from lade.transfer import Sent, integers_on
 from lade.tree import Tree
@@ -251,3 +253,36 @@ class ChoiceAtOnce(ProcessedChoice):
                 self._on_choice(row, self._raw[index, node], self._scores[index, node])
             token_ids.append(self._token_ids[index][node])
         return token_ids
+
+
+def exact_choice(
+    text: Text,
+    processors: Processors,
+    do_sample: bool,
+    vocab_size: int,
+    device: torch.device,
+    on_choice: OnChoice | None,
+    num_ranked: int = 0,
+    ahead: bool = False,
+) -> Choice:
+    """Return what chooses the very tokens that `generate` would.
+
+    Args:
+        text: the rows.
+        processors: of the call.
+        do_sample: whether tokens are drawn.
+        vocab_size: about; only limits memory.
+        device: of the scores.
+        on_choice: told what every emitted token was chosen from.
+        num_ranked: how many likely tokens to rank for others, where that is for free.
+        ahead: whether to choose at all nodes of a step at once, as where the device is waited for
+            at each look at a result.
+    """
+    if not do_sample and not processors and on_choice is None:
+        return GreedyChoice(num_ranked)
+    at_once = ahead and not processors.need_prefix
+    pick: Pick = Likeliest()
+    if do_sample:
+        pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
+    kind = ChoiceAtOnce if at_once else ProcessedChoice
+    return kind(text, processors, pick, device, on_choice)

@@ -98,3 +98,16 @@ def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Childr
     num_children = np.array([len(children) for children in of_nodes])
     arrays = (token_ids, num_children, support_token_ids, support_probs)
     return _Children(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def rejection_choice(
+    text: Text, processors: Processors, device: torch.device, on_choice: OnChoice | None
+) -> tuple[list[np.random.Generator], RejectionChoice]:
+    """Return what draws the drafts of each row, and what accepts or rejects them.
+
+    All follow from torch's default generator, so that `torch.manual_seed` repeats a call.
+    """
+    seeds = torch.randint(2**62, (text.num_rows, 2)).tolist()
+    generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]
+    rngs = [np.random.default_rng(seed) for _, seed in seeds]
+    return rngs, RejectionChoice(text, processors, generators, device, on_choice)

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lade.batch import Text
 from lade.compat import Model
+from lade.drafting.drafts import chain
 from lade.tree import Tree
 
 
@@ -102,3 +104,37 @@ class Target(Protocol):
 
     def release(self) -> None:
         """Let a later call have what it can use; called last, and not after an error."""
+
+
+_MOST_AT_ONCE = 64  # tokens of a row
+
+
+def fill_cache(target: Target, text: Text) -> int:
+    """Run the padding that rows lack behind their text, until the cache has all at full length.
+
+    Args:
+        target: has run the text of all rows, those that were left out included.
+        text: whose rows are finished.
+
+    Returns:
+        How many forwards it took.
+    """
+    target.rejoin()
+    roots = [token_ids[-1] for token_ids in text.token_ids]
+    missing = [text.longest - len(token_ids) for token_ids in text.token_ids]
+    num_forwards = 0
+    while any(missing):
+        most = 1 if target.must_catch_up else _MOST_AT_ONCE
+        nums = [min(num, most) for num in missing]
+        padding = text.pad_token_id
+        assert padding is not None  # else no row is shorter than the others
+        trees = [
+            Tree.build(root, chain([padding] * max(0, num - 1)))
+            for root, num in zip(roots, nums, strict=True)
+        ]
+        target.forward(target.inputs(trees))
+        target.commit([[*range(num)] for num in nums])
+        roots = [padding if num else root for root, num in zip(roots, nums, strict=True)]
+        missing = [left - num for left, num in zip(missing, nums, strict=True)]
+        num_forwards += 1
+    return num_forwards

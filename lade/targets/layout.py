@@ -32,7 +32,7 @@ def tree_layout(model: Model) -> TreeLayout:
 
     Raises:
         UnsupportedModelError: a rule says that trees are beyond it; what only a forward can tell
-            is left to `probing.py`.
+            is left to `lade.probing`.
     """
     config = model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters

@@ -567,7 +567,7 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
         if kind in pools:
             given["pool"] = pools[kind]
         elif rng.random() < 0.3:
-            sizes["max_ngram_size"] = rng.randint(1, 7)
+            given["pool"] = f"lade.NGramPool(1000, max_ngram_size={rng.randint(1, 7)})"
     values = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     given["config"] = f"lade.Config({values}, strict_drafter=True)"
     again = "pool" in given and rng.random() < 0.1

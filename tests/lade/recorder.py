@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from lade.config import Execution
 from lade.gpu.graphs import NoWaiting, Recording, Run, WaitError
+from lade.gpu.policy import DevicePolicy
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,3 +83,26 @@ class CpuRecorder:
 
     def begin_anew(self) -> None:
         self.num_forgotten += 1
+
+
+class Overlapping(DevicePolicy):
+    """Treats the CPU as a device that has to be waited for."""
+
+    def overlaps(self, device: torch.device) -> bool:
+        return True
+
+
+class RecordingPolicy(DevicePolicy):
+    """Records on the CPU."""
+
+    def __init__(self, recorder: "CpuRecorder") -> None:
+        self._recorder = recorder
+
+    def execution(self, device: torch.device) -> Execution:
+        return "graphs"
+
+    def can_record(self, device: torch.device) -> bool:
+        return True
+
+    def recorder(self, device: torch.device) -> "CpuRecorder":
+        return self._recorder

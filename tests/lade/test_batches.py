@@ -9,6 +9,7 @@ import torch
 import lade
 from lade.budget.budget import FixedBudget
 from lade.drafting.drafts import chain
+from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.lade.both import THREE, ListStreamer, both
 from tests.lade.shared import shared_model
@@ -193,7 +194,6 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
             asked.append(len(probs))
             return super().num_nodes(probs, num_pending)
 
-    monkeypatch.setattr("lade.hf.generation._choose_budget", lambda *args: Watching(30))
     model = tiny_model("llama", seed=1)
     widths = []
     model.register_forward_pre_hook(
@@ -207,6 +207,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
     monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
     lade.probe(model, num_rows=3)  # which runs the model, too
+    profile_of(model).budgets["tree", "eager"] = Watching(30)
     widths.clear()
     got = lade.generate(model, THREE, drafter=drafter, **options)
     assert got.tolist() == expected.tolist()

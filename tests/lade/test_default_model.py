@@ -98,7 +98,7 @@ def test_gemma_verifies_by_tree_and_keeps_its_text_past_its_window() -> None:
     loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *told: None)
     assert lade.probe(loaded.model).target == "tree"
     pool = lade.NGramPool()
-    for name in ("lade/drafting.py", "ARCHITECTURE.md"):
+    for name in ("lade/drafting/proposer.py", "ARCHITECTURE.md"):
         text = (ROOT / name).read_text(encoding="utf-8")[:3600]
         num_prompt = encode(loaded.tokenizer, text)["input_ids"].shape[1]
         assert num_prompt > loaded.model.config.sliding_window == 512

@@ -185,7 +185,7 @@ def test_a_pool_that_cannot_be_made_loses_no_text(monkeypatch: pytest.MonkeyPatc
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("lade.hf.NGramPool.__init__", fail)
+    monkeypatch.setattr("lade.hf.generation.NGramPool.__init__", fail)
     with pytest.warns(lade.DrafterWarning, match=r"drafts nothing.*MemoryError: no room"):
         got = lade.generate(model, PROMPT, **OPTIONS)
     assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()

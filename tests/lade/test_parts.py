@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lade.batch import Text
+from lade.batch import Batch, Limits, Text
 from lade.config import Config
 from lade.sampling.exact import ChoiceAtOnce, Likeliest, ProcessedChoice, Race
 from lade.sampling.greedy import GreedyChoice
@@ -75,15 +75,9 @@ def walk(
         for row in rows:
             text.is_finished[row] = len(text.token_ids[row]) >= max_length
 
-    paths = accepted_paths(
-        {row: chain_with_branch() for row in choices},
-        choice,
-        text,
-        lambda row: not text.is_finished[row],
-        lambda row: True,
-        stop,
-        is_joint,
-    )
+    limits = Limits(max_length=99, stop=stop, is_lockstep=is_joint)
+    batch = Batch(text, [[] for _ in choices], limits)
+    paths = accepted_paths({row: chain_with_branch() for row in choices}, choice, batch)
     return paths, choice
 
 
@@ -354,11 +348,10 @@ def test_stats_count_and_add_up() -> None:
 
 
 def test_config_refuses_what_it_cannot_mean() -> None:
-    assert Config() == Config(None, None, None, "exact")
+    assert Config() == Config(None, None, "exact")
     wrong: list[dict[str, Any]] = [
         {"max_candidates": 0},
         {"max_draft_tokens": -1},
-        {"max_ngram_size": 0},
     ]
     for options in wrong:
         with pytest.raises(ValueError, match=r"expected Config\(max_"):

@@ -12,8 +12,10 @@ from transformers import (
 )
 
 import lade
+from lade.hf.generation import Generation
 from lade.sampling.exact import Race
 from tests.lade.both import ONE, THREE, both
+from tests.lade.recorder import Overlapping
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
@@ -81,7 +83,7 @@ def test_choosing_at_all_nodes_at_once_gives_the_same(
     prompt: torch.Tensor, outputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator: noise is drawn ahead, and what was not used is taken back."""
-    monkeypatch.setattr("lade.hf.generation._is_waited_for", lambda device: True)
+    monkeypatch.setattr(Generation, "policy", Overlapping())
     monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
     for seed, least in enumerate((2, 5, 20)):
         monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", least)

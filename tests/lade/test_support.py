@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 import lade
 from lade.cli.app import app
-from lade.hf import generation
-from lade.probing import factory
+from lade.hf.generation import Generation
 from lade.support import run as support
 from lade.support.drafter import AnswerDrafter
 from lade.support.report import (
@@ -33,7 +32,7 @@ from lade.support.report import (
 )
 from lade.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
 from lade.support.tiny import VARIANTS, CannotBuild, NotText, causal_lm_types, tiny_model
-from tests.lade.recorder import CpuRecorder
+from tests.lade.recorder import CpuRecorder, RecordingPolicy
 
 IS_NEWEST = version.parse(transformers.__version__) >= version.parse("5.23")
 
@@ -81,9 +80,7 @@ def test_fixed_shapes_and_recordings_give_no_architecture_a_wrong_token(
 ) -> None:
     """Where steps can be recorded they are; every tree runs in fixed shapes."""
     recorder = CpuRecorder()
-    monkeypatch.setattr(factory, "recorder_of", lambda device: recorder)
-    monkeypatch.setattr(factory, "can_record", lambda device: True)
-    monkeypatch.setattr(generation, "usual_execution", lambda model: "graphs")
+    monkeypatch.setattr(Generation, "policy", RecordingPolicy(recorder))
     cases = [case._replace(num_new=16) for case in QUICK_CASES if case.name != "greedy padded"]
     names = support.all_names()
     recorded = set()

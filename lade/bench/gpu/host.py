@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-from lade.batch import Text
+from lade.batch import Batch, Limits, Text
 from lade.bench.gpu.shapes import SHAPES, make_model
 from lade.bench.gpu.stage import Stage
 from lade.budget.budget import FixedBudget
 from lade.compat import Model
-from lade.decoder import Decoder, Rules
+from lade.decoder import Decoder
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
+from lade.drafting.speculator import Done, Speculator
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.workspace import Shelf
 from lade.hf.stopping import StopRule
@@ -109,15 +110,15 @@ class _Run(NamedTuple):
     put_off_sec: float  # of a step: what is done while the device is at it
 
 
-class _TimedDecoder(Decoder):
-    """Times what it puts off."""
+class _TimedSpeculator(Speculator):
+    """Times what it learns, which is deferred until the device is at the next forward."""
 
-    put_off_sec = 0.0
+    learning_sec = 0.0
 
-    def _do_put_off(self) -> None:
+    def learn(self, done: Done) -> None:
         start = perf_counter()
-        super()._do_put_off()
-        self.put_off_sec += perf_counter() - start
+        super().learn(done)
+        self.learning_sec += perf_counter() - start
 
 
 @torch.no_grad()
@@ -136,23 +137,16 @@ def _run(
     stop = StopRule(StoppingCriteriaList([MaxLengthCriteria(max_length)]), 1)
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
-    decoder = _TimedDecoder(
-        text,
-        [[*prompt]],
-        target,
-        Proposer(drafter, _VOCAB_SIZE),
-        GreedyChoice(drafter.num_successors),
-        FixedBudget(num_nodes - 1),
-        Rules(max_length=max_length, stop=stop),
-        lambda steps: None,
-        outputs,
-        overlaps=True,
-    )
+    batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))
+    proposer, budget = Proposer(drafter, _VOCAB_SIZE), FixedBudget(num_nodes - 1)
+    speculator = _TimedSpeculator(batch, proposer, budget, target)
+    choice = GreedyChoice(drafter.num_successors)
+    decoder = Decoder(batch, target, speculator, choice, lambda steps: None, outputs, overlaps=True)
     stats = decoder.run()
     waited_for = stats.draft_sec + stats.verify_sec + stats.commit_sec
     return _Run(
         stats.nodes_per_step,
         stats.mean_accepted_tokens,
         waited_for / stats.num_steps,
-        decoder.put_off_sec / stats.num_steps,
+        speculator.learning_sec / stats.num_steps,
     )

@@ -18,9 +18,10 @@ from lade.bench.gpu.bandwidth import wait_for
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
-from lade.compat import Model
+from lade.compat import Model, device_of_inputs
 from lade.gpu.fixed import FixedTarget
-from lade.probing.factory import make_target, usual_execution
+from lade.gpu.policy import DevicePolicy
+from lade.probing.factory import make_target
 from lade.probing.plan import choose_way
 from lade.sampling.greedy import GreedyChoice
 from lade.targets.base import Target
@@ -59,7 +60,9 @@ def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterato
     for unwanted in ("logits_processor", "stopping_criteria"):
         prepared.pop(unwanted, None)
     with torch.no_grad():
-        chosen = choose_way(model, asked="tree", execution=usual_execution(model))
+        chosen = choose_way(
+            model, asked="tree", execution=DevicePolicy().execution(device_of_inputs(model))
+        )
         target = make_target(model, input_ids, prepared, chosen, max_new_tokens, config)
         try:
             target.prefill()

@@ -1,0 +1,319 @@
+"""What each step verifies, and what is learned of it: all that a decoder does about drafts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from lade.batch import Batch, Prefix
+from lade.budget.budget import Budget
+from lade.budget.trust import Outcome
+from lade.config import Lookahead
+from lade.drafting.drafts import chain
+from lade.drafting.lookahead import Window, likeliest_tokens
+from lade.drafting.proposer import Proposer
+from lade.drafting.ranks import Ranks
+from lade.drafting.successors import Ranked, SentSuccessors, Successors, rank, with_probs
+from lade.stats import Step
+from lade.tree import ROOT, Tree
+from ngram_pool import Draft
+
+
+class Runner(Protocol):
+    """What a target says of its next forward."""
+
+    vocab_size: int  # no token id of a draft may reach it
+
+    @property
+    def num_pending(self) -> int:
+        """Committed tokens that the next forward runs once more."""
+
+    @property
+    def must_catch_up(self) -> bool:
+        """Whether the next forward should have no draft."""
+
+    def width_of(self, num_tokens: int) -> int:
+        """Return the padded width of a forward over `num_tokens` of each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step runs."""
+
+    trees: dict[int, Tree]  # by row, the root and the draft to verify
+    proposed: Mapping[int, Draft]  # by row, all that there was to verify
+    windows: Mapping[int, Window]  # by row, those run beside the drafts
+    context_lengths: Mapping[int, int]  # by row that is not finished, before the step
+
+    @property
+    def width(self) -> int:
+        """Nodes of the largest tree, its root included."""
+        return max(map(len, self.trees.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the largest row, its window included."""
+        return max(
+            len(tree) + (self.windows[row].num_cells if row in self.windows else 0)
+            for row, tree in self.trees.items()
+        )
+
+    def nodes(self) -> list[Tree]:
+        """Return the trees, and behind them the windows, which only the target sees."""
+        return [
+            tree.beside(self.windows[row].cells()) if row in self.windows else tree
+            for row, tree in self.trees.items()
+        ]
+
+    def without_drafts(self) -> "Plan":
+        """Return the roots alone."""
+        roots = {row: tree.without_draft() for row, tree in self.trees.items()}
+        return replace(self, trees=roots, windows={})
+
+
+class Cost(NamedTuple):
+    """What a forward took."""
+
+    num_rows: int
+    num_tokens: int  # of each row, besides the root
+    sec: float | None  # None where that says nothing of other forwards
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was committed, and what is still to be learned of it."""
+
+    plan: Plan
+    steps: Sequence[Step]
+    successors: SentSuccessors | None
+    cost: Cost | None  # None of the prefill
+
+
+class Speculator:
+    """Proposes, sizes and draws drafts, runs lookahead windows, and learns what became of them.
+
+    Args:
+        batch: the rows.
+        proposer: asks the drafter.
+        budget: decides how many draft tokens to verify.
+        runner: the target.
+        lookahead: of the windows to run beside the drafts; the target must verify trees.
+        ranks: the processes that run the target together, if there are several.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        proposer: Proposer,
+        budget: Budget,
+        runner: Runner,
+        lookahead: Lookahead | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._batch = batch
+        self._proposer = proposer
+        self._budget = budget
+        self._runner = runner
+        self._ranks = ranks
+        # Each begins with tokens of its own: samples of one prompt would see the same otherwise.
+        self._windows = {
+            row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
+            for row in batch.rows
+            if lookahead is not None
+        }
+
+    # --- before a forward -------------------------------------------------------------------
+
+    def open_all(self) -> None:
+        """Let the drafter see the prompts."""
+        for row in self._batch.rows:
+            self._proposer.open(row, self._batch.contexts[row])
+
+    def roots(self) -> Plan:
+        """Return the plan of the prefill, whose roots are the prompts' last tokens."""
+        contexts = self._batch.contexts
+        trees = {
+            # A prompt of embeddings has no tokens. Only a drafter looks at these roots.
+            row: Tree.build([0, *contexts[row]][-1], Draft.empty())
+            for row in self._batch.rows
+        }
+        return Plan(trees, {}, {}, self._context_lengths())
+
+    def plan(self, emitting: Sequence[int]) -> Plan:
+        """Return what the next step runs for rows that emit, and the roots of the others."""
+        proposed = self._proposals(emitting)
+        windows = self._open_windows(emitting)
+        num_nodes = self._num_nodes(proposed, windows)
+        drafts = {row: self._draw(row, draft, num_nodes) for row, draft in proposed.items()}
+        if self._ranks is not None:
+            drafts = self._ranks.agree(drafts)
+        token_ids = self._batch.text.token_ids
+        trees = {
+            row: Tree.build(token_ids[row][-1], drafts.get(row, Draft.empty()))
+            for row in self._batch.rows
+        }
+        return Plan(trees, proposed, windows, self._context_lengths())
+
+    def _context_lengths(self) -> dict[int, int]:
+        batch = self._batch
+        return {
+            row: len(batch.contexts[row])
+            for row in batch.rows
+            if batch.contexts[row] and not batch.text.is_finished[row]
+        }
+
+    def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
+        """Return all that there is to propose for the rows that emit."""
+        batch, text, max_nodes = self._batch, self._batch.text, self._budget.max_nodes
+        working = [row for row in emitting if text.padding_of(row) is None]
+        proposed = {
+            row: self._proposer.propose(
+                row, text.token_ids[row], batch.contexts[row], batch.room(row), max_nodes
+            )
+            for row in working
+        }
+        if len(working) < len(emitting):
+            # Known padding keeps step with the others and asks for no token more.
+            deepest = max(
+                (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
+                default=max_nodes,
+            )
+            for row in emitting:
+                if (padding := text.padding_of(row)) is not None:
+                    proposed[row] = chain([padding] * max(0, min(batch.room(row), deepest)))
+        return proposed
+
+    def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:
+        """Ask the budget how many draft tokens of each row to verify; padding has no say."""
+        if self._runner.must_catch_up:
+            return 0
+        probs = [
+            draft.probs.tolist()
+            for row, draft in proposed.items()
+            if self._batch.text.padding_of(row) is None
+        ]
+        if not probs:
+            return self._budget.max_nodes
+        num_beside = max((window.num_cells for window in windows.values()), default=0)
+        num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
+        # What a forward of that size runs anyway may as well be draft tokens.
+        return self._runner.width_of(1 + num_nodes + num_beside) - 1 - num_beside
+
+    def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
+        """Return the lookahead windows to run: those that end no later than the text may.
+
+        What a window found that had to be cut could hardly be used any more.
+        """
+        return {
+            row: self._windows[row]
+            for row in emitting
+            if row in self._windows
+            and not self._batch.text.is_finished[row]
+            and self._windows[row].depth <= self._batch.places(row)
+        }
+
+    def _draw(self, row: int, proposed: Draft, num_nodes: int) -> Draft:
+        if self._batch.text.padding_of(row) is not None:
+            return proposed.first(num_nodes)
+        return self._proposer.draw(row, self._batch.contexts[row], num_nodes)
+
+    # --- behind a forward -------------------------------------------------------------------
+
+    def rank(self, logits: Tensor, ranked: Ranked | None) -> SentSuccessors | None:
+        """Let the device find the likeliest tokens behind each node, for drafters that harvest.
+
+        Args:
+            logits: [rows, width, vocab_size or more].
+            ranked: those that a choice has ranked already.
+        """
+        num_successors = self._proposer.num_successors
+        if num_successors == 0:
+            return None
+        known = logits[..., : self._runner.vocab_size]
+        # Ranks of wider logits may name tokens that the model has no embeddings for.
+        is_whole = known.shape == logits.shape
+        ranked = (ranked if is_whole else None) or rank(known, num_successors)
+        return with_probs(ranked, known)
+
+    def advance_windows(self, plan: Plan, logits: Tensor) -> int:
+        """Move the plan's windows on, and let the drafter learn the n-grams that they came to.
+
+        Returns:
+            How many tokens the windows ran.
+        """
+        windows = plan.windows
+        if not windows:
+            return 0
+        num_tokens = sum(window.num_cells for window in windows.values())
+        places = [
+            (index, len(tree) + cell)
+            for index, (row, tree) in enumerate(plan.trees.items())
+            if row in windows
+            for cell in windows[row].newest
+        ]
+        found = iter(likeliest_tokens(logits, places, self._runner.vocab_size))
+        for row, tree in plan.trees.items():
+            if row in windows:
+                newest = [*islice(found, len(windows[row].newest))]
+                ngrams = windows[row].advance(tree.token_ids[ROOT], newest)
+                self._proposer.observe_ngrams(row, ngrams)
+        return num_tokens
+
+    def observe(self, row: int, token_ids: Sequence[int]) -> None:
+        """Let the drafter see what a row has emitted."""
+        self._batch.contexts[row] += token_ids
+        self._proposer.observe(row, token_ids)
+
+    def harvest_prompts(self, plan: Plan, successors: Successors | None) -> None:
+        """Let the drafter learn what the target finds likely behind the prompts' last tokens.
+
+        Args:
+            plan: of the prefill.
+            successors: [rows, num_tokens, num_successors], the very last tokens' left out.
+        """
+        if successors is None:
+            return
+        text = self._batch.text
+        for row, length in plan.context_lengths.items():
+            context = self._batch.contexts[row][:length]
+            prompt = text.token_ids[row][: text.num_prompt]
+            shared = 0  # the end of both, before anything that is masked
+            for token_id, seen in zip(reversed(prompt), reversed(context), strict=False):
+                if token_id != seen or shared > successors.num_nodes:
+                    break
+                shared += 1
+            if shared > 1:
+                self._proposer.harvest_prompt(row, context, successors.last(row, shared - 1))
+
+    def learn(self, done: Done) -> None:
+        """Learn what the target finds likely behind all nodes, and what the step took."""
+        batch = self._batch
+        of_rows = None if done.successors is None else done.successors.get()
+        for index, (row, tree) in enumerate(done.plan.trees.items()):
+            length = done.plan.context_lengths.get(row)
+            if of_rows is None or length is None or not self._proposer.is_open(row):
+                continue
+            context = Prefix(batch.contexts[row], length)
+            self._proposer.harvest(row, context, tree, of_rows.of_row(index, len(tree)))
+        if done.cost is not None:
+            self._budget.record(
+                num_rows=done.cost.num_rows,
+                num_nodes=done.cost.num_tokens,
+                forward_sec=done.cost.sec,
+                outcomes=[
+                    Outcome(step.row, done.plan.proposed[step.row], step.token_ids)
+                    for step in done.steps
+                ],
+                num_emitted=batch.working(),
+            )
+
+    def close(self, rows: Sequence[int]) -> None:
+        """End rows."""
+        for row in rows:
+            self._proposer.close(row)
+
+    def close_all(self) -> None:
+        """End all rows that are open."""
+        self._proposer.close_all()

@@ -1,0 +1,58 @@
+"""What lade takes besides the arguments of `generate`, checked."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lade.config import Config
+from lade.drafting.drafter import Drafter, NgramDrafter
+from lade.errors import UnsupportedOptionError
+from lade.stats import Step
+from ngram_pool import NGramPool
+
+OnStep = Callable[[Step], None]
+
+
+class Arguments(NamedTuple):
+    """What is not `generate`'s own."""
+
+    pool: NGramPool | None = None
+    drafter: Drafter | None = None
+    config: Config | None = None
+    on_step: OnStep | None = None
+
+    def check(self) -> None:
+        """Raise where one is of a wrong type, or they contradict each other.
+
+        Raises:
+            TypeError: an argument is of a wrong type.
+            ValueError: they contradict each other.
+            UnsupportedOptionError: the drafter cannot do what the config asks for.
+        """
+        pool, drafter, config, on_step = self
+        for name, value, kind in (("pool", pool, NGramPool), ("config", config, Config)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"expected {name} to be a lade.{kind.__name__}, got {value!r}")
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"expected on_step to be callable, got {on_step!r}")
+        if drafter is not None:
+            self._check_drafter(drafter, config or Config())
+
+    def _check_drafter(self, drafter: Drafter, config: Config) -> None:
+        methods = ("open", "draft", "observe", "close")
+        lacking = [name for name in methods if not hasattr(drafter, name)]
+        if lacking or isinstance(drafter, type):
+            raise TypeError(
+                f"expected drafter to be a lade.Drafter, got {drafter!r}"
+                + (f", which has no {lacking[0]}" if lacking else "")
+            )
+        if self.pool is not None:
+            raise ValueError("expected pool or drafter, got both")
+        if config.max_candidates:
+            raise ValueError(
+                "expected no Config(max_candidates=…) beside a drafter: it is a setting of the pool"
+            )
+        if config.lookahead is not None and not isinstance(drafter, NgramDrafter):
+            raise UnsupportedOptionError(
+                "lade does not support Config(lookahead=…) beside a drafter that learns no "
+                f"n-grams: {type(drafter).__name__} has no method observe_ngrams"
+            )
