@@ -262,7 +262,8 @@ def replay() -> str:
         if method == "lade_fresh":
             name = f"{_PREWARMED}, a new pool for each prompt"
         numbers = [
-            f"{run['mean_accepted_tokens']:.2f} ({run['nodes_per_step']:.0f})" for run in cells
+            f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
+            for run in cells
         ]
         rows.append((name, *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
@@ -335,7 +336,7 @@ def pool(file: str = "results/pool") -> str:
         if has_steps:
             cells.append(f"{timing['step_us']:.0f} ({timing['step_p95_us']:.0f})")
         rows.append((*cells, f"{timing['bytes_per_token']:.0f}"))
-    size = _read(file)["settings"]["max_nodes"]
+    size = _read(file)["settings"]["max_draft_tokens"]
     headings = ["tokens held", "observe, µs a token", f"draft of {size} tokens, µs (95 %)"]
     headings += ["whole step, µs (95 %)"] * has_steps
     return _table((*headings, "bytes a token"), 0, rows)
@@ -454,7 +455,9 @@ def _read(file: str) -> Any:
 
 def _replayed() -> dict[tuple[str, int], Mapping[str, Any]]:
     runs = _read("results/drafts/replay")["runs"]
-    return {(run["method"], run["max_nodes"]): run for run in runs if run["group"] == OVERALL}
+    return {
+        (run["method"], run["max_draft_tokens"]): run for run in runs if run["group"] == OVERALL
+    }
 
 
 def _is_rival(method: str, size: int, wanted: int) -> bool:
@@ -516,7 +519,7 @@ def _mat(entry: Mapping[str, Any]) -> str:
 
 
 def _counts(entry: Mapping[str, Any]) -> tuple[str, str, str]:
-    return _mat(entry), f"{entry['nodes_per_step']:.1f}", share_text(entry["same_text"])
+    return _mat(entry), f"{entry['draft_tokens_per_step']:.1f}", share_text(entry["same_text"])
 
 
 def _formatted(number: Any, form: str) -> str:

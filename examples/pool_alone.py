@@ -11,7 +11,7 @@ def main() -> None:
     names = list(ids)
     pool = NGramPool(capacity_tokens=1000)
     pool.observe([ids[word] for word in words])
-    draft = pool.draft([ids["the"], ids["cat"]], max_nodes=6, max_candidates=3)
+    draft = pool.draft([ids["the"], ids["cat"]], max_draft_tokens=6, max_candidates=3)
     for candidate in draft.candidates():
         print("the cat", *(names[token_id] for token_id in candidate))
 

@@ -11,7 +11,7 @@ PROMPT = "List the months of the year and the seasons they belong to."
 def main() -> None:
     model, tokenizer, _ = load()
     inputs = encode(tokenizer, PROMPT, model.device)
-    for verifier in ("exact", "rejection"):
+    for acceptance in ("exact", "rejection"):
         pool = lade.NGramPool()
         for seed in range(2):  # the first answer fills the pool
             torch.manual_seed(seed)
@@ -19,7 +19,7 @@ def main() -> None:
                 model,
                 **inputs,
                 pool=pool,
-                config=lade.Config(verifier=verifier),
+                config=lade.Config(acceptance=acceptance),
                 do_sample=True,
                 temperature=0.8,
                 max_new_tokens=32,
@@ -27,7 +27,7 @@ def main() -> None:
             )
         answer = output.sequences[0, inputs["input_ids"].shape[1] :]
         print(tokenizer.decode(answer, skip_special_tokens=True))
-        print(f"-> {verifier}: {output.stats.mean_accepted_tokens:.2f} tokens per forward\n")
+        print(f"-> {acceptance}: {output.stats.mean_accepted_tokens:.2f} tokens per forward\n")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Verifier = Literal["exact", "rejection"]
-Way = Literal["tree", "rows", "chain", "snapshot", "plain"]
+Acceptance = Literal["exact", "rejection"]
+Verification = Literal["tree", "rows", "chain", "snapshot", "plain"]
 
 Execution = Literal["eager", "fixed", "graphs", "compiled"]
 
-WAYS: tuple[Way, ...] = get_args(Way)  # of verifying drafts, best first
-SPECULATING = WAYS[:-1]
+VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # of verifying drafts, best first
+SPECULATING = VERIFICATIONS[:-1]
 
 # Of a window; costs of steps are told apart up to about so many tokens (`lade.budget`).
 _MAX_CELLS = 192
@@ -54,7 +54,7 @@ class Lookahead:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of the decoding; no text depends on them in exact arithmetic, but see `verifier`.
+    """Settings of the decoding; no text depends on them in exact arithmetic, but see `acceptance`.
 
     Raises:
         TypeError: a field is not an integer.
@@ -72,12 +72,12 @@ class Config:
     #: draws drafts from the pool's own probabilities and accepts or rejects them so that the text
     #: has the target's distribution (`lade.sampling.rejection`), with other tokens for the same
     #: seed. Greedy decoding is the same with both: its target distribution is one token.
-    verifier: Verifier = "exact"
+    acceptance: Acceptance = "exact"
     #: How drafts are verified. "tree": all candidates in one forward, by a tree mask; "rows": as
     #: rows of a batch; "chain": the best one alone, the cache cropped behind what was accepted;
     #: "snapshot": the same, by a copy of the state from before the draft; "plain": not at all. None
     #: takes the best that a check of the model finds exact (`lade.probe`).
-    target: Way | None = None
+    verification: Verification | None = None
     #: How forwards that verify trees are executed. "eager": each as large as it has to be. "fixed":
     #: padded to a few shapes, on memory that is kept with the model between calls (`lade.release`).
     #: "graphs": those recorded as CUDA graphs and replayed, where the model allows it. "compiled":
@@ -128,8 +128,8 @@ class Config:
         if self.stable_text:
             self._check_stable_text()
         for name, known in (
-            ("verifier", get_args(Verifier)),
-            ("target", (*WAYS, None)),
+            ("acceptance", get_args(Acceptance)),
+            ("verification", (*VERIFICATIONS, None)),
             ("execution", (*get_args(Execution), None)),
         ):
             if getattr(self, name) not in known:
@@ -141,8 +141,8 @@ class Config:
     def _check_stable_text(self) -> None:
         """Raise where other settings make text depend on drafts, or steps on what they cost."""
         for name, allowed in (
-            ("verifier", ("exact",)),
-            ("target", (None, "tree")),
+            ("acceptance", ("exact",)),
+            ("verification", (None, "tree")),
             ("execution", (None, "fixed", "graphs")),
             ("step_costs", (None,)),
         ):

@@ -151,7 +151,7 @@ class Decoder:
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
                 self.stats.count_row_step(step)
-            sec = forward.sec if self._target.is_typical else None
+            sec = forward.sec if self._target.is_timing_valid else None
             cost = Cost(len(plan.trees), num_run, sec)
             self._end_step(Done(plan, steps, successors, cost))
         self._on_step(steps)

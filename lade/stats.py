@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 _DERIVED = (
     *("num_tokens", "mean_accepted_tokens", "acceptance_rate", "correction_rate"),
-    *("nodes_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
+    *("draft_tokens_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
 )
 
 
@@ -86,7 +86,7 @@ class DecodeStats:
         return _ratio(self.num_corrected_row_steps, self.num_drafted_row_steps)
 
     @property
-    def nodes_per_step(self) -> float:
+    def draft_tokens_per_step(self) -> float:
         """Draft tokens verified per row and step, the root not included."""
         return _ratio(self.num_draft_tokens, self.num_row_steps)
 
@@ -127,7 +127,7 @@ class DecodeStats:
             parts.append(f"{self.tokens_per_sec:.1f} tokens/s")
         if self.num_steps > 0:
             parts.append(f"MAT {self.mean_accepted_tokens:.2f}")
-            parts.append(f"{self.nodes_per_step:.1f} draft tokens/step")
+            parts.append(f"{self.draft_tokens_per_step:.1f} draft tokens/step")
         if self.num_draft_tokens > 0:
             parts.append(f"{self.acceptance_rate:.0%} accepted")
         return ", ".join(parts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Sent:
+class HostCopy:
     """Tensors sent to the host in one copy, through pinned memory.
 
     On a CPU, and on other devices than CUDA ones, nothing is sent before it is asked for.

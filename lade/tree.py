@@ -14,7 +14,7 @@ from ngram_pool import Draft
 ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
 
-class Cells(NamedTuple):
+class SideNodes(NamedTuple):
     """Nodes that lie beside a draft: they see the root and each other, and nothing sees them."""
 
     token_ids: list[int]
@@ -58,7 +58,7 @@ class Tree:
         """Return the root alone."""
         return Tree.build(self.token_ids[ROOT], Draft.empty())
 
-    def beside(self, cells: Cells) -> "Tree":
+    def beside(self, cells: SideNodes) -> "Tree":
         """Return the tree with cells behind its nodes; no walk down the tree comes to them."""
         size = len(self)
         ancestors = np.zeros((size + len(cells.token_ids),) * 2, np.bool_)

@@ -109,7 +109,7 @@ MIN_PROB = 1e-3
 # the last one, those harvested as it went and those known before; and the text with the last token
 # exchanged for another. Of each candidate token a source says its log-probability, counted from
 # LEAST_LOG_PROB, or nothing (0); the last one says the logarithm of its match's length.
-TEXT, OWN_PAIR, OWN_SINGLE, PRIOR_PAIR, PRIOR_SINGLE, SKIP = range(6)
+TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, PREWARMED_PAIR, PREWARMED_SINGLE, SKIP = range(6)
 NUM_TABLE_SOURCES = 5  # those whose silence counts too, all but SKIP
 # Of a candidate that the text proposes: logarithms of the length of its longest match and of its
 # occurrences, whether the newest of them is its, and whether one is in the answer or the prompt.
@@ -190,8 +190,8 @@ def append(
     sequence: Int64Array,
     token_ids: Int64Array,
     learning_rate: float,
-    own: TableArrays,
-    prior: TableArrays,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
     weights: Float64Array,
     context: Int64Array,
     found: Int64Array,
@@ -218,8 +218,8 @@ def append(
                 heads,
                 max(0, position - num_rows),
                 sequence,
-                own,
-                prior,
+                harvested,
+                prewarmed,
                 weights,
                 learning_rate,
                 tail,
@@ -524,8 +524,8 @@ def estimate(
     heads: Int32Array,
     first: int,
     sequence: Int64Array,
-    own: TableArrays,
-    prior: TableArrays,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
     weights: Float64Array,
     context: Int64Array,
     max_order: int,
@@ -545,7 +545,7 @@ def estimate(
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
 
     Args:
-        own, prior: tables of the target's own successors (`SuccessorTable.rows`).
+        harvested, prewarmed: tables of the target's own successors (`SuccessorTable.rows`).
         weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
         context: as for `successors`, and so `sequence`, `max_order`, `path_prob` and `found`, whose
             row 1 is filled with token ids, the first three of row 4 with the rows of weights used.
@@ -573,16 +573,20 @@ def estimate(
     row = match_row(longest, num_in_text)
     if context.shape[0] > 1:
         previous = int(context[1])
-        if find_context(own[0], previous, last) != NONE:
+        if find_context(harvested[0], previous, last) != NONE:
             known += 1
-            num_found = add_known(own, previous, last, OWN_PAIR, found, features, num_found)
-        if find_context(prior[0], previous, last) != NONE:
+            num_found = add_known(
+                harvested, previous, last, HARVESTED_PAIR, found, features, num_found
+            )
+        if find_context(prewarmed[0], previous, last) != NONE:
             known += 2
-            num_found = add_known(prior, previous, last, PRIOR_PAIR, found, features, num_found)
-    num_found = add_known(own, NONE, last, OWN_SINGLE, found, features, num_found)
-    if find_context(prior[0], NONE, last) != NONE:
+            num_found = add_known(
+                prewarmed, previous, last, PREWARMED_PAIR, found, features, num_found
+            )
+    num_found = add_known(harvested, NONE, last, HARVESTED_SINGLE, found, features, num_found)
+    if find_context(prewarmed[0], NONE, last) != NONE:
         row += MATCH_ROWS // 2
-        num_found = add_known(prior, NONE, last, PRIOR_SINGLE, found, features, num_found)
+        num_found = add_known(prewarmed, NONE, last, PREWARMED_SINGLE, found, features, num_found)
     if context.shape[0] > 3 and path_prob > UNLIKELY:
         num_found = add_skips(text, links, heads, first, context, found, features, num_found)
     found[4, 0] = row
@@ -618,8 +622,8 @@ def learn(
     heads: Int32Array,
     first: int,
     sequence: Int64Array,
-    own: TableArrays,
-    prior: TableArrays,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
     weights: Float64Array,
     learning_rate: float,
     tail: int,
@@ -645,8 +649,8 @@ def learn(
         heads,
         first,
         sequence,
-        own,
-        prior,
+        harvested,
+        prewarmed,
         weights,
         context[:length],
         min(length, heads.shape[0]),
@@ -737,11 +741,11 @@ def grow_tree(
     heads: Int32Array,
     counts: Int64Array,
     sequence: Int64Array,
-    own: TableArrays,
-    prior: TableArrays,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
     weights: Float64Array,
     root_context: Int64Array,
-    max_nodes: int,
+    max_draft_tokens: int,
     max_candidates: int,
     context: Int64Array,
     found: Int64Array,
@@ -756,20 +760,20 @@ def grow_tree(
     """Grow a prefix tree from the likeliest continuations of a context; return its size.
 
     The tree grows best first: of all successors of the root and of the nodes taken so far, the one
-    whose whole path is likeliest comes next. It ends at `max_nodes` nodes, or when every path left
-    would open a leaf more than `max_candidates`.
+    whose whole path is likeliest comes next. It ends at `max_draft_tokens` nodes, or when every
+    path left would open a leaf more than `max_candidates`.
 
     Args:
-        sequence, own, prior, weights: as for `estimate`.
+        sequence, harvested, prewarmed, weights: as for `estimate`.
         root_context: int64 [up to MAX_MATCH], the tokens up to the root, newest first.
-        max_nodes: at least 1.
+        max_draft_tokens: at least 1.
         max_candidates: at least 1.
         context: int64 [MAX_MATCH]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
-            `candidates`: int64 [3, max_nodes * MAX_FOUND] (token, parent, heap); `candidate_probs`:
-            float64 of that length. All scratch.
-        nodes: int64 [5, max_nodes]; filled with token, parent, depth, number of children and the
-            length of the longest match.
-        node_probs: float64 [max_nodes]; filled with path probabilities, greatest first.
+            `candidates`: int64 [3, max_draft_tokens * MAX_FOUND] (token, parent, heap);
+            `candidate_probs`: float64 of that length. All scratch.
+        nodes: int64 [5, max_draft_tokens]; filled with token, parent, depth, number of children and
+            the length of the longest match.
+        node_probs: float64 [max_draft_tokens]; filled with path probabilities, greatest first.
     """
     lower(sequence, counts)
     first = first_held(text, counts)
@@ -785,8 +789,8 @@ def grow_tree(
             heads,
             first,
             sequence,
-            own,
-            prior,
+            harvested,
+            prewarmed,
             weights,
             context[:length],
             min(length, max_order),
@@ -833,7 +837,7 @@ def grow_tree(
         if parent != NONE:
             nodes[3, parent] += 1
         num_nodes += 1
-        if num_nodes == max_nodes:
+        if num_nodes == max_draft_tokens:
             return num_nodes
         max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
 
@@ -890,11 +894,11 @@ def sample_tree(
     heads: Int32Array,
     counts: Int64Array,
     sequence: Int64Array,
-    own: TableArrays,
-    prior: TableArrays,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
     weights: Float64Array,
     root_context: Int64Array,
-    max_nodes: int,
+    max_draft_tokens: int,
     max_candidates: int,
     uniforms: Float64Array,
     context: Int64Array,
@@ -922,15 +926,16 @@ def sample_tree(
     (arXiv 2402.14160); the order of the slots is our own.
 
     Args:
-        uniforms: float64 [max_nodes] in [0, 1); slot i is drawn with uniforms[i].
-        slots: int64 [3, 2 * max_nodes + 1] (unused, parent, heap), `slot_probs`: float64 of that
-            length; `left_probs`: float64 [max_nodes + 1, MAX_FOUND], the path probabilities
-            of a node's successors, 0 where drawn already, the root's first. All scratch.
-        left_ids: int64 [max_nodes + 1, MAX_FOUND]; filled with the successors of each node,
+        uniforms: float64 [max_draft_tokens] in [0, 1); slot i is drawn with uniforms[i].
+        slots: int64 [3, 2 * max_draft_tokens + 1] (unused, parent, heap), `slot_probs`: float64 of
+            that length; `left_probs`: float64 [max_draft_tokens + 1, MAX_FOUND], the path
+            probabilities of a node's successors, 0 where drawn already, the root's first. All
+            scratch.
+        left_ids: int64 [max_draft_tokens + 1, MAX_FOUND]; filled with the successors of each node,
             the root's first.
         nodes: as for `grow_tree`.
-        node_probs: float64 [max_nodes]; filled with the expectations of the slots.
-        support_probs: float64 [max_nodes, MAX_FOUND]; row i is filled with the probabilities
+        node_probs: float64 [max_draft_tokens]; filled with the expectations of the slots.
+        support_probs: float64 [max_draft_tokens, MAX_FOUND]; row i is filled with the probabilities
             that node i was drawn with, of the tokens in its parent's row of `left_ids`.
 
     The other arguments are those of `grow_tree`.
@@ -948,8 +953,8 @@ def sample_tree(
             heads,
             first,
             sequence,
-            own,
-            prior,
+            harvested,
+            prewarmed,
             weights,
             context[:length],
             min(length, max_order),
@@ -991,7 +996,7 @@ def sample_tree(
         if parent != NONE:
             nodes[3, parent] += 1
         num_nodes += 1
-        if num_nodes == max_nodes:
+        if num_nodes == max_draft_tokens:
             return num_nodes
         pushed = push_slot(parent, left_probs, MIN_PROB, slots, slot_probs, num_slots, queue_length)
         num_slots += pushed

@@ -46,7 +46,7 @@ _POSITION_LIMIT = 2**31 - 1  # positions are int32; before they overflow they ar
 _PIECE = 2**16
 # Room for what was harvested, in contexts for each token of the capacity: 8 bytes a token at most.
 _CONTEXTS_PER_TOKEN = 1 / 16
-_NO_PRIOR = SuccessorTable(1)
+_NO_TABLE = SuccessorTable(1)
 # How far one token of an answer moves the weights of the sources. With the weights that a pool
 # begins with, fitted to the same model, 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, 0.03 9 %.
 _LEARNING_RATE = 0.003
@@ -60,7 +60,7 @@ _NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_for_one", "
 class _Sequence:
     """A sequence, open as long as somebody holds it."""
 
-    prior: SuccessorTable
+    prewarmed: SuccessorTable
     #: int64 [4], `sequence` of the kernels.
     state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
 
@@ -130,7 +130,7 @@ class NGramPool:
 
     >>> pool = NGramPool(capacity_tokens=1000)
     >>> pool.observe([5, 6, 7, 8, 9, 5, 6])
-    >>> draft = pool.draft([5, 6], max_nodes=2)
+    >>> draft = pool.draft([5, 6], max_draft_tokens=2)
     >>> draft.token_ids.tolist(), draft.parents.tolist()
     ([7, 8], [-1, 0])
     """
@@ -154,7 +154,7 @@ class NGramPool:
         self._learning_rate = _LEARNING_RATE
         self._counts = np.zeros(2, np.int64)
         self._held = self._empty(min(_FIRST_NUM_ROWS, self._capacity))
-        self._sequence_0 = _Sequence(_NO_PRIOR)
+        self._sequence_0 = _Sequence(_NO_TABLE)
         self._allocate_the_rest()
         compile_by(self._run_kernels)
 
@@ -174,7 +174,7 @@ class NGramPool:
         # Weak, so that a sequence is closed when nobody can name it any more.
         self._sequences = {0: weakref.ref(self._sequence_0)}
         self._purge_at = _FIRST_PURGE
-        self._no_sequence = _Sequence(_NO_PRIOR)
+        self._no_sequence = _Sequence(_NO_TABLE)
         self._for_one = self._room_for_one()
         self._scratch = self._room_for_tree(64)
 
@@ -218,7 +218,7 @@ class NGramPool:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def open_sequence(self, prior: SuccessorTable | None = None) -> int:
+    def open_sequence(self, prewarmed: SuccessorTable | None = None) -> int:
         """Open one more sequence and return its handle for `observe`; amortised O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, however their tokens are
@@ -229,11 +229,11 @@ class NGramPool:
         While it lives, any equal number names the sequence as well.
 
         Args:
-            prior: what the sequence's target finds likely behind single tokens and pairs, known
+            prewarmed: what the sequence's target finds likely behind single tokens and pairs, known
                 before; read, never written.
 
         Raises:
-            TypeError: `prior` is no such table.
+            TypeError: `prewarmed` is no such table.
 
         >>> pool = NGramPool()
         >>> sequence = pool.open_sequence()
@@ -243,9 +243,9 @@ class NGramPool:
         >>> pool.num_open_sequences
         0
         """
-        if not isinstance(prior, SuccessorTable | None):
-            raise TypeError(f"expected prior to be a SuccessorTable, got {prior!r}")
-        return self._open_sequence(_NO_PRIOR if prior is None else prior)
+        if not isinstance(prewarmed, SuccessorTable | None):
+            raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
+        return self._open_sequence(_NO_TABLE if prewarmed is None else prewarmed)
 
     @alone
     def close_sequence(self, sequence: int) -> None:
@@ -296,7 +296,7 @@ class NGramPool:
     def draft(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
-        max_nodes: int,
+        max_draft_tokens: int,
         max_candidates: int | None = None,
         sequence: int | None = None,
     ) -> Draft:
@@ -310,31 +310,34 @@ class NGramPool:
         Args:
             context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
                 not have been observed.
-            max_nodes: the greatest number of nodes.
+            max_draft_tokens: the most to propose.
             max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
             sequence: the open sequence that the context is of, for its table and to tell its own
                 text from others'; None for neither.
 
         Returns:
-            A draft of at most `max_nodes` nodes; empty where nothing is known of what may follow.
+            A draft of at most `max_draft_tokens` tokens; empty where nothing is known of what may
+            follow.
 
         Raises:
             TypeError, ValueError: as for `observe`; sizes must be positive integers.
 
         >>> pool = NGramPool()
         >>> pool.observe([1, 2, 3, 1, 2, 4, 1, 2, 3])
-        >>> pool.draft([9, 1, 2], max_nodes=2).candidates()
+        >>> pool.draft([9, 1, 2], max_draft_tokens=2).candidates()
         [[3], [4]]
-        >>> len(pool.draft([8], max_nodes=2))
+        >>> len(pool.draft([8], max_draft_tokens=2))
         0
         """
-        ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
-        return self._draft(ids, max_nodes, max_leaves, sequence)
+        ids, max_draft_tokens, max_leaves = self._check_draft(
+            context, max_draft_tokens, max_candidates
+        )
+        return self._draft(ids, max_draft_tokens, max_leaves, sequence)
 
     def sample(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
-        max_nodes: int,
+        max_draft_tokens: int,
         rng: np.random.Generator,
         max_candidates: int | None = None,
         sequence: int | None = None,
@@ -350,29 +353,32 @@ class NGramPool:
         Args:
             context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
                 not have been observed.
-            max_nodes: the greatest number of nodes.
-            rng: gives `max_nodes` uniforms, whatever is found, so that equal generators give equal
-                drafts and stay equal.
+            max_draft_tokens: the most to propose.
+            rng: gives `max_draft_tokens` uniforms, whatever is found, so that equal generators give
+                equal drafts and stay equal.
             max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
             sequence: the open sequence that the context is of, for its table and to tell its own
                 text from others'; None for neither.
 
         Returns:
-            A draft of at most `max_nodes` nodes; empty where nothing is known of what may follow.
+            A draft of at most `max_draft_tokens` tokens; empty where nothing is known of what may
+            follow.
 
         Raises:
             TypeError, ValueError: as for `draft`; `rng` must be a numpy Generator.
 
         >>> pool = NGramPool()
         >>> pool.observe([1, 2, 3, 1, 2, 4, 1, 2])
-        >>> draft = pool.sample([1, 2], max_nodes=2, rng=np.random.default_rng(0))
+        >>> draft = pool.sample([1, 2], max_draft_tokens=2, rng=np.random.default_rng(0))
         >>> np.flatnonzero(draft.dense_probs(vocab_size=6)[0]).tolist()
         [3, 4]
         """
-        ids, max_nodes, max_leaves = self._check_draft(context, max_nodes, max_candidates)
+        ids, max_draft_tokens, max_leaves = self._check_draft(
+            context, max_draft_tokens, max_candidates
+        )
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        return self._draw(ids, max_nodes, max_leaves, rng, sequence)
+        return self._draw(ids, max_draft_tokens, max_leaves, rng, sequence)
 
     # --- checking ---------------------------------------------------------------------------
 
@@ -436,15 +442,15 @@ class NGramPool:
     def _check_draft(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
-        max_nodes: int,
+        max_draft_tokens: int,
         max_candidates: int | None,
     ) -> tuple[Int64Array, int, int]:
         """Return the part of the context that matters and both sizes, or raise."""
         ids = token_ids_of("context", context)[-self.max_match :]
-        max_nodes = positive("max_nodes", max_nodes)
+        max_draft_tokens = positive("max_draft_tokens", max_draft_tokens)
         if max_candidates is None:
-            return ids, max_nodes, max_nodes
-        return ids, max_nodes, positive("max_candidates", max_candidates)
+            return ids, max_draft_tokens, max_draft_tokens
+        return ids, max_draft_tokens, positive("max_candidates", max_candidates)
 
     # --- inside, under the lock -------------------------------------------------------------
 
@@ -470,13 +476,13 @@ class NGramPool:
         return position
 
     @alone
-    def _open_sequence(self, prior: SuccessorTable) -> int:
+    def _open_sequence(self, prewarmed: SuccessorTable) -> int:
         if len(self._sequences) >= self._purge_at:
             living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
             self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
         number = self._num_opened
         handle = _Handle(number)
-        handle.sequence = _Sequence(prior)
+        handle.sequence = _Sequence(prewarmed)
         self._num_opened = number + 1
         self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
         return handle
@@ -494,14 +500,14 @@ class NGramPool:
 
     @alone
     def _draft(
-        self, ids: Int64Array, max_nodes: int, max_leaves: int, sequence: int | None
+        self, ids: Int64Array, max_draft_tokens: int, max_leaves: int, sequence: int | None
     ) -> Draft:
         opened = self._no_sequence if sequence is None else self._sequence(sequence)
         if not len(ids):
             return Draft.empty()
-        scratch = self._scratch_for(max_nodes)
+        scratch = self._scratch_for(max_draft_tokens)
         reversed_context = np.ascontiguousarray(ids[::-1])
-        num_nodes = self._grow_tree(reversed_context, max_nodes, max_leaves, opened, scratch)
+        num_nodes = self._grow_tree(reversed_context, max_draft_tokens, max_leaves, opened, scratch)
         token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
         return Draft(token_ids, parents, depths, scratch.node_probs[:num_nodes].copy())
 
@@ -509,19 +515,19 @@ class NGramPool:
     def _draw(
         self,
         ids: Int64Array,
-        max_nodes: int,
+        max_draft_tokens: int,
         max_leaves: int,
         rng: np.random.Generator,
         sequence: int | None,
     ) -> SampledDraft:
         opened = self._no_sequence if sequence is None else self._sequence(sequence)
-        uniforms = rng.random(max_nodes)
+        uniforms = rng.random(max_draft_tokens)
         if not len(ids):
             return SampledDraft.empty()
-        scratch = self._scratch_for(max_nodes)
+        scratch = self._scratch_for(max_draft_tokens)
         reversed_context = np.ascontiguousarray(ids[::-1])
         num_nodes = self._sample_tree(
-            reversed_context, max_nodes, max_leaves, uniforms, opened, scratch
+            reversed_context, max_draft_tokens, max_leaves, uniforms, opened, scratch
         )
         token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
         return SampledDraft(
@@ -558,21 +564,21 @@ class NGramPool:
         _kernels.reindex(*new, self._counts)
         self._held = new
 
-    def _scratch_for(self, max_nodes: int) -> _Scratch:
-        if max_nodes > self._scratch.nodes.shape[1]:
-            self._scratch = self._room_for_tree(max_nodes)
+    def _scratch_for(self, max_draft_tokens: int) -> _Scratch:
+        if max_draft_tokens > self._scratch.nodes.shape[1]:
+            self._scratch = self._room_for_tree(max_draft_tokens)
         return self._scratch
 
-    def _room_for_tree(self, max_nodes: int) -> _Scratch:
+    def _room_for_tree(self, max_draft_tokens: int) -> _Scratch:
         width = _kernels.MAX_FOUND
         return _Scratch(
-            candidates=np.empty((3, max_nodes * width), np.int64),
-            candidate_probs=np.empty(max_nodes * width, np.float64),
-            left_ids=np.empty((max_nodes + 1, width), np.int64),
-            left_probs=np.empty((max_nodes + 1, width), np.float64),
-            nodes=np.empty((5, max_nodes), np.int64),
-            node_probs=np.empty(max_nodes, np.float64),
-            support_probs=np.empty((max_nodes, width), np.float64),
+            candidates=np.empty((3, max_draft_tokens * width), np.int64),
+            candidate_probs=np.empty(max_draft_tokens * width, np.float64),
+            left_ids=np.empty((max_draft_tokens + 1, width), np.int64),
+            left_probs=np.empty((max_draft_tokens + 1, width), np.float64),
+            nodes=np.empty((5, max_draft_tokens), np.int64),
+            node_probs=np.empty(max_draft_tokens, np.float64),
+            support_probs=np.empty((max_draft_tokens, width), np.float64),
         )
 
     def _room_for_one(self) -> _ForOne:
@@ -598,7 +604,7 @@ class NGramPool:
             ids,
             self._learning_rate if is_answer else 0.0,
             self._harvested.rows,
-            sequence.prior.rows,
+            sequence.prewarmed.rows,
             self._weights,
             room.context,
             room.found,
@@ -610,7 +616,7 @@ class NGramPool:
     def _grow_tree(
         self,
         reversed_context: Int64Array,
-        max_nodes: int,
+        max_draft_tokens: int,
         max_leaves: int,
         sequence: _Sequence,
         scratch: _Scratch,
@@ -621,10 +627,10 @@ class NGramPool:
             self._counts,
             sequence.state,
             self._harvested.rows,
-            sequence.prior.rows,
+            sequence.prewarmed.rows,
             self._weights,
             reversed_context,
-            max_nodes,
+            max_draft_tokens,
             max_leaves,
             room.context,
             room.found,
@@ -640,7 +646,7 @@ class NGramPool:
     def _sample_tree(
         self,
         reversed_context: Int64Array,
-        max_nodes: int,
+        max_draft_tokens: int,
         max_leaves: int,
         uniforms: Float64Array,
         sequence: _Sequence,
@@ -652,10 +658,10 @@ class NGramPool:
             self._counts,
             sequence.state,
             self._harvested.rows,
-            sequence.prior.rows,
+            sequence.prewarmed.rows,
             self._weights,
             reversed_context,
-            max_nodes,
+            max_draft_tokens,
             max_leaves,
             uniforms,
             room.context,

@@ -39,7 +39,7 @@ class SuccessorTable:
     A context is the last token, or the last two. Memory is bounded: the arrays grow by doubling up
     to the capacity; where a bucket is full, the context of it that was not put for longest goes.
     Methods may be called from several threads, and copied or pickled a table is one of its own. A
-    pool reads its prior at every draft without waiting for who may write to it.
+    pool reads its prewarmed at every draft without waiting for who may write to it.
 
     Args:
         capacity: how many contexts have room; rounded up to a power of two, at least 64. Buckets

@@ -10,8 +10,9 @@ import numpy as np
 
 from ngram_pool._kernels import Float64Array
 
-# Rows and columns as in `_kernels.py`: text, own pair, own single, prior pair, prior single, skip;
-# length, count, newest, in answer, in prompt; the silence of the first five; bias.
+# Rows and columns as in `_kernels.py`: text, harvested pair, harvested single, prewarmed pair,
+# prewarmed single, skip; length, count, newest, in answer, in prompt; the silence of the first
+# five; bias.
 # fmt: off
 _HUNDREDTHS = (
     # MATCH, last token not known before: none, length 1, 2, 3-4, 5-8, 9 or more, all alike.

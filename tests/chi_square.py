@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 # A right distribution fails one test in a million (with the seeds fixed, it fails always or never).
 FALSE_ALARM = 1e-6
-# Cells with a smaller expectation are counted as one: the approximation by chi-square needs it.
+# SideNodes with a smaller expectation are counted as one: the approximation by chi-square needs it.
 MIN_EXPECTED = 20.0
 
 

@@ -50,11 +50,11 @@ class OraclePool:
         self.num_rows = min(ngram_pool.pool._FIRST_NUM_ROWS, capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
-    def open_sequence(self, handle: int, prior: OracleTable | None = None) -> None:
+    def open_sequence(self, handle: int, prewarmed: OracleTable | None = None) -> None:
         self.open[handle] = self.num_sequences
         self.num_sequences += 1
         self.starts[handle] = [math.inf] * 2
-        self.priors[handle] = OracleTable(1) if prior is None else prior
+        self.priors[handle] = OracleTable(1) if prewarmed is None else prewarmed
 
     def close_sequence(self, handle: int) -> None:
         del self.open[handle]
@@ -217,18 +217,18 @@ class OraclePool:
 
         last, previous = context[-1], context[-2] if len(context) > 1 else None
         known = 0
-        prior = self.priors.get(handle, OracleTable(1))
+        prewarmed = self.priors.get(handle, OracleTable(1))
         for table, source, is_pair in (
-            (self.harvested, _kernels.OWN_PAIR, True),
-            (prior, _kernels.PRIOR_PAIR, True),
-            (self.harvested, _kernels.OWN_SINGLE, False),
-            (prior, _kernels.PRIOR_SINGLE, False),
+            (self.harvested, _kernels.HARVESTED_PAIR, True),
+            (prewarmed, _kernels.PREWARMED_PAIR, True),
+            (self.harvested, _kernels.HARVESTED_SINGLE, False),
+            (prewarmed, _kernels.PREWARMED_SINGLE, False),
         ):
             if is_pair and previous is None:
                 continue
             costs = table.get(previous if is_pair and previous is not None else -1, last)
             if is_pair and costs is not None:
-                known += 1 if source == _kernels.OWN_PAIR else 2
+                known += 1 if source == _kernels.HARVESTED_PAIR else 2
             for token_id, cost in costs or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
                 add(token_id, source, max(value, _kernels.FAINT))
@@ -238,7 +238,7 @@ class OraclePool:
         match_row = self.match_row(
             max((found.length for found in in_text.values()), default=0), len(in_text)
         )
-        if prior.get(-1, last) is not None:
+        if prewarmed.get(-1, last) is not None:
             match_row += _kernels.MATCH_ROWS // 2
         rows = [match_row, _kernels.ORIGIN_ROW + newest_origin, _kernels.KNOWN_ROW + known]
         return self.blend(features, rows), features, rows
@@ -292,7 +292,7 @@ class OraclePool:
     def draft(
         self,
         context: Sequence[int],
-        max_nodes: int,
+        max_draft_tokens: int,
         max_candidates: int,
         handle: int | None = None,
     ) -> list[tuple[int, int, int, float]]:
@@ -323,13 +323,13 @@ class OraclePool:
             depth = 1 if parent == -1 else nodes[parent][2] + 1
             nodes.append((token_id, parent, depth, path_prob))
             paths[node] = [*paths[parent], token_id]
-            if len(nodes) == max_nodes:
+            if len(nodes) == max_draft_tokens:
                 return nodes
 
     def sample(
         self,
         context: Sequence[int],
-        max_nodes: int,
+        max_draft_tokens: int,
         max_candidates: int,
         uniforms: Sequence[float],
         handle: int | None = None,
@@ -372,7 +372,7 @@ class OraclePool:
             depth = 1 if parent == -1 else nodes[parent][2] + 1
             nodes.append((token_id, parent, depth, -negative, support))
             paths[node] = [*paths[parent], token_id]
-            if len(nodes) == max_nodes:
+            if len(nodes) == max_draft_tokens:
                 return nodes
             open_slot(parent, _kernels.MIN_PROB)
 
@@ -423,10 +423,10 @@ def try_children(
     return -1, inverse(dict(enumerate(p)), uniforms[0])
 
 
-def check_tree(draft: Draft, max_nodes: int, max_candidates: int | None) -> None:
+def check_tree(draft: Draft, max_draft_tokens: int, max_candidates: int | None) -> None:
     """Assert that a draft is a prefix tree, parents before children, within its limits."""
-    assert 0 < len(draft) <= max_nodes
-    assert len(draft.candidates()) <= (max_candidates or max_nodes)
+    assert 0 < len(draft) <= max_draft_tokens
+    assert len(draft.candidates()) <= (max_candidates or max_draft_tokens)
     parents = draft.parents.tolist()
     assert all(-1 <= parent < node for node, parent in enumerate(parents))
     depths = [0, *draft.depths.tolist()]

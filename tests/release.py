@@ -50,7 +50,8 @@ def main() -> None:
     """Print what stands against publishing, and exit with 1 where anything does."""
     if len(sys.argv) != 3:
         sys.exit("expected: python -m tests.release TAG SOURCE")
-    if against := list(faults(*sys.argv[1:])):
+    _, tag, source = sys.argv
+    if against := list(faults(tag, source)):
         sys.exit("\n".join(against))
 
 

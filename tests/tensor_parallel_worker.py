@@ -89,7 +89,7 @@ def run(folder: Path) -> dict[str, Any]:
         folder / "model", dtype=torch.float64, distributed_config=DistributedConfig(tp_size=size)
     )
     eight = lade.Config(max_draft_tokens=8)
-    rejection = lade.Config(max_draft_tokens=8, verifier="rejection")
+    rejection = lade.Config(max_draft_tokens=8, acceptance="rejection")
     outcomes: dict[str, Any] = {}
     for rows, prompt in (("one row", ONE), ("three rows", THREE)):
         for mode in MODES:

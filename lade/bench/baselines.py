@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.settings import Settings
-from lade.config import Config, Way
+from lade.config import Config, Verification
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
@@ -57,7 +57,7 @@ class MethodInfo(NamedTuple):
     make: Callable[[Config | None], Method]
     description: str
     is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
-    way: Way | None = None  # of verifying, where it has one of its own
+    verification: Verification | None = None  # of verifying, where it has one of its own
     #: What drafts in it, new, from what is known of the target before, if it uses that; None where
     #: nothing does that can be had without a model.
     drafter: "Callable[[SuccessorTable | None], Drafter] | None" = None

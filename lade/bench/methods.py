@@ -10,7 +10,7 @@ from typing import Any
 
 from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
 from lade.bench.rivals.catalogue import RIVALS, Rival
-from lade.config import SPECULATING, Config, Lookahead, Way
+from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafting.drafter import Drafter
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.hf.doors import generate
@@ -59,11 +59,11 @@ class Lade:
         )
 
 
-def _verifying_by(way: Way) -> MethodInfo:
+def _verifying_by(verification: Verification) -> MethodInfo:
     return MethodInfo(
-        lambda config: Lade(replace(config or Config(), target=way), NGramPool()),
-        f"as lade, drafts verified by {way}",
-        way=way,
+        lambda config: Lade(replace(config or Config(), verification=verification), NGramPool()),
+        f"as lade, drafts verified by {verification}",
+        verification=verification,
         is_default=False,
     )
 
@@ -82,7 +82,7 @@ def _drafting_as(rival: Rival) -> MethodInfo:
         make,
         f"{rival.description}; {rival.max_draft_tokens} draft tokens, or max_draft_tokens",
         # A window needs the model.
-        drafter=None if rival.lookahead else lambda prior: rival.make_drafter(),
+        drafter=None if rival.lookahead else lambda prewarmed: rival.make_drafter(),
         is_default=False,
     )
 
@@ -93,24 +93,24 @@ METHODS: dict[str, MethodInfo] = {
     "lade": MethodInfo(
         lambda config: Lade(config, NGramPool()),
         "lade, one pool for all prompts of a pass",
-        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
     ),
     "lade_fresh": MethodInfo(
         lambda config: Lade(config),
         "lade, a new and empty pool for each prompt or batch",
-        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
         is_fresh=True,
     ),
     "lade_untabled": MethodInfo(
         lambda config: Lade(replace(config or Config(), uses_table=False), NGramPool()),
         "as lade, without the table that lade prewarm made",
-        drafter=lambda prior: PoolDrafter(NGramPool()),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool()),
         is_default=False,
     ),
     "lade_stable": MethodInfo(
         lambda config: Lade(replace(config or Config(), stable_text=True), NGramPool()),
         "as lade, with text that does not depend on the pool, in half precision either",
-        drafter=lambda prior: PoolDrafter(NGramPool(), prior=prior),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
         is_default=False,
     ),
     "lade_lookahead": MethodInfo(
@@ -118,6 +118,6 @@ METHODS: dict[str, MethodInfo] = {
         "as lade, with a lookahead window of W=7, N=5 in every forward",
         is_default=False,
     ),
-    **{f"lade_{way}": _verifying_by(way) for way in SPECULATING},
+    **{f"lade_{verification}": _verifying_by(verification) for verification in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},
 }

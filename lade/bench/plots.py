@@ -70,8 +70,8 @@ def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
             lines.setdefault(point.label(num_passes) + note, []).append(point)
     figure, axes = _figure(width=6.0)
     for label, line in lines.items():
-        in_order = sorted(line, key=lambda point: point.max_nodes)
-        counts = [point.max_nodes for point in in_order]
+        in_order = sorted(line, key=lambda point: point.max_draft_tokens)
+        counts = [point.max_draft_tokens for point in in_order]
         values = [point.mean_accepted_tokens for point in in_order]
         style = "--" if in_order[0].group == LOOPS else "-"
         axes.plot(counts, values, style, marker="o", label=label)

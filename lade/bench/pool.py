@@ -34,7 +34,7 @@ class PoolTiming(NamedTuple):
     bytes_per_token: float
 
 
-def time_pool(num_tokens: int, max_nodes: int = 32, seed: int = 0) -> PoolTiming:
+def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> PoolTiming:
     """Fill a pool with synthetic text to its capacity, and time it there.
 
     The text draws tokens of a 49,152-token vocabulary by Zipf's law and copies a span of 60 tokens
@@ -56,14 +56,14 @@ def time_pool(num_tokens: int, max_nodes: int = 32, seed: int = 0) -> PoolTiming
     for end in rng.integers(10, num_tokens, _NUM_DRAFTS).tolist():
         context = held[end - 8 : end].tolist()
         start_sec = perf_counter()
-        draft = pool.draft(context, max_nodes)
+        draft = pool.draft(context, max_draft_tokens)
         draft_us.append((perf_counter() - start_sec) * 1e6)
         num_nodes.append(len(draft))
         step = held[end - 3 : end].tolist()
         start_sec = perf_counter()
         pool.observe(step)
         step_us.append((perf_counter() - start_sec) * 1e6)
-    steps = _time_steps(pool, held, max_nodes, rng)
+    steps = _time_steps(pool, held, max_draft_tokens, rng)
     return PoolTiming(
         num_tokens=num_tokens,
         observe_prompt_us=observe_prompt_us,
@@ -85,14 +85,14 @@ def as_json(timings: list[PoolTiming]) -> list[dict[str, Any]]:
 
 
 def _time_steps(
-    pool: NGramPool, held: NDArray[np.int64], max_nodes: int, rng: np.random.Generator
+    pool: NGramPool, held: NDArray[np.int64], max_draft_tokens: int, rng: np.random.Generator
 ) -> list[float]:
     """Time all that a step does but running the target, in microseconds."""
-    prior = SuccessorTable(2 * _TABLE_CONTEXTS)
+    prewarmed = SuccessorTable(2 * _TABLE_CONTEXTS)
     last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
     pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)
-    prior.put(pairs, *_successors(len(pairs), rng))
-    drafter, budget = PoolDrafter(pool, prior=prior), MeasuredBudget()
+    prewarmed.put(pairs, *_successors(len(pairs), rng))
+    drafter, budget = PoolDrafter(pool, prewarmed=prewarmed), MeasuredBudget()
     sequence = drafter.open(held[:300].tolist())
     us: list[float] = []
     for end in rng.integers(100, len(held), _NUM_DRAFTS).tolist():
@@ -100,7 +100,7 @@ def _time_steps(
         emitted = held[end - 2 : end].tolist()
         successors = _successors(1 + _NUM_VERIFIED, rng)
         start_sec = perf_counter()
-        draft = drafter.draft(sequence, committed, max_nodes)
+        draft = drafter.draft(sequence, committed, max_draft_tokens)
         budget.num_nodes([draft.probs.tolist()], 0)
         verified = draft.first(_NUM_VERIFIED)
         token_ids = [committed[-1], *verified.token_ids.tolist()]

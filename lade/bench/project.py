@@ -67,9 +67,9 @@ class Projection(NamedTuple):
 
     results: str  # the name of its file
     label: str  # the method, with the pass where there are several
-    max_nodes: int
+    max_draft_tokens: int
     mean_accepted_tokens: float
-    step_cost: float  # of 1 + max_nodes tokens, in steps of one token
+    step_cost: float  # of 1 + max_draft_tokens tokens, in steps of one token
     speedup: float
     is_best: bool  # of all draft sizes of this method
 
@@ -126,11 +126,13 @@ def project(results: str, measured: Sequence[Point], costs: StepCosts) -> list[P
     plain_sec = costs.sec(1)
     made = []
     for point in measured:
-        step_cost = costs.sec(1 + point.max_nodes) / plain_sec
+        step_cost = costs.sec(1 + point.max_draft_tokens) / plain_sec
         mat = point.mean_accepted_tokens
         label = point.label(num_passes)
         made.append(
-            Projection(results, label, point.max_nodes, mat, step_cost, mat / step_cost, False)
+            Projection(
+                results, label, point.max_draft_tokens, mat, step_cost, mat / step_cost, False
+            )
         )
     best: dict[str, Projection] = {}
     for each in made:
@@ -144,7 +146,12 @@ def table(made: Sequence[Projection], costs_name: str) -> Sheet:
     sections: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for each in made:
         cells = (
-            *(each.results, each.label, str(each.max_nodes), f"{each.mean_accepted_tokens:.2f}"),
+            *(
+                each.results,
+                each.label,
+                str(each.max_draft_tokens),
+                f"{each.mean_accepted_tokens:.2f}",
+            ),
             *(f"{each.step_cost:.2f}", speedup_text(each.speedup), "best" if each.is_best else ""),
         )
         sections.setdefault((each.results, each.label), []).append(cells)

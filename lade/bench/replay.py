@@ -32,7 +32,7 @@ class Replay(NamedTuple):
 
     trace: Trace
     method: str
-    max_nodes: int
+    max_draft_tokens: int
     num_pass: int
     stats: DecodeStats
 
@@ -58,7 +58,7 @@ def replay(
     node_counts: Sequence[int],
     *,
     num_passes: int = 1,
-    prior: SuccessorTable | None = None,
+    prewarmed: SuccessorTable | None = None,
     replays: list[Replay],
     on_replay: Callable[[Replay], None] = lambda replay: None,
 ) -> None:
@@ -72,7 +72,7 @@ def replay(
         methods: of `replayable`.
         node_counts: the greatest numbers of nodes in a draft.
         num_passes: how often to replay all of it.
-        prior: the table that `lade.prewarm` made for the target, for methods that use one.
+        prewarmed: the table that `lade.prewarm` made for the target, for methods that use one.
         replays: gets the results.
         on_replay: told of each one.
 
@@ -80,22 +80,22 @@ def replay(
         ValueError: a drafter wants to know more successors than were recorded.
     """
     for name in methods:
-        for max_nodes in node_counts:
-            drafter = _make(name, prior)
+        for max_draft_tokens in node_counts:
+            drafter = _make(name, prewarmed)
             _check_successors(name, drafter, recorded)
             for num_pass in range(num_passes):
                 for trace in recorded.traces:
                     if METHODS[name].is_fresh:
-                        drafter = _make(name, prior)
-                    stats = replay_trace(trace, drafter, max_nodes, recorded)
-                    replays.append(Replay(trace, name, max_nodes, num_pass, stats))
+                        drafter = _make(name, prewarmed)
+                    stats = replay_trace(trace, drafter, max_draft_tokens, recorded)
+                    replays.append(Replay(trace, name, max_draft_tokens, num_pass, stats))
                     on_replay(replays[-1])
 
 
 def replay_trace(
     trace: Trace,
     drafter: Drafter,
-    max_nodes: int,
+    max_draft_tokens: int,
     recorded: Traces,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> DecodeStats:
@@ -104,7 +104,8 @@ def replay_trace(
     Args:
         trace: of `recorded`.
         drafter: is fed the prompt and the answer.
-        max_nodes: the greatest number of nodes in a draft; all that the drafter has are verified.
+        max_draft_tokens: the most that a draft may have; all that the drafter proposes are
+            verified.
         recorded: has the limits of the recording.
         on_step: told of every step after prefill.
     """
@@ -125,7 +126,7 @@ def replay_trace(
         while (length := len(committed)) < len(token_ids):
             with stats.timed("draft"):
                 room = max_length - length - 1
-                draft = proposer.propose(_ROW, committed, committed, room, max_nodes)
+                draft = proposer.propose(_ROW, committed, committed, room, max_draft_tokens)
             step = _verified(draft, token_ids, length)
             with stats.timed("commit"):
                 committed += step.token_ids
@@ -172,10 +173,10 @@ def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
     proposer.harvest(_ROW, trace.token_ids[: start + 1], tree, successors)
 
 
-def _make(name: str, prior: SuccessorTable | None) -> Drafter:
+def _make(name: str, prewarmed: SuccessorTable | None) -> Drafter:
     make = METHODS[name].drafter
     assert make is not None
-    return make(prior)
+    return make(prewarmed)
 
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:

@@ -23,12 +23,12 @@ class Point(NamedTuple):
 
     group: str  # a category, or all answers but those that loop, or those
     method: str
-    max_nodes: int  # draft tokens
+    max_draft_tokens: int  # draft tokens
     num_pass: int
     num_answers: int
     num_tokens: int
     mean_accepted_tokens: float
-    nodes_per_step: float
+    draft_tokens_per_step: float
     acceptance_rate: float
     correction_rate: float
     draft_sec_per_step: float
@@ -44,7 +44,7 @@ def points(replays: Sequence[Replay]) -> list[Point]:
     for group, part in groups(replays).items():
         by_run: dict[tuple[str, int, int], list[Replay]] = {}
         for replay in part:
-            run = (replay.method, replay.max_nodes, replay.num_pass)
+            run = (replay.method, replay.max_draft_tokens, replay.num_pass)
             by_run.setdefault(run, []).append(replay)
         for run, of_run in by_run.items():
             stats = DecodeStats()
@@ -57,7 +57,7 @@ def points(replays: Sequence[Replay]) -> list[Point]:
                     num_answers=len(of_run),
                     num_tokens=stats.num_tokens,
                     mean_accepted_tokens=stats.mean_accepted_tokens,
-                    nodes_per_step=stats.nodes_per_step,
+                    draft_tokens_per_step=stats.draft_tokens_per_step,
                     acceptance_rate=stats.acceptance_rate,
                     correction_rate=stats.correction_rate,
                     draft_sec_per_step=stats.draft_sec_per_step,
@@ -96,9 +96,9 @@ def _cells(point: Point, num_passes: int) -> tuple[str, ...]:
     return (
         f"{point.group} ({point.num_answers})",
         point.label(num_passes),
-        str(point.max_nodes),
+        str(point.max_draft_tokens),
         f"{point.mean_accepted_tokens:.2f}",
-        f"{point.nodes_per_step:.1f}",
+        f"{point.draft_tokens_per_step:.1f}",
         share_text(point.acceptance_rate),
         share_text(point.correction_rate),
         msec_text(point.draft_sec_per_step),

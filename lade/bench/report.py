@@ -117,8 +117,8 @@ def table_of_files(paths: Sequence[Path]) -> Sheet:
         )
         hardware = environment["gpu"] if "cuda" in settings["device"] else environment["cpu"]
         parts = [settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads"]
-        if settings.get("target") is not None:  # older results do not know
-            parts.append(f"verification: {settings['target']}")
+        if settings.get("verification") is not None:  # older results do not know
+            parts.append(f"verification: {settings['verification']}")
         captions.append(f"{path.stem}: {', '.join(parts)}, {environment['date']}")
     headings = ("results", "decoding", "prompts", "method", *_SUMMARY_COLUMNS)
     return Sheet("Loops left out", headings, 4, sections, "\n".join(captions))
@@ -130,7 +130,7 @@ def cells(summary: Summary) -> tuple[str, ...]:
         f"{summary.tokens_per_sec:.1f}",
         speedup_text(summary.speedup),
         f"{summary.mean_accepted_tokens:.2f}",
-        f"{summary.nodes_per_step:.1f}",
+        f"{summary.draft_tokens_per_step:.1f}",
         share_text(summary.same_text),
         share_text(summary.acceptance_rate),
         share_text(summary.correction_rate),

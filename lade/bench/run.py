@@ -50,7 +50,7 @@ class Summary(NamedTuple):
     tokens_per_sec: float
     speedup: float | None  # over plain, in the same pass; None without plain
     mean_accepted_tokens: float  # per step of a row, so that plain is 1.00 at any batch size
-    nodes_per_step: float  # per step of a row, too
+    draft_tokens_per_step: float  # per step of a row, too
     same_text: float | None  # share of sequences with plain's text; None without plain
     # As `DecodeStats` counts them; None for methods that do not have it.
     acceptance_rate: float | None = None
@@ -74,7 +74,7 @@ def warm_up_methods(
             warm_up(loaded, METHODS[name].make(config), settings)
         except UnsupportedModelError as error:
             left_out[name] = str(error)
-            if METHODS[name].way is None or len(left_out) == len(methods):
+            if METHODS[name].verification is None or len(left_out) == len(methods):
                 raise
     return left_out
 
@@ -186,7 +186,7 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         speedup=speedup,
         # The first token of each row is the prefill's.
         mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
-        nodes_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
+        draft_tokens_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
         acceptance_rate=None if stats is None else stats.acceptance_rate,
         correction_rate=None if stats is None else stats.correction_rate,

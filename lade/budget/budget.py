@@ -18,7 +18,7 @@ class Budget(Protocol):
     """Decides the size of the tree; it can change the speed of decoding, never the text."""
 
     @property
-    def max_nodes(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The greatest number of draft nodes worth asking for."""
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
@@ -51,8 +51,8 @@ class Budget(Protocol):
 class FixedBudget:
     """Verify up to a given number of nodes, whatever they cost: for runs that repeat exactly."""
 
-    def __init__(self, max_nodes: int) -> None:
-        self.max_nodes = max_nodes
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the size of the largest draft."""
@@ -71,7 +71,7 @@ class FixedBudget:
 
 _FADING = 0.9  # of what was verified before, a step
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
-_MAX_NODES = 63
+_MAX_DRAFT_TOKENS = 63
 
 
 class PricedBudget:
@@ -83,7 +83,7 @@ class PricedBudget:
             between the last two.
     """
 
-    max_nodes = _MAX_NODES
+    max_draft_tokens = _MAX_DRAFT_TOKENS
 
     def __init__(self, step_costs: Mapping[int, float]) -> None:
         self._sizes = np.array(sorted(step_costs), np.float64)
@@ -141,15 +141,17 @@ class MeasuredBudget:
     """
 
     def __init__(self) -> None:
-        self._recent_most = float(_MAX_NODES)  # nodes that were verified lately, the most of them
+        self._recent_most = float(
+            _MAX_DRAFT_TOKENS
+        )  # nodes that were verified lately, the most of them
         self._costs: dict[int, Costs] = {}  # by the batch size's number of bits
         self._trust = Trust()
         self._rows: dict[int, _Row] = {}  # those that the next step asks about
 
     @property
-    def max_nodes(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Twice what was verified lately: every node that is asked for takes time, used or not."""
-        return min(_MAX_NODES, _LEAST_ASKED + int(2 * self._recent_most))
+        return min(_MAX_DRAFT_TOKENS, _LEAST_ASKED + int(2 * self._recent_most))
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""

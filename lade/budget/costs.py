@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 # Sizes of a forward, in tokens of one row, that are chosen from and measured: few, so that each is
-# soon known. Those beyond `_MAX_NODES` come about with pending tokens; larger ones count as 256.
+# soon known. Those beyond `_MAX_DRAFT_TOKENS` come about with pending tokens; larger ones count as
+# 256.
 SIZES = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64),
     *(80, 96, 128, 192, 256),

@@ -83,8 +83,8 @@ def run(
     left_out = left_out | warm_up_methods(loaded, methods, settings, config)
     methods = [name for name in methods if name not in left_out]
     target = None
-    if any(name not in BASELINES and METHODS[name].way is None for name in methods):
-        target = config.target or probe(loaded.model, num_rows=settings.num_rows).target
+    if any(name not in BASELINES and METHODS[name].verification is None for name in methods):
+        target = config.verification or probe(loaded.model, num_rows=settings.num_rows).verification
     num_calls = len(in_batches(prompts, settings.batch_size)) * num_passes
     results: list[Result] = []
     stopped_by: BaseException | None = None
@@ -121,7 +121,7 @@ def run(
         "keep": keep,
         "interrupted": stopped_by is not None,
         "config": asdict(config),
-        "target": target,  # of lade where the method fixes none; else None
+        "verification": target,  # of lade where the method fixes none; else None
     }
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     if target is not None:
@@ -251,7 +251,7 @@ def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> 
     print_sheet(Sheet(title, headings, 1, [rows], caption))
     if stopped_by is not None:
         console.print(f"stopped after {len(timings)} of {len(sizes)} sizes")
-    settings = {"max_nodes": max_draft_tokens, "interrupted": stopped_by is not None}
+    settings = {"max_draft_tokens": max_draft_tokens, "interrupted": stopped_by is not None}
     content = {"environment": environment(), "settings": settings}
     write_result(json_path, {**content, "timings": as_json(timings)})
     if stopped_by is not None:

@@ -73,7 +73,7 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
     _tell_verification(out, found)
     measured: list[Measured] = []
     stopped_by: BaseException | None = None
-    why_not = "lade decodes the model plainly" if found.target == "plain" else None
+    why_not = "lade decodes the model plainly" if found.verification == "plain" else None
     if seconds <= 0:
         why_not = why_not or "not asked for"
     if why_not is None:
@@ -182,10 +182,10 @@ def _described(loaded: LoadedModel) -> str:
 
 
 def _tell_verification(out: Console, found: Probe) -> None:
-    out.print(f"\n[bold]Verification[/bold] by {_LABELS[found.target]}")
+    out.print(f"\n[bold]Verification[/bold] by {_LABELS[found.verification]}")
     out.print(f"[dim]  attention {found.attention}, execution {found.execution}[/dim]")
-    for way, reason in found.reasons.items():
-        out.print(Padding(f"not by {way}: {reason}", (0, 0, 0, 2)), markup=False)
+    for verification, reason in found.reasons.items():
+        out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
 
 
 def _tell_speed(
@@ -236,7 +236,7 @@ def _as_json(
             "threads": torch.get_num_threads(),
             "interrupted": was_interrupted,
         },
-        "verification": found.target,
+        "verification": found.verification,
         "attention": found.attention,
         "execution": found.execution,
         "reasons": dict(found.reasons),

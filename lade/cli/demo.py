@@ -95,7 +95,7 @@ def run(
         settings: dict[str, Any] = {"model": Path(loaded.name).name, "dtype": dtype}
         settings |= {"device": str(model.device), "threads": str(torch.get_num_threads())}
         settings |= {"max_new_tokens": str(max_new_tokens), "interrupted": stopped_by is not None}
-        settings["target"] = config.target or probe(model).target
+        settings["verification"] = config.verification or probe(model).verification
         content = {"environment": environment(), "settings": settings}
         write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
         out.print(f"[dim]written to {json_path}[/dim]")
@@ -226,7 +226,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{lade_rate:.1f}",
         f"{lade_rate / plain_rate:.2f}x",
         f"{row.stats.mean_accepted_tokens:.2f}",
-        f"{row.stats.nodes_per_step:.1f}",
+        f"{row.stats.draft_tokens_per_step:.1f}",
         verdict(row.difference),
     )
 

@@ -30,7 +30,7 @@ class Dtype(StrEnum):
 
 
 class Verification(StrEnum):
-    """Ways of verifying drafts, as `lade.config.WAYS` has them."""
+    """Ways of verifying drafts, as `lade.config.VERIFICATIONS` has them."""
 
     tree = "tree"
     rows = "rows"
@@ -192,7 +192,7 @@ def make_config(max_draft_tokens: int | None, verification: Verification | None)
     from lade.config import Config
 
     return Config(
-        max_draft_tokens=max_draft_tokens, target=verification.value if verification else None
+        max_draft_tokens=max_draft_tokens, verification=verification.value if verification else None
     )
 
 

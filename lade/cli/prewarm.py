@@ -47,8 +47,10 @@ def _refuse_plain(model: Any) -> None:
 
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     found = probe(model)
-    if found.target == "plain":
-        reasons = "; ".join(f"{way}: {reason}" for way, reason in found.reasons.items())
+    if found.verification == "plain":
+        reasons = "; ".join(
+            f"{verification}: {reason}" for verification, reason in found.reasons.items()
+        )
         raise UnsupportedModelError(
             f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
         )

@@ -124,7 +124,7 @@ def replay(
     from lade.prewarming.tables import load_table
 
     recorded = read_traces(traces_path)
-    prior = None if table_path is None else load_table(table_path, recorded.vocab_size)
+    prewarmed = None if table_path is None else load_table(table_path, recorded.vocab_size)
     num_replays = len(methods) * len(draft_sizes) * num_passes * len(recorded.traces)
     replays: list[Replay] = []
     stopped_by: BaseException | None = None
@@ -136,7 +136,7 @@ def replay(
                 methods,
                 draft_sizes,
                 num_passes=num_passes,
-                prior=prior,
+                prewarmed=prewarmed,
                 replays=replays,
                 on_replay=lambda each: bars.advance(task),
             )
@@ -148,9 +148,9 @@ def replay(
         "traces": {**prompts_fingerprint(traces_path), "num": len(recorded.traces)},
         "recorded": {"settings": recorded.settings, "environment": recorded.environment},
         "methods": {name: METHODS[name].description for name in methods},
-        "max_nodes": draft_sizes,
+        "max_draft_tokens": draft_sizes,
         "passes": num_passes,
-        "num_table_contexts": None if prior is None else len(prior),
+        "num_table_contexts": None if prewarmed is None else len(prewarmed),
         "interrupted": stopped_by is not None,
     }
     measured = points(replays)

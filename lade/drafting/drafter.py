@@ -19,8 +19,8 @@ class Drafter(Protocol):
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence with its prompt and return a handle for it."""
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
-        """Propose at most `max_nodes` nodes after `committed`, prompt included; best first.
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        """Propose at most `max_draft_tokens` tokens after `committed`, prompt included; best first.
 
         Where a grammar forces the next tokens, `committed` ends with those, observed or not.
         """
@@ -37,9 +37,13 @@ class SamplingDrafter(Drafter, Protocol):
     """Can also draw its drafts at random and tell the distribution of each token."""
 
     def sample(
-        self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        max_draft_tokens: int,
+        rng: np.random.Generator,
     ) -> SampledDraft:
-        """Draw at most `max_nodes` nodes after `committed`, in an order that keeps `first` fair."""
+        """Draw at most `max_draft_tokens` tokens after `committed`, in an order fair to `first`."""
 
 
 @runtime_checkable
@@ -91,7 +95,7 @@ class NoDrafter:
         """Begin a sequence."""
         return 0
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose nothing."""
         return Draft.empty()
 

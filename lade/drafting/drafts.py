@@ -61,12 +61,12 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
     )
 
 
-def checked(draft: object, max_nodes: int) -> Draft:
+def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Return the draft of a drafter, its depths counted anew, or raise where it is none.
 
     Args:
         draft: what a drafter returned.
-        max_nodes: nodes beyond so many are left out.
+        max_draft_tokens: nodes beyond so many are left out.
 
     Raises:
         TypeError: it is no `Draft`, or its arrays are not of numbers.
@@ -89,7 +89,7 @@ def checked(draft: object, max_nodes: int) -> Draft:
             )
         if len(array) and not np.issubdtype(array.dtype, kind):
             raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
-    num_nodes = min(len(token_ids), max_nodes)
+    num_nodes = min(len(token_ids), max_draft_tokens)
     parents, probs = parents[:num_nodes].astype(np.int32), probs[:num_nodes].astype(np.float64)
     if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
         raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")

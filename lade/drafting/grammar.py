@@ -18,7 +18,7 @@ _MAX_PIECES = 16
 
 
 @runtime_checkable
-class Foresight(Protocol):
+class ForcedTokens(Protocol):
     """Knows what a logits processor will enforce. Any processor may have this method itself."""
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
@@ -34,15 +34,15 @@ class Foresight(Protocol):
         """
 
 
-def foresight_of(processors: Iterable[object]) -> Foresight | None:
-    """Return the foresight of the first processor that has any, None if there is none.
+def forced_tokens_of(processors: Iterable[object]) -> ForcedTokens | None:
+    """Return the grammar of the first processor that has any, None if there is none.
 
     Known are `forced_tokens` methods, `prefix_allowed_tokens_fn` and `xgrammar.contrib.hf`.
     """
     # Whoever holds such a processor has imported its module.
     xgrammar = sys.modules.get("xgrammar.contrib.hf")
     for processor in processors:
-        if isinstance(processor, Foresight):
+        if isinstance(processor, ForcedTokens):
             return processor
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
             return _PrefixForesight(processor)

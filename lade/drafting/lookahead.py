@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.config import Lookahead
-from lade.tree import Cells
+from lade.tree import SideNodes
 
 
 class Window:
@@ -72,7 +72,7 @@ class Window:
     def _is_filling(self) -> bool:
         return len(self._iterations) < self._ngram_size - 1
 
-    def cells(self) -> Cells:
+    def cells(self) -> SideNodes:
         """Lay the window out as nodes behind the root."""
         sizes = [*map(len, self._iterations)]
         iterations = np.repeat(np.arange(len(sizes)), sizes)
@@ -81,7 +81,7 @@ class Window:
         before = (iterations == 0) & (columns < columns[:, None])
         above = (columns == columns[:, None]) & (iterations <= iterations[:, None])
         token_ids = [token_id for iteration in self._iterations for token_id in iteration]
-        return Cells(token_ids, (iterations + columns).tolist(), before | above)
+        return SideNodes(token_ids, (iterations + columns).tolist(), before | above)
 
     def advance(self, root_token_id: int, token_ids: Sequence[int]) -> NDArray[np.int32]:
         """Take in the next iteration and move on by one place.

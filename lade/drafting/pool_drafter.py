@@ -16,7 +16,8 @@ class PoolDrafter:
     Args:
         pool: learns from all sequences.
         max_candidates: G, the greatest number of paths of a draft; None for no limit.
-        prior: what the target finds likely behind single tokens and pairs, as `lade.prewarm` found.
+        prewarmed: the successors that the target finds likely after single tokens and pairs, as
+            `lade.prewarm` found them.
     """
 
     num_successors = DEFAULT_NUM_SUCCESSORS
@@ -25,17 +26,17 @@ class PoolDrafter:
         self,
         pool: NGramPool,
         max_candidates: int | None = None,
-        prior: SuccessorTable | None = None,
+        prewarmed: SuccessorTable | None = None,
     ) -> None:
         self.pool = pool
         self._max_candidates = max_candidates
-        self._prior = prior
+        self._prewarmed = prewarmed
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     @property
-    def has_prior(self) -> bool:
+    def has_prewarmed(self) -> bool:
         """Whether a table is known that was made before."""
-        return self._prior is not None
+        return self._prewarmed is not None
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Feed the prompt as a sequence of its own.
@@ -45,7 +46,7 @@ class PoolDrafter:
         """
         prompt = tuple(prompt_ids)
         new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
-        sequence = self.pool.open_sequence(self._prior)
+        sequence = self.pool.open_sequence(self._prewarmed)
         try:
             self.pool.observe(new, sequence)
         except BaseException:
@@ -54,17 +55,21 @@ class PoolDrafter:
         self._open_prompts[sequence] = prompt
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Look the last tokens up in all that the pool holds."""
         context = committed[-self.pool.max_match :]
-        return self.pool.draft(context, max_nodes, self._max_candidates, sequence)
+        return self.pool.draft(context, max_draft_tokens, self._max_candidates, sequence)
 
     def sample(
-        self, sequence: int, committed: Sequence[int], max_nodes: int, rng: np.random.Generator
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        max_draft_tokens: int,
+        rng: np.random.Generator,
     ) -> SampledDraft:
         """Draw from what may follow the last tokens by all that the pool holds."""
         context = committed[-self.pool.max_match :]
-        return self.pool.sample(context, max_nodes, rng, self._max_candidates, sequence)
+        return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
 
     def harvest(
         self,
@@ -114,4 +119,4 @@ def has_table(drafter: Drafter) -> bool:
     Then it learns nothing from the ends of prompts: that took more time (0.7 % of an answer) than
     it saved.
     """
-    return isinstance(drafter, PoolDrafter) and drafter.has_prior
+    return isinstance(drafter, PoolDrafter) and drafter.has_prewarmed

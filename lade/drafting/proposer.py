@@ -17,7 +17,7 @@ from lade.drafting.drafter import (
     num_successors_of,
 )
 from lade.drafting.drafts import after, checked, narrowed
-from lade.drafting.grammar import Foresight
+from lade.drafting.grammar import ForcedTokens
 from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning
 from lade.tree import Tree
@@ -49,7 +49,7 @@ class Proposer:
         drafter: fed by the caller through `open` and `observe`.
         vocab_size: no token id of a draft may reach it.
         max_candidates: paths of a draft that the target can verify at once; None for any number.
-        foresight: of the grammar that constrains the text, if there is one.
+        grammar: of the grammar that constrains the text, if there is one.
         rngs: one for each row, to draw drafts with; None to take the likeliest.
         is_strict: let what the drafter raises through, for those who write one.
     """
@@ -59,7 +59,7 @@ class Proposer:
         drafter: Drafter,
         vocab_size: int,
         max_candidates: int | None = None,
-        foresight: Foresight | None = None,
+        grammar: ForcedTokens | None = None,
         rngs: Sequence[np.random.Generator] | None = None,
         is_strict: bool = False,
     ) -> None:
@@ -68,7 +68,7 @@ class Proposer:
         self._has_failed = False
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
-        self._foresight = foresight
+        self._grammar = grammar
         # Asked once: to look for the methods of a protocol takes 30 µs.
         self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
         self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
@@ -168,7 +168,12 @@ class Proposer:
             return instead
 
     def propose(
-        self, row: int, committed: Sequence[int], context: Sequence[int], room: int, max_nodes: int
+        self,
+        row: int,
+        committed: Sequence[int],
+        context: Sequence[int],
+        room: int,
+        max_draft_tokens: int,
     ) -> Draft:
         """Return what could follow, likeliest first.
 
@@ -176,14 +181,14 @@ class Proposer:
             committed: the row, padding included, as logits processors see it.
             context: the row as the drafter sees it.
             room: the greatest depth that the target can run.
-            max_nodes: the greatest number of nodes.
+            max_draft_tokens: the most to propose.
         """
         forced: list[int] = []
         draft = Draft.empty()
-        most = min(room, max_nodes)
-        if most > 0 and self._foresight is not None:
-            forced = self._foresight.forced_tokens(row, committed, most)
-        left = max_nodes - len(forced)
+        most = min(room, max_draft_tokens)
+        if most > 0 and self._grammar is not None:
+            forced = self._grammar.forced_tokens(row, committed, most)
+        left = max_draft_tokens - len(forced)
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
             draft = self._asked(partial(self._drafted, row, context, left), draft)
@@ -205,16 +210,16 @@ class Proposer:
         sampled = self._asked(drawn, Draft.empty())
         return self._possible(after(forced, sampled) if forced else sampled, room)
 
-    def _drafted(self, row: int, context: Sequence[int], max_nodes: int) -> Draft:
-        drafted = self._drafter.draft(self._sequences[row], context, max_nodes)
-        return checked(drafted, max_nodes)
+    def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
+        drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
+        return checked(drafted, max_draft_tokens)
 
     def _drawn(
-        self, row: int, context: Sequence[int], max_nodes: int, rng: np.random.Generator
+        self, row: int, context: Sequence[int], max_draft_tokens: int, rng: np.random.Generator
     ) -> Draft:
         assert self._sampling is not None
-        drawn = self._sampling.sample(self._sequences[row], context, max_nodes, rng)
-        return checked(drawn, max_nodes)
+        drawn = self._sampling.sample(self._sequences[row], context, max_draft_tokens, rng)
+        return checked(drawn, max_draft_tokens)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

@@ -15,7 +15,7 @@ from lade.drafting.drafts import chain
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
-from lade.drafting.successors import Ranked, SentSuccessors, Successors, rank, with_probs
+from lade.drafting.successors import Ranked, Successors, SuccessorsCopy, rank, with_probs
 from lade.stats import Step
 from lade.tree import ROOT, Tree
 from ngram_pool import Draft
@@ -87,7 +87,7 @@ class Done:
 
     plan: Plan
     steps: Sequence[Step]
-    successors: SentSuccessors | None
+    successors: SuccessorsCopy | None
     cost: Cost | None  # None of the prefill
 
 
@@ -166,11 +166,11 @@ class Speculator:
 
     def _proposals(self, emitting: Sequence[int]) -> dict[int, Draft]:
         """Return all that there is to propose for the rows that emit."""
-        batch, text, max_nodes = self._batch, self._batch.text, self._budget.max_nodes
+        batch, text, max_draft_tokens = self._batch, self._batch.text, self._budget.max_draft_tokens
         working = [row for row in emitting if text.padding_of(row) is None]
         proposed = {
             row: self._proposer.propose(
-                row, text.token_ids[row], batch.contexts[row], batch.room(row), max_nodes
+                row, text.token_ids[row], batch.contexts[row], batch.room(row), max_draft_tokens
             )
             for row in working
         }
@@ -178,7 +178,7 @@ class Speculator:
             # Known padding keeps step with the others and asks for no token more.
             deepest = max(
                 (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
-                default=max_nodes,
+                default=max_draft_tokens,
             )
             for row in emitting:
                 if (padding := text.padding_of(row)) is not None:
@@ -195,7 +195,7 @@ class Speculator:
             if self._batch.text.padding_of(row) is None
         ]
         if not probs:
-            return self._budget.max_nodes
+            return self._budget.max_draft_tokens
         num_beside = max((window.num_cells for window in windows.values()), default=0)
         num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
         # What a forward of that size runs anyway may as well be draft tokens.
@@ -221,7 +221,7 @@ class Speculator:
 
     # --- behind a forward -------------------------------------------------------------------
 
-    def rank(self, logits: Tensor, ranked: Ranked | None) -> SentSuccessors | None:
+    def rank(self, logits: Tensor, ranked: Ranked | None) -> SuccessorsCopy | None:
         """Let the device find the likeliest tokens behind each node, for drafters that harvest.
 
         Args:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lade.transfer import Sent
+from lade.transfer import HostCopy
 from lade.view import counterpart, keep_attributes, with_own_hooks
 
 
@@ -68,11 +68,11 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
 _SAMPLED = 16
 
 
-class SentSuccessors:
+class SuccessorsCopy:
     """Successors on their way to the host."""
 
     def __init__(self, token_ids: Tensor, probs: Tensor) -> None:
-        self._sent = Sent(token_ids, probs)
+        self._sent = HostCopy(token_ids, probs)
 
     def get(self) -> Successors:
         """Return them, after waiting until they are there."""
@@ -80,7 +80,7 @@ class SentSuccessors:
         return Successors(token_ids.to(torch.int32).numpy(), probs.numpy())
 
 
-def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SentSuccessors:
+def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SuccessorsCopy:
     """Return the likeliest tokens of each row of logits, with about their probabilities.
 
     Args:
@@ -98,7 +98,7 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SentS
     of_others = step * others - highest.shape[-1] * least_powers
     # What is no number is not likely: a drafter may learn nothing of it, and must not fail by it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
-    return SentSuccessors(ranked.token_ids, probs)
+    return SuccessorsCopy(ranked.token_ids, probs)
 
 
 # The last tokens of a prompt whose successors are harvested. All of them accepted 1 % more tokens

@@ -19,8 +19,15 @@ from lade.attention.masks import Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.compat import Model
 from lade.errors import LadeError
-from lade.gpu.graphs import Graphs, surroundings_of
-from lade.gpu.workspace import Fit, Shape, Shelf, StaticInputs, Workspace, slots_for
+from lade.gpu.graphs import Graphs, dependencies_of
+from lade.gpu.workspace import (
+    Shape,
+    StaticInputs,
+    Workspace,
+    WorkspaceKey,
+    WorkspaceStore,
+    slots_for,
+)
 from lade.targets.base import Forward
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
@@ -37,7 +44,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 _FIRST_NEW = 2048
 
 
-def _surroundings_of_cache(device: torch.device) -> tuple[Hashable, ...]:
+def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
     """Return what decides the dtype of keys and values, and the order in which memory is used."""
     kind = device.type
     stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
@@ -63,7 +70,7 @@ class FixedTarget(TreeTarget):
     Args:
         model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as of
             a `TreeTarget`. Hidden states and attentions cannot be asked for.
-        shelf: where memory and recordings of earlier calls are kept.
+        workspace_store: where memory and recordings of earlier calls are kept.
         new_graphs: makes what records steps; None to run all of them eagerly.
         why_not_recorded: the reason for that, where they were to be recorded.
         call: runs the steps; what `torch.compile` made of the model, None for the model itself.
@@ -81,14 +88,14 @@ class FixedTarget(TreeTarget):
         generation_config: GenerationConfig | None = None,
         attention: str | None = None,
         *,
-        shelf: Shelf,
+        workspace_store: WorkspaceStore,
         new_graphs: Callable[[], Graphs] | None = None,
         why_not_recorded: str | None = None,
         call: Any = None,
         variant: Hashable = None,
         widths: Sequence[int] = WIDTHS,
     ) -> None:
-        self._shelf = shelf
+        self._shelf = workspace_store
         self._variant = variant
         self._new_graphs = new_graphs
         self._why_not_recorded = why_not_recorded
@@ -117,7 +124,7 @@ class FixedTarget(TreeTarget):
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         num_rows = self._input_ids.shape[0]
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        fit = Fit(num_rows, (*kinds,), _surroundings_of_cache(self.device), self._variant)
+        fit = WorkspaceKey(num_rows, (*kinds,), _dependencies_of_cache(self.device), self._variant)
         kept = self._shelf.take(fit, room)
         if kept is None:
             cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
@@ -133,17 +140,17 @@ class FixedTarget(TreeTarget):
         """
         workspace = self._workspace
         if self._new_graphs is None:
-            workspace.graphs, workspace.surroundings = None, ()
+            workspace.graphs, workspace.dependencies = None, ()
             return
-        surroundings = surroundings_of(self._model)
-        if workspace.graphs is None or surroundings != workspace.surroundings:
-            workspace.graphs, workspace.surroundings = self._new_graphs(), surroundings
+        dependencies = dependencies_of(self._model)
+        if workspace.graphs is None or dependencies != workspace.dependencies:
+            workspace.graphs, workspace.dependencies = self._new_graphs(), dependencies
 
     @property
-    def is_typical(self) -> bool:
+    def is_timing_valid(self) -> bool:
         """Whether the last forward was neither recorded nor will be replayed faster."""
         graphs = self._workspace.graphs
-        return graphs is None or graphs.is_typical
+        return graphs is None or graphs.is_timing_valid
 
     @property
     def records(self) -> bool:

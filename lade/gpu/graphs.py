@@ -157,7 +157,7 @@ class Graphs:
         self._num_uses: dict[Hashable, int] = {}
         self._num_bytes = 0
         self._failure: str | None = None
-        self.is_typical = True  # whether the last run was as fast as others like it will be
+        self.is_timing_valid = True  # whether the last run was as fast as others like it will be
 
     def __len__(self) -> int:
         """Return how many shapes are recorded."""
@@ -183,12 +183,12 @@ class Graphs:
         """
         known = self._recordings.get(key)
         if known is not None:
-            self.is_typical = True
+            self.is_timing_valid = True
             known.replay()
             return known.output
         output = run(is_recorded=False)
         self._num_uses[key] = self._num_uses.get(key, 0) + 1
-        self.is_typical = self.reason is not None
+        self.is_timing_valid = self.reason is not None
         if self.reason is None and self._num_uses[key] > _USES_BEFORE:
             self._record(key, run, output)
         return output
@@ -245,7 +245,7 @@ def why_not_recorded(model: Model) -> str | None:
     return None
 
 
-def surroundings_of(model: Model) -> tuple[Hashable, ...]:
+def dependencies_of(model: Model) -> tuple[Hashable, ...]:
     """Return what recordings of a model depend on besides their inputs and their workspace.
 
     Where its weights lie, above all: a model that is moved or loaded anew leaves its recordings

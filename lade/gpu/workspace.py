@@ -82,12 +82,12 @@ class StaticInputs:
             self._is_sent.record(torch.cuda.current_stream(self._on_device.device))
 
 
-class Fit(NamedTuple):
+class WorkspaceKey(NamedTuple):
     """What two calls must have in common to use the same workspace."""
 
     num_rows: int
     kinds: tuple[LayerKind, ...]
-    surroundings: tuple[Hashable, ...]  # that decide the dtype of keys, and the order of work
+    dependencies: tuple[Hashable, ...]  # that decide the dtype of keys, and the order of work
     variant: Hashable  # of recordings: what is recorded, and how far it is trusted
 
 
@@ -97,14 +97,14 @@ class Workspace:
     Attributes:
         cache: of as many rows as its first call had.
         graphs: the recorded steps; None where nothing is recorded.
-        surroundings: what recordings depend on besides.
+        dependencies: what recordings depend on besides.
     """
 
-    def __init__(self, fit: Fit, cache: TreeCache) -> None:
+    def __init__(self, fit: WorkspaceKey, cache: TreeCache) -> None:
         self.fit = fit
         self.cache = cache
         self.graphs: Graphs | None = None
-        self.surroundings: tuple[Hashable, ...] = ()
+        self.dependencies: tuple[Hashable, ...] = ()
         self._inputs: dict[tuple[Any, ...], StaticInputs] = {}
         self._visible: Tensor | None = None
         self._addresses: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class Workspace:
             self.graphs.forget()
 
 
-class Shelf:
+class WorkspaceStore:
     """Keeps the workspace of a model between calls: at most one, for one call at a time.
 
     A copy of the model begins with an empty one: recordings belong to the weights that they read.
@@ -166,9 +166,9 @@ class Shelf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
-        return Shelf, ()
+        return WorkspaceStore, ()
 
-    def take(self, fit: Fit, num_slots: int) -> Workspace | None:
+    def take(self, fit: WorkspaceKey, num_slots: int) -> Workspace | None:
         """Return the workspace kept, if it fits and has room; it is the caller's then."""
         try:
             kept = self._kept.pop()

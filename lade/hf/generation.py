@@ -21,7 +21,7 @@ from lade.compat import Model, decode_plainly, mesh_of
 from lade.config import Config
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, NoDrafter, SamplingDrafter
-from lade.drafting.grammar import foresight_of
+from lade.drafting.grammar import forced_tokens_of
 from lade.drafting.pool_drafter import PoolDrafter, has_table
 from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
@@ -43,10 +43,10 @@ from lade.hf.resume import Told, finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import ColumnStream, PlainStream
 from lade.outputs import Outputs
-from lade.prewarming.tables import prior_of
+from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.call import Call, examine
-from lade.probing.factory import ChosenWay, make_target
-from lade.probing.plan import choose_way, execution_of, stable_width_of
+from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.plan import choose_verification, execution_of, stable_width_of
 from lade.probing.profile import profile_of
 from lade.probing.watch import Watching
 from lade.sampling.choice import Choice
@@ -112,39 +112,39 @@ class Generation:
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
-        way, call, target = self._plan()
+        verification, call, target = self._plan()
         if call is None or target is None:
-            self._say_why_plain(way)
+            self._say_why_plain(verification)
             return self._decode_plainly()
-        return self._decode(way, call, target)
+        return self._decode(verification, call, target)
 
     # --- how ----------------------------------------------------------------------------------
 
-    def _plan(self) -> tuple[ChosenWay, Call | None, Target | None]:
+    def _plan(self) -> tuple[VerificationPlan, Call | None, Target | None]:
         """Return how the call is decoded, and the model set up for that; no target for plainly."""
         model, config = self._model, self._config
         try:
             call = examine(model, self._profile, self._input_ids, self._options, self._model_kwargs)
-            way = choose_way(
+            verification = choose_verification(
                 model,
                 is_padded=call.is_padded,
                 cache=call.cache,
-                asked=config.target,
+                asked=config.verification,
                 excluded=call.excluded,
                 execution=self._execution,
                 why_eager=call.why_eager,
                 stable_width=stable_width_of(model, config),
                 profile=self._profile,
             )
-            if config.lookahead is not None and way.way != "tree":
-                _refuse_lookahead(model, way)
-            if way.way == "plain":
-                return way, call, None
+            if config.lookahead is not None and verification.verification != "tree":
+                _refuse_lookahead(model, verification)
+            if verification.verification == "plain":
+                return verification, call, None
             target = make_target(
                 model,
                 self._input_ids,
                 self._model_kwargs,
-                way,
+                verification,
                 call.num_new + (0 if config.lookahead is None else config.lookahead.num_cells),
                 self._options,
                 self._profile,
@@ -154,24 +154,26 @@ class Generation:
             raise
         except Exception as failure:  # whatever it is, plain decoding runs into it too, or does not
             why = f"{type(failure).__name__}: {failure}"
-            return ChosenWay("plain", None, {"tree": why}), None, None
-        return way, call, target
+            return VerificationPlan("plain", None, {"tree": why}), None, None
+        return verification, call, target
 
     def _drafter(self, target: Target) -> Drafter:
         config, drafter = self._config, self._arguments.drafter
         if drafter is None:
-            prior = prior_of(self._model, self._profile) if config.uses_table else None
+            prewarmed = (
+                prewarmed_table_of(self._model, self._profile) if config.uses_table else None
+            )
             limits = (target.max_candidates, config.max_candidates)
             max_candidates = min((limit for limit in limits if limit is not None), default=None)
             try:
                 pool = self._arguments.pool
-                return PoolDrafter(NGramPool() if pool is None else pool, max_candidates, prior)
+                return PoolDrafter(NGramPool() if pool is None else pool, max_candidates, prewarmed)
             except Exception as failure:  # no memory, no compiler: that costs the drafts alone
                 what = f"{type(failure).__name__}: {failure}"
                 text = f"lade drafts nothing, for no pool can be made ({what})"
                 self._warn_once(text, DrafterWarning)
                 return NoDrafter()
-        draws = config.verifier == "rejection" and isinstance(drafter, SamplingDrafter)
+        draws = config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
         if draws and target.max_candidates is not None:
             # Which of the drawn paths to leave out is the drafter's to say.
             raise UnsupportedOptionError(
@@ -180,19 +182,19 @@ class Generation:
             )
         return drafter
 
-    def _budget(self, way: ChosenWay) -> Budget:
+    def _budget(self, verification: VerificationPlan) -> Budget:
         config = self._config
         if config.stable_text:
-            assert way.widths is not None
+            assert verification.widths is not None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
-            most = way.widths[0] - 1 - num_beside
+            most = verification.widths[0] - 1 - num_beside
             asked = config.max_draft_tokens
             return FixedBudget(most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None:
             return FixedBudget(config.max_draft_tokens)
         if config.step_costs is not None:
             return PricedBudget(config.step_costs)
-        return self._profile.budget(way.way, way.execution)
+        return self._profile.budget(verification.verification, verification.execution)
 
     def _prompt_harvester(
         self, drafter: Drafter, proposer: Proposer, target: Target
@@ -208,7 +210,7 @@ class Generation:
 
     # --- the call ----------------------------------------------------------------------------
 
-    def _decode(self, way: ChosenWay, call: Call, target: Target) -> Any:
+    def _decode(self, verification: VerificationPlan, call: Call, target: Target) -> Any:
         """Decode with drafts; plainly from where they cannot be verified any more."""
         config, options, device = self._config, self._options, self._input_ids.device
         drafter = self._drafter(target)
@@ -229,13 +231,13 @@ class Generation:
 
         overlaps = self.policy.overlaps(device)
         rngs = None
-        if options.do_sample and config.verifier == "rejection":
+        if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
         proposer = Proposer(
             drafter,
             target.vocab_size,
             target.max_candidates,
-            foresight_of(self._processors),
+            forced_tokens_of(self._processors),
             rngs,
             config.strict_drafter,
         )
@@ -253,14 +255,14 @@ class Generation:
                 num_ranked=proposer.num_successors,
                 ahead=overlaps,
             )
-        is_joint = stop.is_joint or processors.is_joint or target.is_joint
+        is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
         limits = Limits(
             max_length=call.max_length,
             stop=stop,
-            is_lockstep=is_joint,
+            is_lockstep=is_lockstep,
             # A row that leaves would change the forwards of the others.
             keeps_finished=(
-                is_joint or text.pad_token_id is None or len(outputs) > 0 or config.stable_text
+                is_lockstep or text.pad_token_id is None or len(outputs) > 0 or config.stable_text
             ),
             fills_cache=self._returns_dict or self._is_users_cache,
         )
@@ -270,7 +272,9 @@ class Generation:
         decoder = Decoder(
             batch,
             target,
-            Speculator(batch, proposer, self._budget(way), target, config.lookahead, ranks),
+            Speculator(
+                batch, proposer, self._budget(verification), target, config.lookahead, ranks
+            ),
             choice,
             emit,
             outputs,
@@ -284,14 +288,16 @@ class Generation:
             emit(told.missing(stats))
             if not all(text.is_finished):
                 target.undo()
-                return self._go_on_plainly(way, decoder.failure, stats, text, outputs, told, stream)
-            self._give_up(way, decoder.failure)
+                return self._go_on_plainly(
+                    verification, decoder.failure, stats, text, outputs, told, stream
+                )
+            self._give_up(verification, decoder.failure)
         stream.end()
         if limits.fills_cache:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
-        self._say_why_eager(way, target)
+        self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
     def _result(self, text: Text, outputs: Outputs, stats: DecodeStats) -> Any:
@@ -309,7 +315,7 @@ class Generation:
 
     def _go_on_plainly(
         self,
-        way: ChosenWay,
+        verification: VerificationPlan,
         failure: VerificationError,
         stats: DecodeStats,
         text: Text,
@@ -331,7 +337,7 @@ class Generation:
             self._arguments.on_step,
             self._model_kwargs,
         )
-        self._give_up(way, failure)  # not where plain decoding fails, too
+        self._give_up(verification, failure)  # not where plain decoding fails, too
         if not self._returns_dict:
             return output
         stats.add(rest)
@@ -381,16 +387,18 @@ class Generation:
             self._profile.warned.add(text)
             warnings.warn(text, category, stacklevel=3)
 
-    def _say_why_plain(self, way: ChosenWay) -> None:
+    def _say_why_plain(self, verification: VerificationPlan) -> None:
         """Say why there is no speed to be had; the text is not affected."""
-        if way.reasons:  # else it was asked for
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in way.reasons.items())
+        if verification.reasons:  # else it was asked for
+            reasons = "; ".join(
+                f"{name}: {reason}" for name, reason in verification.reasons.items()
+            )
             text = (
                 f"lade decodes {type(self._model).__name__} plainly, one token a forward. {reasons}"
             )
             self._warn_once(text, PlainDecodingWarning)
 
-    def _say_why_eager(self, way: ChosenWay, target: Target) -> None:
+    def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:
         """Say why steps were not executed as wished for; the text is not affected.
 
         Other ways than trees know no shapes, which is worth a word only to those who asked for
@@ -398,9 +406,9 @@ class Generation:
         """
         if self._execution == "eager":
             return
-        what, reason = "of fixed shape", way.why_eager
-        if way.way != "tree" and self._config.execution is not None:
-            reason = f"it verifies drafts by {way.way!r}"
+        what, reason = "of fixed shape", verification.why_eager
+        if verification.verification != "tree" and self._config.execution is not None:
+            reason = f"it verifies drafts by {verification.verification!r}"
         if isinstance(target, FixedTarget):
             what, reason = "recorded", target.why_not_recorded
         if reason is not None:
@@ -408,11 +416,11 @@ class Generation:
             text = f"lade executes steps of {name} eagerly, not {what}: {reason}"
             self._warn_once(text, EagerExecutionWarning)
 
-    def _give_up(self, way: ChosenWay, failure: VerificationError) -> None:
+    def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
         """Say that the rest of a call is plain, and drop the verdict that had said otherwise."""
         # Memory may be there the next time, and another text has other ties.
         if not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
-            self._profile.drop_verdict(way.way, str(failure))
+            self._profile.drop_verdict(verification.verification, str(failure))
         text = (
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
             f"forward: {failure}"
@@ -434,10 +442,12 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
     return [ids[mask].tolist() for ids, mask in zip(input_ids, seen, strict=True)]
 
 
-def _refuse_lookahead(model: Model, way: ChosenWay) -> None:
+def _refuse_lookahead(model: Model, verification: VerificationPlan) -> None:
     """Raise where a lookahead window was asked for and whole trees cannot be verified."""
-    why = way.reasons.get("tree", f"Config(target={way.way!r}) asks for it")
+    why = verification.reasons.get(
+        "tree", f"Config(verification={verification.verification!r}) asks for it"
+    )
     raise UnsupportedOptionError(
         f"lade does not support Config(lookahead=…) where drafts are not verified by 'tree'; "
-        f"{type(model).__name__} verifies them by {way.way!r} here: {why}"
+        f"{type(model).__name__} verifies them by {verification.verification!r} here: {why}"
     )

@@ -39,7 +39,7 @@ class StopRule:
             else:
                 self._of_all.append(criterion)
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.is_joint = num_rows > 1 and bool(self._of_all)
+        self.is_lockstep = num_rows > 1 and bool(self._of_all)
 
     def watch(self, text: Text, outputs: Outputs) -> None:
         """Set what to look at."""

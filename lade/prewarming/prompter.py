@@ -32,16 +32,16 @@ Hear = Callable[[NDArray[np.int64], Successors], bool]
 
 
 @contextmanager
-def speaking(model: Model, num_successors: int) -> Iterator["Speaker"]:
-    """Yield a speaker; leave the model, and the global random state, as they were."""
+def speaking(model: Model, num_successors: int) -> Iterator["Prompter"]:
+    """Yield a prompter; leave the model, and the global random state, as they were."""
     if any(module.training for module in model.modules()):
         model = in_evaluation(model)
     # Our own draws do not touch it, but those of a model's forward may.
     with unchanged_random_state(model):
-        yield Speaker(model, num_successors)
+        yield Prompter(model, num_successors)
 
 
-class Speaker:
+class Prompter:
     """A model that tells its likeliest next tokens.
 
     Args:

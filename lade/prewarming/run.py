@@ -20,11 +20,11 @@ from lade.compat import Model, mesh_of, without_compiler
 from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Hear, Speaker, speaking
+from lade.prewarming.prompter import Hear, Prompter, speaking
 from lade.prewarming.tables import (
     Effort,
     StoredTable,
-    forget_prior,
+    forget_prewarmed_table,
     read_table,
     table_path,
     tables_folder,
@@ -115,9 +115,9 @@ def prewarm(
     else:
         stored = StoredTable(SuccessorTable(max_contexts), Effort())
     path.parent.mkdir(parents=True, exist_ok=True)  # raises now rather than after the work
-    with speaking(model, stored.table.num_successors) as speaker:
+    with speaking(model, stored.table.num_successors) as prompter:
         run = Run(
-            speaker,
+            prompter,
             stored,
             path,
             seconds,
@@ -129,7 +129,7 @@ def prewarm(
         finally:
             if run.num_new_tokens:
                 write_table(path, model, stored)
-                forget_prior(model)
+                forget_prewarmed_table(model)
     return run.made()
 
 
@@ -152,7 +152,7 @@ class Run:
     """One run that makes a table, or goes on with one.
 
     Args:
-        speaker: the model to ask.
+        prompter: the model to ask.
         stored: table and effort, written to.
         path: of the file, to tell of.
         seconds: how long to work.
@@ -163,7 +163,7 @@ class Run:
 
     def __init__(
         self,
-        speaker: Speaker,
+        prompter: Prompter,
         stored: StoredTable,
         path: Path,
         seconds: float,
@@ -173,7 +173,7 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_new_tokens = 0
-        self._speaker = speaker
+        self._prompter = prompter
         self._table, self._effort = stored
         self._path = path
         self._seconds = seconds
@@ -203,7 +203,7 @@ class Run:
             path=self._path,
             num_contexts=len(self._table),
             num_lone_tokens=effort.num_lone_tokens,
-            vocab_size=self._speaker.vocab_size,
+            vocab_size=self._prompter.vocab_size,
             num_tokens=effort.num_tokens,
             seconds=effort.seconds,
         )
@@ -237,8 +237,8 @@ class Run:
         in_texts = Successors(in_texts.token_ids[places], in_texts.probs[places])
         common = [token for token, _ in Counter(tokens.tolist()).most_common(_NUM_PREFIXES - 1)]
         shared: dict[int, float] = {}
-        for prefix in (self._speaker.start_token_id, *common):
-            alone = self._speaker.successors_of(prefix, tokens[places])
+        for prefix in (self._prompter.start_token_id, *common):
+            alone = self._prompter.successors_of(prefix, tokens[places])
             shared[prefix] = _shared_probability(alone, in_texts)
             if not self._count(len(places)):
                 return
@@ -248,12 +248,12 @@ class Run:
         """Ask for the successors of single tokens, for as long as they may take in this run."""
         prefix, effort = self._effort.prefix_token_id, self._effort
         # They are half the table at most: pairs tell more.
-        stop = min(self._speaker.vocab_size, self._table.capacity // 2)
+        stop = min(self._prompter.vocab_size, self._table.capacity // 2)
         end = self._passed() + _LONE_TOKENS_SHARE * (self._seconds - self._passed())
         while prefix is not None and effort.num_lone_tokens < stop and self._passed() < end:
             start = effort.num_lone_tokens
-            token_ids = np.arange(start, min(start + self._speaker.num_rows, stop))
-            successors = self._speaker.successors_of(prefix, token_ids)
+            token_ids = np.arange(start, min(start + self._prompter.num_rows, stop))
+            successors = self._prompter.successors_of(prefix, token_ids)
             self._table.put(_lone(token_ids), *successors)
             effort.num_lone_tokens += len(token_ids)
             self._count(len(token_ids))
@@ -262,7 +262,7 @@ class Run:
         """Let the model write the next batch of texts; return whether it came to the end."""
         seed = self._effort.num_texts
         self._effort.num_texts += 1  # before, so that one that is broken off is not written again
-        return self._speaker.write(num_tokens, seed, hear)
+        return self._prompter.write(num_tokens, seed, hear)
 
     def _hear(self, tokens: NDArray[np.int64], successors: Successors) -> bool:
         """Put what may follow one more token of every text; return whether there is time left."""

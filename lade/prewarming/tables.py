@@ -23,17 +23,17 @@ from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
 
 
-def prior_of(model: Model, profile: Profile) -> SuccessorTable | None:
+def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
     """Return the table that `lade.prewarm` made for a model; looked for once."""
-    if not profile.prior:
-        profile.prior.append(table_for(model))
-    return profile.prior[0]
+    if not profile.prewarmed:
+        profile.prewarmed.append(table_for(model))
+    return profile.prewarmed[0]
 
 
-def forget_prior(model: Model) -> None:
+def forget_prewarmed_table(model: Model) -> None:
     """Look for the model's table anew at its next use."""
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.prior.clear()
+        profile.prewarmed.clear()
 
 
 _FORMAT = 1

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.compat import Model, mesh_of
-from lade.config import SPECULATING, Way
+from lade.config import SPECULATING, Verification
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
 from lade.probing.rules import (
@@ -45,7 +45,7 @@ _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 class Call(NamedTuple):
     """What one call leaves open."""
 
-    excluded: dict[Way, str]  # ways it cannot take, and why
+    excluded: dict[Verification, str]  # ways it cannot take, and why
     cache: CacheKind
     is_padded: bool  # whether rows have padding, or may come to be of different lengths
     num_new: int  # the most tokens to emit
@@ -61,11 +61,11 @@ def examine(
     model_kwargs: dict[str, Any],
 ) -> Call:
     """Return which ways of verifying are open to a call that `generate` has prepared."""
-    excluded: dict[Way, str] = {}
+    excluded: dict[Verification, str] = {}
 
-    def exclude(reason: str | None, *ways: Way) -> None:
-        for way in ways if reason is not None else ():
-            excluded.setdefault(way, str(reason))
+    def exclude(reason: str | None, *verifications: Verification) -> None:
+        for verification in verifications if reason is not None else ():
+            excluded.setdefault(verification, str(reason))
 
     lengths = _lengths(input_ids, config, model_kwargs)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
@@ -77,8 +77,8 @@ def examine(
     kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
     if cache is None and not model_kwargs.get("use_cache", True):
         kind = "none"
-        for way, reason in WITHOUT_CACHE.items():
-            exclude(reason, way)
+        for verification, reason in WITHOUT_CACHE.items():
+            exclude(reason, verification)
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(kind_of(layer) is None for layer in cache.layers):

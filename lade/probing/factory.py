@@ -8,11 +8,11 @@ from transformers import GenerationConfig
 
 from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
-from lade.config import Execution, Way
+from lade.config import Execution, Verification
 from lade.gpu.fixed import WIDTHS, FixedTarget
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
-from lade.gpu.workspace import Shelf
+from lade.gpu.workspace import WorkspaceStore
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.layout import tree_layout
@@ -21,12 +21,12 @@ from lade.targets.trees import TreeTarget
 from lade.view import with_attention
 
 
-class ChosenWay(NamedTuple):
+class VerificationPlan(NamedTuple):
     """How a call is decoded, and why no better way was taken."""
 
-    way: Way
+    verification: Verification
     attention: str | None
-    reasons: dict[Way, str]
+    reasons: dict[Verification, str]
     execution: Execution = "eager"
     widths: Widths = None  # of trees that are not executed eagerly
     why_eager: str | None = None  # where another execution was wished for
@@ -36,36 +36,36 @@ def make_target(
     model: Model,
     input_ids: Tensor,
     model_kwargs: dict[str, Any],
-    chosen: ChosenWay,
+    chosen: VerificationPlan,
     max_new_tokens: int,
     generation_config: GenerationConfig,
     profile: Profile | None = None,
     policy: DevicePolicy | None = None,
 ) -> Target:
     """Return the model set up to verify drafts behind these prompts in the way chosen."""
-    if chosen.way == "tree":
+    if chosen.verification == "tree":
         settings = (
             *(model, input_ids, model_kwargs, tree_layout(model), max_new_tokens),
             *(generation_config, chosen.attention),
         )
         if chosen.execution == "eager":
             return TreeTarget(*settings)
-        shelf = (profile or profile_of(model)).shelf
+        workspace_store = (profile or profile_of(model)).workspace_store
         compiled = chosen.execution == "compiled"
         return FixedTarget(
             *settings,
-            shelf=shelf,
+            workspace_store=workspace_store,
             **_recording(model, chosen, policy or DevicePolicy()),
-            call=_compiled(model, chosen.attention, shelf) if compiled else None,
+            call=_compiled(model, chosen.attention, workspace_store) if compiled else None,
             variant=(chosen.execution, chosen.widths),
             widths=chosen.widths or WIDTHS,
         )
-    max_candidates = MAX_ROWS if chosen.way == "rows" else 1
-    restores = chosen.way == "snapshot"
+    max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
+    restores = chosen.verification == "snapshot"
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
 
 
-def _recording(model: Model, chosen: ChosenWay, policy: DevicePolicy) -> dict[str, Any]:
+def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> dict[str, Any]:
     """Return what a target takes to record a model's steps, or why it does not."""
     device = device_of_inputs(model)
     if chosen.execution == "fixed" or not policy.can_record(device):
@@ -78,12 +78,12 @@ def _recording(model: Model, chosen: ChosenWay, policy: DevicePolicy) -> dict[st
     return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 
 
-def _compiled(model: Model, attention: str | None, shelf: Shelf) -> Any:
+def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:
     """Return a model compiled with the attention that steps take; it is kept with that."""
-    if attention not in shelf.compiled:
+    if attention not in workspace_store.compiled:
         view = model if attention is None else with_attention(model, attention)
-        shelf.compiled[attention] = torch.compile(view)
-    return shelf.compiled[attention]
+        workspace_store.compiled[attention] = torch.compile(view)
+    return workspace_store.compiled[attention]
 
 
 def is_single(widths: Widths) -> bool:

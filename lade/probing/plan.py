@@ -3,31 +3,31 @@
 from collections.abc import Mapping
 
 from lade.compat import Model, device_of_inputs
-from lade.config import SPECULATING, Config, Execution, Way
+from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import WIDTHS
 from lade.gpu.policy import DevicePolicy
-from lade.probing.factory import ChosenWay
-from lade.probing.profile import CacheKind, Finding, Profile, Widths, profile_of
+from lade.probing.factory import VerificationPlan
+from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
 
 # Ways that a call without a cache cannot take.
-WITHOUT_CACHE: dict[Way, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
+WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
 
 
-def choose_way(
+def choose_verification(
     model: Model,
     *,
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
-    asked: Way | None = None,
-    excluded: Mapping[Way, str] | None = None,
+    asked: Verification | None = None,
+    excluded: Mapping[Verification, str] | None = None,
     execution: Execution = "eager",
     why_eager: str | None = None,
     stable_width: int | None = None,
     profile: Profile | None = None,
-) -> ChosenWay:
+) -> VerificationPlan:
     """Return the best way of verifying that is exact, checking those not yet checked.
 
     Args:
@@ -50,30 +50,34 @@ def choose_way(
         return _choose_stable(
             model, profile, is_padded, cache, excluded, execution, why_eager, stable_width
         )
-    reasons: dict[Way, str] = {}
+    reasons: dict[Verification, str] = {}
     if asked == "plain":
-        return ChosenWay("plain", None, reasons)
-    for way in SPECULATING if asked is None else (asked,):
-        reason = excluded.get(way)
+        return VerificationPlan("plain", None, reasons)
+    for verification in SPECULATING if asked is None else (asked,):
+        reason = excluded.get(verification)
         if reason is None:
-            if way == "tree" and execution != "eager" and why_eager is None:
-                finding = _finding(model, profile, way, cache, is_padded, WIDTHS)
-                if finding.reason is None:
-                    return ChosenWay(way, finding.attention, reasons, execution, WIDTHS)
-                why_eager = finding.reason
-            finding = _finding(model, profile, way, cache, is_padded)
-            if way == "rows" and is_padded and finding.reason is None:
+            if verification == "tree" and execution != "eager" and why_eager is None:
+                result = _finding(model, profile, verification, cache, is_padded, WIDTHS)
+                if result.reason is None:
+                    return VerificationPlan(
+                        verification, result.attention, reasons, execution, WIDTHS
+                    )
+                why_eager = result.reason
+            result = _finding(model, profile, verification, cache, is_padded)
+            if verification == "rows" and is_padded and result.reason is None:
                 # A batch has one path a row; a single row with padding has several.
-                finding = _finding(model, profile, way, cache, False)
-            if finding.reason is None:
-                return ChosenWay(way, finding.attention, reasons, why_eager=why_eager)
-            reason = finding.reason
-        reasons[way] = reason
+                result = _finding(model, profile, verification, cache, False)
+            if result.reason is None:
+                return VerificationPlan(
+                    verification, result.attention, reasons, why_eager=why_eager
+                )
+            reason = result.reason
+        reasons[verification] = reason
     if asked is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot verify drafts by {asked!r}: {reasons[asked]}"
         )
-    return ChosenWay("plain", None, reasons)
+    return VerificationPlan("plain", None, reasons)
 
 
 def _choose_stable(
@@ -81,11 +85,11 @@ def _choose_stable(
     profile: Profile,
     is_padded: bool,
     cache: CacheKind,
-    excluded: Mapping[Way, str],
+    excluded: Mapping[Verification, str],
     execution: Execution,
     why_eager: str | None,
     width: int,
-) -> ChosenWay:
+) -> VerificationPlan:
     """Return how a call is decoded whose text must not depend on drafts.
 
     Raises:
@@ -93,10 +97,10 @@ def _choose_stable(
     """
     reason = excluded.get("tree") or why_eager or why_not_stable(model)
     if reason is None:
-        finding = _finding(model, profile, "tree", cache, is_padded, (width,))
-        if finding.reason is None:
-            return ChosenWay("tree", finding.attention, {}, execution, (width,))
-        reason = finding.reason
+        result = _finding(model, profile, "tree", cache, is_padded, (width,))
+        if result.reason is None:
+            return VerificationPlan("tree", result.attention, {}, execution, (width,))
+        reason = result.reason
     raise UnsupportedOptionError(
         f"lade does not support Config(stable_text=True) for {type(model).__name__} here: {reason}"
     )
@@ -105,17 +109,17 @@ def _choose_stable(
 def _finding(
     model: Model,
     profile: Profile,
-    way: Way,
+    verification: Verification,
     cache: CacheKind,
     is_padded: bool,
     widths: Widths = None,
-) -> Finding:
+) -> CheckResult:
     """Return what the check of a way finds, or has found."""
-    key = (way, cache, is_padded, widths)
-    finding = profile.findings.get(key) or check(model, profile, *key)
-    if finding.is_lasting:
-        profile.findings[key] = finding
-    return finding
+    key = (verification, cache, is_padded, widths)
+    result = profile.results.get(key) or check(model, profile, *key)
+    if result.is_lasting:
+        profile.results[key] = result
+    return result
 
 
 # Width of all steps where text must not depend on drafts. On a CPU 16 cost a tenth more than 8;

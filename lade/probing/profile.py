@@ -8,8 +8,8 @@ import torch
 
 from lade.budget.budget import Budget, MeasuredBudget
 from lade.compat import Model, device_of_inputs, without_compiler
-from lade.config import Execution, Way
-from lade.gpu.workspace import Shelf
+from lade.config import Execution, Verification
+from lade.gpu.workspace import WorkspaceStore
 from lade.probing.structure import Structure
 from lade.probing.watch import Watch
 from ngram_pool import SuccessorTable
@@ -20,7 +20,7 @@ CacheKind = Literal["dynamic", "static", "none"]
 Widths = tuple[int, ...] | None
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """What the check of one way found."""
 
     reason: str | None  # why it is not exact, or None
@@ -35,35 +35,37 @@ class Profile:
     setting: tuple[object, ...]  # of the process that it is true for
     structure: Structure  # of the model that it is true for
     #: By way, kind of cache, whether rows are padded or of different lengths, and widths.
-    findings: dict[tuple[Way, CacheKind, bool, Widths], Finding] = field(default_factory=dict)
-    budgets: dict[tuple[Way, Execution], Budget] = field(default_factory=dict)
+    results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
+        default_factory=dict
+    )
+    budgets: dict[tuple[Verification, Execution], Budget] = field(default_factory=dict)
     #: Ways whose verdict was dropped once, and those found wrong again, with the reason.
-    dropped: set[Way] = field(default_factory=set)
-    found_wrong: dict[Way, str] = field(default_factory=dict)
+    dropped: set[Verification] = field(default_factory=set)
+    found_wrong: dict[Verification, str] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
     watch: Watch = field(default_factory=Watch)
     #: Whether its forwards draw random numbers, in a list once it was found out.
     draws: list[bool] = field(default_factory=list)
     #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
-    prior: list[SuccessorTable | None] = field(default_factory=list)
+    prewarmed: list[SuccessorTable | None] = field(default_factory=list)
     #: Memory of the last call, steps recorded on it, and the model compiled.
-    shelf: Shelf = field(default_factory=Shelf)
+    workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
-    def budget(self, way: Way, execution: Execution) -> Budget:
+    def budget(self, verification: Verification, execution: Execution) -> Budget:
         """Return what has been learned of the costs of steps."""
-        return self.budgets.setdefault((way, execution), MeasuredBudget())
+        return self.budgets.setdefault((verification, execution), MeasuredBudget())
 
-    def drop_verdict(self, way: Way, reason: str) -> None:
+    def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Learn that a way was not exact, or failed, in the middle of a text.
 
         It is checked anew at the next call; what is found out a second time stays.
         """
-        for key in [key for key in [*self.findings] if key[0] == way]:
-            del self.findings[key]
-        if way in self.dropped:
-            self.found_wrong[way] = reason
-        self.dropped.add(way)
+        for key in [key for key in [*self.results] if key[0] == verification]:
+            del self.results[key]
+        if verification in self.dropped:
+            self.found_wrong[verification] = reason
+        self.dropped.add(verification)
 
 
 # Models that alternate between a few states, as with and without a prefix of PEFT, are checked once
@@ -132,5 +134,5 @@ def release(model: Model) -> None:
     next call takes it anew.
     """
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.shelf.clear()
+        profile.workspace_store.clear()
     torch.cuda.empty_cache()  # what recordings held; does nothing where there is no GPU

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from lade.compat import Model, attention_of, device_of_inputs, without_compiler
-from lade.config import Execution, Way
+from lade.config import Execution, Verification
 from lade.gpu.policy import DevicePolicy
-from lade.probing.plan import WITHOUT_CACHE, choose_way
+from lade.probing.plan import WITHOUT_CACHE, choose_verification
 from lade.probing.profile import CacheKind, Profiles
 from lade.probing.rules import refuse_encoder_decoder
 
@@ -18,19 +18,24 @@ class Probe:
     """What `lade.probe` found."""
 
     model: str  #: the model's class
-    target: Way  #: the way chosen
+    verification: Verification  #: how drafts are verified
     attention: str | None  #: the implementation that drafts are verified with
-    reasons: Mapping[Way, str]  #: why each better way fell out
+    reasons: Mapping[Verification, str]  #: why each better one fell out
     execution: Execution = "eager"  #: of the forwards that verify drafts
 
     def __str__(self) -> str:
         how = f"attention: {self.attention}, execution: {self.execution}"
-        lines = [f"{self.model} verifies drafts by: {self.target} ({how})"]
-        return "\n".join([*lines, *(f"  not {way}: {why}" for way, why in self.reasons.items())])
+        lines = [f"{self.model} verifies drafts by: {self.verification} ({how})"]
+        return "\n".join(
+            [
+                *lines,
+                *(f"  not {verification}: {why}" for verification, why in self.reasons.items()),
+            ]
+        )
 
 
 def probe(model: Model, *, num_rows: int = 1) -> Probe:
-    """Tell which way of verifying drafts lade takes for a model, and why no better one.
+    """Tell how lade verifies drafts of a model, and why in no better way.
 
     Runs the self-check that the first generation would run, unless it has been run.
 
@@ -46,11 +51,11 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
     refuse_encoder_decoder(model)
     config = model.generation_config
     cache: CacheKind = "static" if config.cache_implementation == "static" else "dynamic"
-    excluded: dict[Way, str] = {}
+    excluded: dict[Verification, str] = {}
     if config.use_cache is False:
         cache, excluded = "none", dict(WITHOUT_CACHE)
     with torch.no_grad():
-        chosen = choose_way(
+        chosen = choose_verification(
             model,
             is_padded=num_rows > 1,
             cache=cache,
@@ -58,7 +63,9 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
             execution=DevicePolicy().execution(device_of_inputs(model)),
         )
     attention = chosen.attention or attention_of(model)
-    return Probe(type(model).__name__, chosen.way, attention, chosen.reasons, chosen.execution)
+    return Probe(
+        type(model).__name__, chosen.verification, attention, chosen.reasons, chosen.execution
+    )
 
 
 def recheck(model: Model, *, num_rows: int = 1) -> Probe:

@@ -14,11 +14,11 @@ from lade.attention.packed import PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
-from lade.config import Execution, Way
+from lade.config import Execution, Verification
 from lade.drafting.drafts import narrowed
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import ChosenWay, is_single, make_target
-from lade.probing.profile import CacheKind, Finding, Profile, Widths, profile_of
+from lade.probing.factory import VerificationPlan, is_single, make_target
+from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.randomness import draws
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
@@ -27,29 +27,34 @@ from ngram_pool import Draft
 
 
 def check(
-    model: Model, profile: Profile, way: Way, cache: CacheKind, is_padded: bool, widths: Widths
-) -> Finding:
+    model: Model,
+    profile: Profile,
+    verification: Verification,
+    cache: CacheKind,
+    is_padded: bool,
+    widths: Widths,
+) -> CheckResult:
     """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
-    attentions = _attentions_for(model, widths) if way == "tree" else [None]
+    attentions = _attentions_for(model, widths) if verification == "tree" else [None]
     execution: Execution = "eager" if widths is None else "fixed"
     reason = None
     for attention in attentions:
         try:
             with unchanged_random_state(model, profile):
-                chosen = ChosenWay(way, attention, {}, execution, widths)
+                chosen = VerificationPlan(verification, attention, {}, execution, widths)
                 check = _Check(model, profile, chosen, cache, is_padded)
                 error = check.error()
                 is_stable = not is_single(widths) or check.is_stable()
         except UnsupportedModelError as failure:
-            return Finding(str(failure))  # a rule, whatever the attention
+            return CheckResult(str(failure))  # a rule, whatever the attention
         except torch.OutOfMemoryError:
-            return Finding("no memory was left to check it", is_lasting=False)
+            return CheckResult("no memory was left to check it", is_lasting=False)
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
             found = f"its forward fails ({type(failure).__name__}: {what})"
         else:
             if error <= limit_of(model) and is_stable:
-                return Finding(None, attention)
+                return CheckResult(None, attention)
             if error <= limit_of(model):
                 found = "its logits follow, in their last bits, what else is in a forward"
             else:
@@ -59,7 +64,7 @@ def check(
                     + ("; the model is in training mode, try model.eval()" * model.training)
                 )
         reason = reason or found
-    return Finding(reason)
+    return CheckResult(reason)
 
 
 def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
@@ -164,7 +169,7 @@ class _Check(NamedTuple):
 
     model: Model
     profile: Profile
-    chosen: ChosenWay
+    chosen: VerificationPlan
     cache: CacheKind
     is_padded: bool
 
@@ -357,7 +362,7 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
         second = narrowed(second, target.max_candidates)
     # The second branch where there is one; nothing but the root where rows may be ragged.
     kept = [0, 2] if len(draft) == 4 else [0, 1]
-    if row > 0 and not target.is_joint:
+    if row > 0 and not target.is_lockstep:
         kept = [0]
     steps = [_Step((), Tree.build(root, draft), kept)]
     steps.append(_next(steps[-1], after, second, [0, 1]))

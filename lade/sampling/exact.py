@@ -18,7 +18,7 @@ from lade.sampling.choice import (
 )
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
-from lade.transfer import Sent, integers_on
+from lade.transfer import HostCopy, integers_on
 from lade.tree import Tree
 
 # The noise of positions that only some rows have reached is kept for the others; no row may run
@@ -236,7 +236,7 @@ class ChoiceAtOnce(ProcessedChoice):
             times += [first_time + depth for depth in depths]
         picked = self._pick(scores, of_nodes, times)
         self._scores = scores.view(rows, width, vocab_size)
-        self._sent = Sent(*(part.view(rows, width) for part in picked))
+        self._sent = HostCopy(*(part.view(rows, width) for part in picked))
 
     def wait(self) -> None:
         """Fetch what was picked."""

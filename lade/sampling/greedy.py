@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lade.drafting.successors import Ranked, first_of_highest, rank
 from lade.sampling.choice import Place
-from lade.transfer import Sent
+from lade.transfer import HostCopy
 from lade.tree import Tree
 
 
@@ -39,7 +39,7 @@ class GreedyChoice:
         if token_ids is None:
             token_ids = (logits.float() if is_cpu else logits).argmax(dim=-1)
         self._rows = [*trees]
-        self._sent = Sent(token_ids)
+        self._sent = HostCopy(token_ids)
 
     def wait(self) -> None:
         """Fetch the tokens of all nodes."""

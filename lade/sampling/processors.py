@@ -50,19 +50,19 @@ class Processors:
     """The logits processors of one call.
 
     Attributes:
-        is_joint: whether rows must be processed together, all at one length. So it is for a batch
-            with a processor that is not known to work row by row: it may keep a state, count its
-            calls or draw random numbers, and gets to see exactly what it would see in `generate`.
+        is_lockstep: whether rows are processed together, all at one length. They are in a batch with
+            a processor that is not known to work row by row: it may keep a state, count its calls or
+            draw random numbers, and sees exactly what it would see in `generate`.
         need_prefix: whether any of them looks at more than the scores.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
         kinds = [type(processor) for processor in processors]
         self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
-        self.is_joint = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
+        self.is_lockstep = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
         self._all = LogitsProcessorList(processors)
         self._of_row = [self._all] * num_rows
-        if num_rows > 1 and self.need_prefix and not self.is_joint:
+        if num_rows > 1 and self.need_prefix and not self.is_lockstep:
             self._of_row = [
                 LogitsProcessorList([_for_row(processor, row) for processor in processors])
                 for row in range(num_rows)
@@ -81,7 +81,7 @@ class Processors:
         """
         if not self.need_prefix:
             return self.without_prefix(scores)
-        if self.is_joint:
+        if self.is_lockstep:
             prefixes = text.prefixes(rows)
             processed: Tensor = self._all(prefixes, scores)
             text.adopt(prefixes)

@@ -1,7 +1,7 @@
 """Rejection sampling of a draft that was drawn: tokens distributed as the target's own.
 
-The other way to verify, `lade.verify`, compares a draft with what the target would emit anyway, seed
-for seed. Here a draft token is kept with a probability, so that what is emitted has the target's
+Exact acceptance, `lade.verify`, compares a draft with what the target would emit anyway, seed for
+seed. Here a draft token is kept with a probability, so that what is emitted has the target's
 distribution although the tokens are other ones than plain sampling would give; in exchange a draft
 that was drawn from nearly the target's distribution is accepted nearly always.
 

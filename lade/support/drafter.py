@@ -27,7 +27,7 @@ class AnswerDrafter:
         self._num_opened += 1
         return self._num_opened - 1
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose one path; in a draft that branches, each of its nodes has a sibling.
 
         The path goes on behind a wrong token as if it were right.
@@ -40,7 +40,7 @@ class AnswerDrafter:
             siblings = [token_id]
             if branches:
                 siblings.insert(int(self._rng.integers(2)), self._other_than(token_id))
-            if len(nodes) + len(siblings) > max_nodes:
+            if len(nodes) + len(siblings) > max_draft_tokens:
                 break
             nodes += [(sibling, parent, depth) for sibling in siblings]
             parent = len(nodes) - len(siblings) + siblings.index(token_id)

@@ -11,7 +11,7 @@ from packaging import version
 
 from lade.bench.environment import environment
 from lade.bench.tables import Sheet
-from lade.config import Execution, Way
+from lade.config import Execution, Verification
 from lade.support.run import (
     CASES,
     MAX_DRAFT_TOKENS,
@@ -111,9 +111,9 @@ def table(rows: Sequence[Row]) -> Sheet:
     """Return the table of all rows but for their classes, for a terminal."""
     made = []
     for row in rows:
-        name, _, *ways, text, reason = cells(row)
+        name, _, *verifications, text, reason = cells(row)
         verdict, *details = re.split("[,;] ", text, maxsplit=1)
-        made.append((name, *ways, verdict, *(details or [""]), reason))
+        made.append((name, *verifications, verdict, *(details or [""]), reason))
     headings = ("model type", "one row", "batch", "MAT", "text", "details", "reason")
     caption = (
         "One row, batch: how drafts of one sequence and of several are verified; under it, why not "
@@ -128,7 +128,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.name,
         row.model,
         row.kind,
-        row.batch_way or "",
+        row.batch_verification or "",
         "" if row.mat is None else f"{row.mat:.2f}",
         text_of(row),
         reason_of(row),
@@ -159,19 +159,19 @@ def reason_of(row: Row) -> str:
     if row.why_not is not None:
         return _short(row.why_not)
     found = _reasons(row.reasons)
-    if row.batch_reasons != row.reasons and row.batch_way != row.kind:
+    if row.batch_reasons != row.reasons and row.batch_verification != row.kind:
         new = {
-            way: reason
-            for way, reason in row.batch_reasons.items()
-            if row.reasons.get(way) != reason
+            verification: reason
+            for verification, reason in row.batch_reasons.items()
+            if row.reasons.get(verification) != reason
         }
         found += [f"in a batch, {reason}" for reason in _reasons(new)]
     return "; ".join(found)
 
 
-def _reasons(reasons: dict[Way, str]) -> list[str]:
+def _reasons(reasons: dict[Verification, str]) -> list[str]:
     return [
-        f"{', '.join(way for way in reasons if reasons[way] == reason)}: {_short(reason)}"
+        f"{', '.join(each for each, why in reasons.items() if why == reason)}: {_short(reason)}"
         for reason in dict.fromkeys(reasons.values())
     ]
 

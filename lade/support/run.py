@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from lade.config import Config, Execution, Way
+from lade.config import Config, Execution, Verification
 from lade.hf.doors import generate
-from lade.probing.plan import choose_way
+from lade.probing.plan import choose_verification
 from lade.probing.report import probe
 from lade.stats import DecodeStats
 from lade.support.drafter import AnswerDrafter
@@ -88,7 +88,7 @@ class Difference:
 
 
 Verdict = Literal["exact", "tie", "wrong", "failed", "not compared"]
-Kind = Way | Literal["not a text model", "cannot build"]
+Kind = Verification | Literal["not a text model", "cannot build"]
 
 
 @dataclass(slots=True)
@@ -100,9 +100,11 @@ class Row:
     model: str  # the class
     kind: Kind = "cannot build"  # the way chosen for one row, if it was built
     why_not: str | None = None  # it was not built
-    batch_way: Way | None = None
-    reasons: dict[Way, str] = field(default_factory=dict)  # why it is none of the better ways
-    batch_reasons: dict[Way, str] = field(default_factory=dict)
+    batch_verification: Verification | None = None
+    reasons: dict[Verification, str] = field(
+        default_factory=dict
+    )  # why it is none of the better ways
+    batch_reasons: dict[Verification, str] = field(default_factory=dict)
     #: Where trees were to be run in fixed shapes: why they are not, for one row or a batch.
     why_eager: str | None = None
     compared: list[str] = field(default_factory=list)  # cases
@@ -119,7 +121,7 @@ class Row:
     @property
     def is_built(self) -> bool:
         """Tell whether there was a model to check."""
-        return self.batch_way is not None
+        return self.batch_verification is not None
 
     @property
     def is_variant(self) -> bool:
@@ -223,7 +225,7 @@ def _check(
         row.failures["probe"] = _told(error)
         return
     if not row.is_built:
-        row.kind, row.batch_way, row.why_not = one.target, batch.target, None
+        row.kind, row.batch_verification, row.why_not = one.verification, batch.verification, None
         row.reasons, row.batch_reasons = dict(one.reasons), dict(batch.reasons)
         if execution != "eager":
             row.why_eager = _why_eager(model, execution)
@@ -235,8 +237,8 @@ def _check(
 def _why_eager(model: Model, execution: Execution) -> str | None:
     """Return why trees of one row, or of a batch, are not run in fixed shapes."""
     for is_padded in (False, True):
-        chosen = choose_way(model, is_padded=is_padded, execution=execution)
-        if chosen.way == "tree" and chosen.why_eager is not None:
+        chosen = choose_verification(model, is_padded=is_padded, execution=execution)
+        if chosen.verification == "tree" and chosen.why_eager is not None:
             return chosen.why_eager
     return None
 

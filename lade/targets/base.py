@@ -44,10 +44,10 @@ class Target(Protocol):
     device: torch.device
     vocab_size: int  # no token id of a draft may reach it
     max_candidates: int | None  # paths of a draft that one forward can verify; None for any number
-    is_joint: bool  # whether all rows must be of one length between steps
+    is_lockstep: bool  # whether all rows must be of one length between steps
 
     @property
-    def is_typical(self) -> bool:
+    def is_timing_valid(self) -> bool:
         """Whether the last forward took as long as others of its size will."""
 
     @property

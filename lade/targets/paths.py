@@ -76,8 +76,8 @@ class ChainTarget:
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
-        self.is_joint = input_ids.shape[0] > 1
-        self.max_candidates: int | None = 1 if self.is_joint or restores else max_candidates
+        self.is_lockstep = input_ids.shape[0] > 1
+        self.max_candidates: int | None = 1 if self.is_lockstep or restores else max_candidates
         self.num_pending = 0
         self._model = model
         self._stepping = Untied(model) if ties.applies(model) else model
@@ -122,7 +122,7 @@ class ChainTarget:
         return forward
 
     @property
-    def is_typical(self) -> bool:
+    def is_timing_valid(self) -> bool:
         """True: none is prepared for the next."""
         return True
 
@@ -132,7 +132,7 @@ class ChainTarget:
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the arguments of the model's forward for a path behind each row's tokens."""
-        if self.is_joint:
+        if self.is_lockstep:
             paths = [[*range(len(tree))] for tree in trees]
             rows = None
         else:
@@ -148,13 +148,13 @@ class ChainTarget:
             max((tree.depths for tree in trees), key=len),
             all(len(path) == width for path in paths),
         )
-        of_paths = trees if self.is_joint else [trees[0]] * len(paths)
+        of_paths = trees if self.is_lockstep else [trees[0]] * len(paths)
         token_ids = torch.zeros((len(paths), width), dtype=torch.int64)
         for row, (tree, path) in enumerate(zip(of_paths, paths, strict=True)):
             token_ids[row, : len(path)] = torch.tensor([tree.token_ids[node] for node in path])
         self._tokens = [tree.token_ids for tree in trees]
         num_rows = len(paths)
-        before = self._ids if self.is_joint else self._ids.expand(num_rows, -1)
+        before = self._ids if self.is_lockstep else self._ids.expand(num_rows, -1)
         input_ids = torch.cat([before, token_ids.to(self.device)], dim=1)
         return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
 

@@ -101,7 +101,9 @@ class TreeTarget:
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
         # Where it chooses keys, rows of one length have them where plain decoding has.
         longest = num_slots + max_new_tokens
-        self.is_joint = input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
+        self.is_lockstep = (
+            input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
+        )
         self._is_plain = False
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
@@ -149,7 +151,7 @@ class TreeTarget:
         return self._is_plain or self.cache.is_clearing
 
     @property
-    def is_typical(self) -> bool:
+    def is_timing_valid(self) -> bool:
         """True: none is prepared for the next."""
         return True
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
-from lade.config import WAYS
+from lade.config import VERIFICATIONS
 from lade.support.tiny import VOCAB_SIZE
 from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
 
@@ -72,7 +72,11 @@ class Case:
         names += [f"attention {self.model['attention'] or 'of the class'}"]
         names += [f"dtype {self.model.get('dtype', 'float64')}"]
         names += [f"follow-up by {self.follow_up}"] if self.follow_up else []
-        names += [f"target {way}" for way in WAYS if f"target={way!r}" in self.lade["config"]]
+        names += [
+            f"verification {verification}"
+            for verification in VERIFICATIONS
+            if f"verification={verification!r}" in self.lade["config"]
+        ]
         given = ("lookahead", "stable_text", "execution")
         names += [f"lade {name}" for name in given if f"{name}=" in self.lade["config"]]
         names += [f"pool of {self.lade['pool'].partition('(')[0]}"] if "pool" in self.lade else []
@@ -544,7 +548,7 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
         door = "generate"  # transformers drops these two on the way to a custom function
     sizes: dict[str, Any] = {"max_draft_tokens": rng.choice([0, 1, 2, 4, 8, 8, 16, 25])}
     if rng.random() < (0.25 if case.architecture else 0.12):
-        sizes["target"] = rng.choice(WAYS)
+        sizes["verification"] = rng.choice(VERIFICATIONS)
     given = {}
     pools = {
         "answer": "pool_of(answer)",
@@ -582,8 +586,8 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
     if rng.random() >= SHARE_OF_MORE:
         return case
     given, profile, config = dict(case.lade), {}, case.lade["config"]
-    has_target = "target=" in config
-    kind = rng.choice(["lookahead", "stable", "fixed", "prior", "watch", "nested", "nested"])
+    has_target = "verification=" in config
+    kind = rng.choice(["lookahead", "stable", "fixed", "prewarmed", "watch", "nested", "nested"])
     more = ""
     if kind == "lookahead" and not has_target and "drafter" not in given:
         size = f"window_size={hand.whole(1, 5)}, ngram_size={hand.whole(3, 5)}"
@@ -592,8 +596,8 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
         more = "stable_text=True"
     elif kind == "fixed":
         more = "execution='fixed'"
-    elif kind == "prior":
-        profile["prior"] = f"[random_table({rng.randrange(99)}, {hand.vocab_size})]"
+    elif kind == "prewarmed":
+        profile["prewarmed"] = f"[random_table({rng.randrange(99)}, {hand.vocab_size})]"
         given.pop("drafter", None)
     elif kind == "nested" and not case.architecture:
         case = _draw_nested(case, rng)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 
 import lade
-from lade.probing.plan import choose_way
+from lade.probing.plan import choose_verification
 from lade.support.tiny import CannotBuild
 from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
@@ -77,7 +77,7 @@ class Verdict:
     reason: str = ""  # of a refusal
     error: str = ""  # what both raised, if they did
     stats: Any = None  # lade's DecodeStats, where they were returned
-    way: str = ""  # of verifying, as lade chose it
+    verification: str = ""  # of verifying, as lade chose it
     skipped: list[str] = field(default_factory=list)  # events that could not happen, and why
 
 
@@ -327,7 +327,9 @@ def _prepare(case: Case, names: dict[str, Any]) -> None:
 def _is_refusal(case: Case, error: Exception | None) -> bool:
     """Tell whether lade refused by name: an option, or the only way that it was allowed."""
     if isinstance(error, lade.UnsupportedModelError):
-        return "target=" in case.lade.get("config", "") and "cannot verify drafts by" in str(error)
+        return "verification=" in case.lade.get("config", "") and "cannot verify drafts by" in str(
+            error
+        )
     return isinstance(error, lade.UnsupportedOptionError)
 
 
@@ -342,12 +344,12 @@ def _noting_way(verdict: Verdict) -> Iterator[None]:
     """Write down in which way lade verifies."""
 
     def noting(*args: Any, **options: Any) -> Any:
-        chosen = choose_way(*args, **options)
+        chosen = choose_verification(*args, **options)
         asked = options.get("asked") is not None
-        verdict.way = f"{chosen.way}, as asked" if asked else chosen.way
+        verdict.verification = f"{chosen.verification}, as asked" if asked else chosen.verification
         return chosen
 
-    with patch("lade.hf.generation.choose_way", noting):
+    with patch("lade.hf.generation.choose_verification", noting):
         yield
 
 

@@ -124,9 +124,9 @@ def quantized(model: Any) -> Any:
     return model
 
 
-def copied(model: Any, way: str) -> Any:
+def copied(model: Any, verification: str) -> Any:
     """Go on with a copy."""
-    if way == "deepcopy":
+    if verification == "deepcopy":
         return deepcopy(model)
     try:
         return pickle.loads(pickle.dumps(model))

@@ -336,7 +336,7 @@ class ScriptDrafter:
         self.open_texts[self.num_opened] = list(prompt_ids)
         return self.num_opened
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         text = list(committed)
         known = self.open_texts[sequence]  # what is sure to follow may stand behind it
         assert text[: len(known)] == known, "observe told of other tokens than draft"
@@ -352,7 +352,7 @@ class ScriptDrafter:
                 children = [token_id] if beside == token_id else [beside, token_id]
             nodes += [(child, parent, depth) for child in children]
             parent = len(nodes) - 1
-        nodes = nodes[:max_nodes]
+        nodes = nodes[:max_draft_tokens]
         columns = np.array(nodes, np.int32).reshape(-1, 3)
         token_ids, parents, depths = np.ascontiguousarray(columns.T)
         return Draft(token_ids, parents, depths, np.linspace(0.9, 0.1, len(nodes)))

@@ -41,7 +41,7 @@ class Outcome:
     kind: Kind
     drawn: list[str]
     architecture: str = ""
-    way: str = ""
+    verification: str = ""
     reason: str = ""
     error: str = ""
     # Of lade's statistics: steps, draft tokens, accepted, committed; None where none were returned.
@@ -71,7 +71,7 @@ class Summary:
     refusals: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     drawn: Counter[str] = field(default_factory=Counter)
-    ways: Counter[str] = field(default_factory=Counter)
+    verifications: Counter[str] = field(default_factory=Counter)
     not_built: dict[str, str] = field(default_factory=dict)  # architecture -> why
     architectures: dict[str, Counter[str]] = field(default_factory=dict)
     with_stats: int = 0
@@ -90,11 +90,11 @@ class Summary:
             self.not_built[outcome.architecture] = outcome.reason
             return
         self.drawn.update(outcome.drawn)
-        way = outcome.way or "none: refused or raised"
-        self.ways[way] += 1
+        verification = outcome.verification or "none: refused or raised"
+        self.verifications[verification] += 1
         if outcome.architecture:
             counts = self.architectures.setdefault(outcome.architecture, Counter())
-            counts.update(["cases", way])
+            counts.update(["cases", verification])
             counts[outcome.kind] += outcome.kind != "same"
             counts["raised by both"] += outcome.error != ""
         if outcome.reason:
@@ -124,7 +124,7 @@ class Summary:
             "num_unsteady": self.kinds["unsteady"],
             "num_not_built": self.kinds["not built"],
             "num_architectures": len(self.architectures),
-            "ways_of_verifying": dict(self.ways.most_common()),
+            "ways_of_verifying": dict(self.verifications.most_common()),
             "mismatches_alike": dict(self.groups.most_common()),
             "refusals": dict(self.refusals.most_common()),
             "skipped_events": dict(self.skipped.most_common()),
@@ -173,7 +173,7 @@ def judge(index: int, case: Case, ours: Door) -> Outcome:
         kind=verdict.kind,
         drawn=case.drawn,
         architecture=case.architecture,
-        way=verdict.way,
+        verification=verdict.verification,
         reason=verdict.reason,
         error=verdict.error,
         counts=counts,

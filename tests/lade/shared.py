@@ -48,7 +48,7 @@ class _Shared:
             Profile(
                 profile.setting,
                 profile.structure,
-                findings=profile.findings,
+                results=profile.results,
                 usual_outputs=profile.usual_outputs,
                 draws=profile.draws,
             )

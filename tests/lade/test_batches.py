@@ -155,9 +155,9 @@ def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyP
     class OneFast(BatchDrafter):
         """Knows the answer of the first row alone."""
 
-        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+        def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
             if sequence == 0:
-                return super().draft(sequence, committed, max_nodes)
+                return super().draft(sequence, committed, max_draft_tokens)
             return Draft.empty()
 
     answers = [row[int((m == 0).sum()) :] for row, m in zip(expected.tolist(), mask, strict=True)]
@@ -234,7 +234,7 @@ def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
             return_dict_in_generate=True,
         )
         assert out.sequences.tolist() == expected.tolist()
-        assert out.stats.nodes_per_step <= 2
+        assert out.stats.draft_tokens_per_step <= 2
 
 
 def test_a_broken_row_closes_the_sequences_of_all() -> None:

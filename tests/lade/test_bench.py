@@ -36,7 +36,7 @@ from lade.bench.run import (
 )
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
-from lade.config import WAYS, Config
+from lade.config import VERIFICATIONS, Config
 from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, Step
@@ -116,7 +116,7 @@ def test_summary_sums_times_first_and_takes_the_median_of_passes() -> None:
     assert summary.speedup == 2.0  # of 4.0, 1.0 and 2.0
     assert summary.tokens_per_sec == 5.0
     assert summary.mean_accepted_tokens == 2.0  # four tokens in two steps; the fifth is prefill's
-    assert summary.nodes_per_step == 3.0
+    assert summary.draft_tokens_per_step == 3.0
     assert summary.same_text == 1.0
     assert summarise(parts[LOOPS], "lade").speedup == 9.0
     assert summarise([result(0, "a", False, lade=1.0)], "lade").speedup is None
@@ -140,7 +140,7 @@ def test_summary_of_batches_counts_rows() -> None:
     assert summary.num_prompts == 2
     assert summary.speedup == 2.0
     assert summary.mean_accepted_tokens == 2.0  # and not 3.0
-    assert summary.nodes_per_step == 3.0  # and not 4.5
+    assert summary.draft_tokens_per_step == 3.0  # and not 4.5
     assert summary.same_text == 0.5
     (entry,) = as_json(results, ["plain", "lade"], {})["prompts"]
     assert entry["ids"] == ["1", "2"]
@@ -316,18 +316,24 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
 def test_each_way_of_verifying_is_a_method_that_verifies_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ways = {name: info.way for name, info in METHODS.items() if info.way is not None}
-    assert ways == {f"lade_{way}": way for way in WAYS if way != "plain"}
+    verifications = {
+        name: info.verification for name, info in METHODS.items() if info.verification is not None
+    }
+    assert verifications == {
+        f"lade_{verification}": verification
+        for verification in VERIFICATIONS
+        if verification != "plain"
+    }
     taken = []
 
     def generate(*args: Any, config: Config, **options: Any) -> Any:
-        taken.append((config.target, config.max_draft_tokens))
+        taken.append((config.verification, config.max_draft_tokens))
         return lade.generate(*args, config=config, **options)
 
     monkeypatch.setattr(methods, "generate", generate)
-    config = Config(max_draft_tokens=4, target="plain")
-    assert warm_up_methods(tiny_loaded(), [*ways], Settings(4), config) == {}
-    assert taken == [(way, 4) for way in ways.values()]
+    config = Config(max_draft_tokens=4, verification="plain")
+    assert warm_up_methods(tiny_loaded(), [*verifications], Settings(4), config) == {}
+    assert taken == [(verification, 4) for verification in verifications.values()]
 
 
 def test_a_way_that_the_model_cannot_do_is_left_out() -> None:
@@ -340,7 +346,7 @@ def test_a_way_that_the_model_cannot_do_is_left_out() -> None:
     with pytest.raises(UnsupportedModelError, match="by 'tree'"):
         warm_up_methods(loaded, ["lade_tree"], Settings(4))
     with pytest.raises(UnsupportedModelError, match="by 'tree'"):
-        warm_up_methods(loaded, ["plain", "lade"], Settings(4), Config(target="tree"))
+        warm_up_methods(loaded, ["plain", "lade"], Settings(4), Config(verification="tree"))
 
 
 PROMPTS = [
@@ -676,7 +682,7 @@ def test_an_interruption_ends_the_process(work: Work, monkeypatch: pytest.Monkey
 
 
 def test_pool_timing_measures_a_full_pool() -> None:
-    timing = time_pool(20_000, max_nodes=16)
+    timing = time_pool(20_000, max_draft_tokens=16)
     assert timing.num_tokens == 20_000
     assert 0 < timing.nodes_per_draft <= 16
     assert 0 < timing.bytes_per_token <= 64

@@ -87,8 +87,8 @@ def test_the_host_drafts_accepts_and_puts_off_with_a_model_that_costs_nothing(
     measure_host(CPU, stage)
     few, many = stage.rows
     assert (few["num_nodes"], many["num_nodes"]) == (4, 64)
-    assert few["nodes_per_step"] <= 3
-    assert 30 < many["nodes_per_step"] <= 63
+    assert few["draft_tokens_per_step"] <= 3
+    assert 30 < many["draft_tokens_per_step"] <= 63
     assert 1.5 < few["mean_accepted_tokens"] < many["mean_accepted_tokens"]
     for row in stage.rows:
         assert 0 < row["put_off_sec"] < 0.1
@@ -283,7 +283,7 @@ def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
         2 * copied["copied_bytes"] / copied["sec"], 1e-4
     )
     assert 1e8 < copied["bytes_per_sec"] < 1e13
-    assert model["rows"][0]["target"] == "tree"
+    assert model["rows"][0]["verification"] == "tree"
     check_steps(steps, copied["bytes_per_sec"], model["rows"][0])
     check_speed(speed)
     assert [(row["decoding"], row["method"]) for row in real["rows"] if row["method"] == "plain"]
@@ -328,7 +328,7 @@ def check_speed(stage: dict[str, Any]) -> None:
         assert 0 < row["prefill_sec"] < row["sec"]
         assert row["warm_up_sec"] > 0
     assert rows["lade"]["mean_accepted_tokens"] == pytest.approx(2.5, rel=0.05)
-    assert rows["lade"]["nodes_per_step"] > 25  # 31, but for the ends of answers
+    assert rows["lade"]["draft_tokens_per_step"] > 25  # 31, but for the ends of answers
     assert "mean_accepted_tokens" not in rows["plain"]
 
 
@@ -344,7 +344,7 @@ def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
     assert settings["recorded_steps_by_accepted_tokens"] == recorded_in(traces, 3)
     (row,) = [row for row in stages_in(path)["speed"]["rows"] if row["method"] == "lade"]
     assert row["mean_accepted_tokens"] == pytest.approx(3, rel=0.07)
-    assert 2.5 < row["nodes_per_step"] <= 3
+    assert 2.5 < row["draft_tokens_per_step"] <= 3
 
 
 @pytest.mark.usefixtures("real")

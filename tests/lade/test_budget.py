@@ -129,7 +129,7 @@ def answer(
     while rows := [row for row in emitted if emitted[row] < num_tokens]:
         steps = [drafters[row].step() for row in rows]
         num_nodes = budget.num_nodes([draft.probs.tolist() for draft, _ in steps], 0)
-        assert 0 <= num_nodes <= budget.max_nodes
+        assert 0 <= num_nodes <= budget.max_draft_tokens
         before = min(emitted.values())
         outcomes = []
         for row, (draft, text) in zip(rows, steps, strict=True):
@@ -181,7 +181,7 @@ class FixedUpTo(FixedBudget):
     """Verify so many nodes of drafts that are longer."""
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
-        return min(self.max_nodes, super().num_nodes(probs, num_pending))
+        return min(self.max_draft_tokens, super().num_nodes(probs, num_pending))
 
 
 # --- what it costs --------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
 
 def test_fixed_budget_verifies_the_whole_draft() -> None:
     budget = FixedBudget(5)
-    assert budget.max_nodes == 5
+    assert budget.max_draft_tokens == 5
     assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
     budget.record(2, 3, 1.0, [], {})
 

@@ -34,7 +34,11 @@ MAMBA2: dict[str, Any] = {
 
 
 def both(
-    model: Any, prompt: torch.Tensor, accept: float = 0.8, way: str | None = None, **options: Any
+    model: Any,
+    prompt: torch.Tensor,
+    accept: float = 0.8,
+    verification: str | None = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """The outputs of plain `generate` and of lade, drafts mostly right; their tokens are equal.
 
@@ -60,7 +64,7 @@ def both(
             for row, num in zip(expected.sequences.tolist(), (prompt == 0).sum(1), strict=True)
         ]
         drafter = BatchDrafter(unpadded, np.random.default_rng(0), accept)
-    config = lade.Config(max_draft_tokens=7, target=way)  # type: ignore[arg-type]
+    config = lade.Config(max_draft_tokens=7, verification=verification)  # type: ignore[arg-type]
     got = run(
         lambda *args, **kwargs: lade.generate(model, *args, **kwargs),
         drafter=drafter,
@@ -121,7 +125,7 @@ def test_caches_of_other_kinds_are_decoded_plainly_and_say_so(family: str) -> No
         """Of the caller's; nobody knows what it does."""
 
     with pytest.warns(lade.PlainDecodingWarning, match="Own"):
-        both(model, PROMPTS[0], past_key_values=lambda: Own(config=model.config), way=None)
+        both(model, PROMPTS[0], past_key_values=lambda: Own(config=model.config), verification=None)
 
 
 def test_a_quantized_cache_is_decoded_plainly_and_says_so() -> None:
@@ -190,33 +194,40 @@ def test_without_a_cache_paths_are_verified_in_the_whole_text(family: str) -> No
 # --- inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot"])
-def test_token_types_go_on_as_in_plain_decoding(way: str) -> None:
+@pytest.mark.parametrize("verification", ["tree", "rows", "chain", "snapshot"])
+def test_token_types_go_on_as_in_plain_decoding(verification: str) -> None:
     model = shared_model("gpt2", seed=1)
     types = torch.tensor([[3, 3, 4, 4, 4]])
-    _, got = both(model, PROMPTS[0], way=way, token_type_ids=types)
+    _, got = both(model, PROMPTS[0], verification=verification, token_type_ids=types)
     assert got.stats.mean_accepted_tokens > 1.2
 
 
-@pytest.mark.parametrize("way", ["rows", "chain", "snapshot"])
+@pytest.mark.parametrize("verification", ["rows", "chain", "snapshot"])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_batches_stay_of_one_length_and_exact(way: str, do_sample: bool) -> None:
+def test_batches_stay_of_one_length_and_exact(verification: str, do_sample: bool) -> None:
     model = shared_model("llama", seed=3)
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
-    free, _ = both(model, prompt, attention_mask=(prompt != 0).long(), way=way, accept=1.0)
+    free, _ = both(
+        model, prompt, attention_mask=(prompt != 0).long(), verification=verification, accept=1.0
+    )
     eos = [int(free.sequences[0, 12]), int(free.sequences[1, 20])]
     options: dict[str, Any] = {"do_sample": do_sample, "eos_token_id": eos, "pad_token_id": 0}
     _, got = both(
-        model, prompt, attention_mask=(prompt != 0).long(), way=way, accept=1.0, **options
+        model,
+        prompt,
+        attention_mask=(prompt != 0).long(),
+        verification=verification,
+        accept=1.0,
+        **options,
     )
     assert got.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("way", ["tree", "rows", "chain", "snapshot", "plain"])
-def test_outputs_are_those_of_plain_decoding_whatever_the_way(way: str) -> None:
+@pytest.mark.parametrize("verification", ["tree", "rows", "chain", "snapshot", "plain"])
+def test_outputs_are_those_of_plain_decoding_whatever_the_way(verification: str) -> None:
     model = shared_model("llama", seed=3)
     options = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
-    expected, got = both(model, PROMPTS[0], way=way, **options)
+    expected, got = both(model, PROMPTS[0], verification=verification, **options)
     for name in ("scores", "logits"):
         assert len(getattr(got, name)) == len(getattr(expected, name)) == 30
         for mine, theirs in zip(getattr(got, name), getattr(expected, name), strict=True):
@@ -234,8 +245,8 @@ def test_outputs_are_those_of_plain_decoding_whatever_the_way(way: str) -> None:
 
 def test_attentions_come_from_ways_that_have_them() -> None:
     model = shared_model("llama", seed=3, attention="eager")
-    for way in ("tree", "chain"):
-        expected, got = both(model, PROMPTS[0], way=way, output_attentions=True)
+    for verification in ("tree", "chain"):
+        expected, got = both(model, PROMPTS[0], verification=verification, output_attentions=True)
         for mine, theirs in zip(got.attentions, expected.attentions, strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -247,7 +258,7 @@ def test_attentions_come_from_ways_that_have_them() -> None:
 
 def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
     model = shared_model("llama", seed=3)
-    config = lade.Config(verifier="rejection", target="chain", max_draft_tokens=6)
+    config = lade.Config(acceptance="rejection", verification="chain", max_draft_tokens=6)
     pool = lade.NGramPool()
     torch.manual_seed(0)
     for _ in range(3):
@@ -267,7 +278,7 @@ def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
 def test_plain_decoding_streams_and_counts_like_the_others() -> None:
     model = shared_model("llama", seed=3)
     steps: list[Any] = []
-    config = lade.Config(target="plain")
+    config = lade.Config(verification="plain")
     output = lade.generate(
         model,
         PROMPTS[0],
@@ -343,8 +354,8 @@ def test_a_cache_beside_use_cache_false_is_filled_as_plain_decoding_fills_it() -
 class Blind(ScriptedDrafter):
     """Drafts sixteen nodes whatever comes, as far as it is let."""
 
-    def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
-        return chain([5] * min(16, max_nodes))
+    def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
+        return chain([5] * min(16, max_draft_tokens))
 
     def observe(self, sequence: int, token_ids: Any) -> None:
         pass
@@ -397,7 +408,7 @@ def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
             return torch.tensor([input_ids.shape[1] >= 8, False])
 
     counts = []
-    for way in ("tree", "plain"):
+    for verification in ("tree", "plain"):
         steps: list[Any] = []
         output = lade.generate(
             model,
@@ -408,7 +419,7 @@ def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
             pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([FirstEnds()]),
             on_step=steps.append,
-            config=lade.Config(target=way),
+            config=lade.Config(verification=verification),
             return_dict_in_generate=True,
         )
         of_first = [token for step in steps if step.row == 0 for token in step.token_ids]
@@ -435,7 +446,7 @@ def test_a_snapshot_leaves_a_callers_cache_without_rejected_tokens() -> None:
             do_sample=False,
             max_new_tokens=20,
             drafter=Blind([], np.random.default_rng(0), 0.0),
-            config=lade.Config(target="snapshot", max_draft_tokens=4),
+            config=lade.Config(verification="snapshot", max_draft_tokens=4),
             on_step=interrupts,
         )
     assert cache.get_seq_length() <= PROMPTS[0].shape[1] + len(seen)
@@ -511,7 +522,7 @@ def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> No
     widths.clear()
     lade.generate(model, torch.tensor([[5, 6, 7] * 26]), max_new_tokens=9, do_sample=False)
     assert max(rows for rows, _ in widths[1:]) >= 1
-    choices = {key[0] for key in profile_of(model).findings}
+    choices = {key[0] for key in profile_of(model).results}
     assert choices == {"tree", "rows"}
 
 
@@ -533,7 +544,7 @@ def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
 
     model.__class__ = Elsewhere
     found = lade.probe(model)
-    assert found.target == "rows"
+    assert found.verification == "rows"
     assert "not part of transformers" in found.reasons["tree"]
     rng = np.random.default_rng(0)
     with warnings.catch_warnings():
@@ -559,7 +570,7 @@ def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
     prompt = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6]])
     _, got = both(model, prompt, attention_mask=(prompt != 0).long())
     assert got.stats.mean_accepted_tokens > 1.1
-    findings = profile_of(model).findings
-    assert findings["tree", "dynamic", True, None].reason is not None
+    results = profile_of(model).results
+    assert results["tree", "dynamic", True, None].reason is not None
     both(model, PROMPTS[0])
-    assert findings["tree", "dynamic", False, None].reason is None
+    assert results["tree", "dynamic", False, None].reason is None

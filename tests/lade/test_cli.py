@@ -23,7 +23,7 @@ from lade.cli.demo import Difference, TokenPrinter, find_difference, verdict, wh
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import find_model
 from lade.cli.options import Verification
-from lade.config import WAYS
+from lade.config import VERIFICATIONS
 from lade.errors import MissingExtraError, UnsupportedModelError
 from lade.probing.report import Probe
 from lade.stats import Step
@@ -123,14 +123,17 @@ def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
 
 def test_generate_takes_a_way_of_verifying(folder: str) -> None:
     options = ["--model", folder, "--max-new-tokens", "12", "--dtype", "float32"]
-    results = [run("generate", "abcabc", *options, "--verification", way) for way in WAYS]
+    results = [
+        run("generate", "abcabc", *options, "--verification", verification)
+        for verification in VERIFICATIONS
+    ]
     assert len({result.stdout for result in results}) == 1
-    assert "1.00 a step" in results[WAYS.index("plain")].stderr
+    assert "1.00 a step" in results[VERIFICATIONS.index("plain")].stderr
     assert run("generate", "abcabc", *options, "--verification", "magic").exit_code == 2
 
 
 def test_options_name_the_ways_of_verifying_that_there_are() -> None:
-    assert [*Verification] == [*WAYS]
+    assert [*Verification] == [*VERIFICATIONS]
 
 
 def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None:
@@ -144,11 +147,11 @@ def test_demo_compares_and_writes_its_table(folder: str, tmp_path: Path) -> None
     content = json.loads(path.read_text())
     assert [row["title"] for row in content["prompts"]] == [title for title, _ in DEMO_PROMPTS]
     assert all(row["text"] == "same text" for row in content["prompts"])
-    assert content["settings"]["target"] == "tree"
+    assert content["settings"]["verification"] == "tree"
     assert folder not in path.read_text()
     options += ["--prompt", "one", "--prompt", "two", "--verification", "rows"]
     result = run("demo", *options, "--json", str(path))
-    assert json.loads(path.read_text())["settings"]["target"] == "rows"
+    assert json.loads(path.read_text())["settings"]["verification"] == "rows"
     assert "prompt 2" in result.stdout
     assert DEMO_PROMPTS[0][0] not in result.stdout
 
@@ -171,8 +174,8 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     assert settings["temperature"] == 0.0
     assert settings["batch_size"] == 1
     assert settings["left_out"] == {}
-    assert settings["target"] == "tree"
-    assert settings["config"]["target"] is None
+    assert settings["verification"] == "tree"
+    assert settings["config"]["verification"] is None
     assert "verification: tree" in result.stdout
     result = run("bench", "show", str(path), str(path))
     assert result.exit_code == 0
@@ -259,7 +262,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
     assert result.exit_code == 0
     assert "best" in result.stdout
     for entry in json.loads(projected.read_text())["runs"]:
-        assert entry["step_cost"] == {4: 1.5, 8: 2.0}[entry["max_nodes"]]
+        assert entry["step_cost"] == {4: 1.5, 8: 2.0}[entry["max_draft_tokens"]]
         expected = entry["mean_accepted_tokens"] / entry["step_cost"]
         assert entry["speedup"] == pytest.approx(expected, abs=1e-5)
     costs.write_text("1,0.01\n8,0.02\n")
@@ -332,14 +335,14 @@ def test_bench_run_compares_ways_of_verifying(folder: str, tmp_path: Path) -> No
     content = json.loads(path.read_text())
     assert list(content["summary"]["overall"]) == names
     assert content["settings"]["methods"]["lade_rows"] == "as lade, drafts verified by rows"
-    assert content["settings"]["target"] is None  # each has its own
+    assert content["settings"]["verification"] is None  # each has its own
     for entry in content["prompts"]:
         assert all(entry[name]["same_text"] for name in names[1:])
     shown = run("bench", "show", str(path)).stdout
     assert all(name in result.stdout and name in shown for name in names)
     result = run("bench", "run", *options, "--methods", "plain,lade", "--verification", "chain")
     settings = json.loads(path.read_text())["settings"]
-    assert settings["target"] == settings["config"]["target"] == "chain"
+    assert settings["verification"] == settings["config"]["verification"] == "chain"
     assert "verification: chain" in result.stdout
     assert "verification: chain" in " ".join(run("bench", "show", str(path)).stdout.split())
 
@@ -555,10 +558,10 @@ def test_an_interrupted_bench_of_the_pool_keeps_its_sizes(
 
     whole = pool.time_pool
 
-    def interrupting(num_tokens: int, max_nodes: int) -> pool.PoolTiming:
+    def interrupting(num_tokens: int, max_draft_tokens: int) -> pool.PoolTiming:
         if num_tokens > 10_000:
             raise KeyboardInterrupt
-        return whole(num_tokens, max_nodes)
+        return whole(num_tokens, max_draft_tokens)
 
     monkeypatch.setattr(pool, "time_pool", interrupting)
     path = tmp_path / "pool.json"

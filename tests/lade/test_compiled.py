@@ -32,9 +32,9 @@ def test_the_text_is_that_of_generate(family: str, monkeypatch: pytest.MonkeyPat
     model = tiny_model(family)
     for prompt in (ONE, THREE) if family == "llama" else (ONE,):
         both(model, prompt, config=COMPILED, do_sample=False, max_new_tokens=40)
-    assert profile_of(model).shelf.compiled
+    assert profile_of(model).workspace_store.compiled
     lade.release(model)
-    assert not profile_of(model).shelf.compiled
+    assert not profile_of(model).workspace_store.compiled
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -96,7 +96,7 @@ def test_gemma_verifies_by_tree_and_keeps_its_text_past_its_window() -> None:
     if not embedded._is_complete(embedded._cache_folder() / "gemma-3-270m"):
         pytest.skip("not fetched: see its terms, then: lade generate --model gemma-3-270m Hello")
     loaded = load("gemma-3-270m", dtype="float32", device="cpu", progress=lambda *told: None)
-    assert lade.probe(loaded.model).target == "tree"
+    assert lade.probe(loaded.model).verification == "tree"
     pool = lade.NGramPool()
     for name in ("lade/drafting/proposer.py", "ARCHITECTURE.md"):
         text = (ROOT / name).read_text(encoding="utf-8")[:3600]

@@ -41,7 +41,7 @@ class Faulty:
         self.num_open += 1
         return 3
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Any:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Any:
         good = Draft(ints(6), ints(-1), ints(1), np.array([0.9]))
         return self.answer if self._called("draft") else good
 
@@ -124,7 +124,7 @@ def test_depths_are_counted_and_not_believed() -> None:
     expected = model.generate(PROMPT, **OPTIONS)
 
     class Lying(Faulty):
-        def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+        def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
             right = expected[0, len(committed) : len(committed) + 2].tolist()
             size = len(right)
             parents = np.arange(-1, size - 1, dtype=np.int32)

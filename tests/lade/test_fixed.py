@@ -17,9 +17,9 @@ from torch import Tensor
 import lade
 from lade.attention.tree import TREE_ATTENTION
 from lade.gpu.fixed import WIDTHS, FixedTarget
-from lade.gpu.workspace import Shape, Shelf, StaticInputs, slots_for
+from lade.gpu.workspace import Shape, StaticInputs, WorkspaceStore, slots_for
 from lade.probing import selfcheck
-from lade.probing.plan import choose_way
+from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
@@ -66,8 +66,12 @@ def test_our_own_attention_gives_that_text_too(
     for prompt in (ONE, THREE):
         both(model, prompt, config=FIXED, do_sample=False, **LONG)
     for is_padded in (False, True):
-        chosen = choose_way(model, is_padded=is_padded, execution="fixed")
-        assert (chosen.way, chosen.execution, chosen.attention) == ("tree", "fixed", TREE_ATTENTION)
+        chosen = choose_verification(model, is_padded=is_padded, execution="fixed")
+        assert (chosen.verification, chosen.execution, chosen.attention) == (
+            "tree",
+            "fixed",
+            TREE_ATTENTION,
+        )
 
 
 def test_rows_leave_and_come_back() -> None:
@@ -85,7 +89,7 @@ def test_a_lookahead_window_and_rejection_sampling_run_in_fixed_shapes() -> None
     texts = []
     for execution in ("eager", "fixed"):
         torch.manual_seed(0)
-        config = lade.Config(execution=execution, verifier="rejection", max_draft_tokens=7)
+        config = lade.Config(execution=execution, acceptance="rejection", max_draft_tokens=7)
         texts.append(lade.generate(model, ONE, config=config, **options))
     assert torch.equal(*texts)
 
@@ -93,7 +97,7 @@ def test_a_lookahead_window_and_rejection_sampling_run_in_fixed_shapes() -> None
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mistral", "gemma3_text"])
 def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(family: str) -> None:
     model = tiny_model(family, seed=2)
-    shelf = Shelf()
+    workspace_store = WorkspaceStore()
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8]]
 
     @settings(max_examples=15, deadline=None)
@@ -101,7 +105,9 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(fam
     @torch.no_grad()
     def check(steps: list[tuple[list[int], int]]) -> None:
         ids, layout = torch.tensor(prompts), tree_layout(model)
-        target = FixedTarget(model, ids, {"use_cache": True}, layout, 60, shelf=shelf)
+        target = FixedTarget(
+            model, ids, {"use_cache": True}, layout, 60, workspace_store=workspace_store
+        )
         target.prefill()
         committed = [[*prompt] for prompt in prompts]
         for (parents, leaf), (others, other_leaf) in zip(steps[::2], steps[1::2], strict=False):
@@ -123,7 +129,7 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(fam
         target.release()
 
     check()
-    assert len(shelf) == 1
+    assert len(workspace_store) == 1
 
 
 # --- shapes ---------------------------------------------------------------------------------
@@ -147,7 +153,7 @@ def test_forwards_have_few_widths_and_are_filled_with_nodes() -> None:
     assert torch.equal(got.sequences, answer)
     assert {*seen[-got.stats.num_steps :]} <= {*WIDTHS}
     # Eight tokens cost what six do here, and so two nodes more are verified.
-    assert got.stats.nodes_per_step > 4
+    assert got.stats.draft_tokens_per_step > 4
 
 
 @given(st.integers(0, 10**6))
@@ -159,7 +165,9 @@ def test_attention_runs_over_at_most_a_quarter_more(num_slots: int) -> None:
 def test_widths_are_padded_up() -> None:
     model = tiny_model("llama")
     target = FixedTarget(
-        *(model, ONE, {"use_cache": True}, tree_layout(model), 9), shelf=Shelf(), widths=(1, 4, 6)
+        *(model, ONE, {"use_cache": True}, tree_layout(model), 9),
+        workspace_store=WorkspaceStore(),
+        widths=(1, 4, 6),
     )
     assert [target.width_of(n) for n in (1, 2, 4, 5, 6, 7, 13)] == [1, 4, 4, 6, 6, 12, 18]
 
@@ -178,7 +186,7 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def kept(model: Any) -> Any:
-    (workspace,) = profile_of(model).shelf._kept
+    (workspace,) = profile_of(model).workspace_store._kept
     return workspace
 
 
@@ -215,7 +223,7 @@ def test_copies_of_a_model_begin_with_nothing() -> None:
     model = tiny_model("llama")
     expected = generate(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert len(profile_of(other).shelf) == 0
+        assert len(profile_of(other).workspace_store) == 0
         assert torch.equal(generate(other), expected)
         assert kept(other) is not kept(model)
 
@@ -224,7 +232,7 @@ def test_memory_that_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("lade.gpu.workspace._MOST_KEPT_BYTES", 1000)
     model = tiny_model("llama")
     generate(model)
-    assert len(profile_of(model).shelf) == 0
+    assert len(profile_of(model).workspace_store) == 0
 
 
 def test_a_call_inside_of_another_has_memory_of_its_own() -> None:
@@ -295,7 +303,7 @@ def test_an_error_leaves_nothing_behind() -> None:
 
     with pytest.raises(KeyError):
         generate(model, on_step=fail)
-    assert len(profile_of(model).shelf) == 0
+    assert len(profile_of(model).workspace_store) == 0
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(generate(model), expected)
 
@@ -330,8 +338,8 @@ def test_a_check_that_fails_leaves_trees_as_they_were(monkeypatch: pytest.Monkey
     with pytest.warns(lade.EagerExecutionWarning, match="not of fixed shape: its logits differ"):
         got = generate(model, return_dict_in_generate=True)
     assert torch.equal(got.sequences, expected)
-    chosen = choose_way(model, execution="fixed")
-    assert (chosen.way, chosen.execution) == ("tree", "eager")
+    chosen = choose_verification(model, execution="fixed")
+    assert (chosen.verification, chosen.execution) == ("tree", "eager")
 
 
 def test_graphs_are_refused_where_there_are_none() -> None:
@@ -344,7 +352,7 @@ def test_graphs_are_refused_where_there_are_none() -> None:
 
 def test_other_ways_of_verifying_know_no_shapes() -> None:
     model = tiny_model("llama")
-    config = lade.Config(execution="fixed", target="chain")
+    config = lade.Config(execution="fixed", verification="chain")
     expected = model.generate(ONE, **GREEDY)
     with pytest.warns(lade.EagerExecutionWarning, match="it verifies drafts by 'chain'"):
         assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
@@ -373,7 +381,7 @@ def test_less_memory_is_taken_where_there_is_not_enough(little_memory: dict[str,
     model = tiny_model("llama")
     options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
     expected = model.generate(ONE, **options)
-    choose_way(model, execution="fixed")
+    choose_verification(model, execution="fixed")
     little_memory["most"] = 80
     assert torch.equal(generate(model, **options), expected)
     assert little_memory["refused"] > 2
@@ -383,7 +391,7 @@ def test_what_cannot_be_held_at_all_is_said(little_memory: dict[str, int]) -> No
     model = tiny_model("llama")
     options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
     expected = model.generate(ONE, **options)
-    choose_way(model, execution="fixed")
+    choose_verification(model, execution="fixed")
     little_memory["most"] = 40
     message = r"no memory is left for the keys or values of \d+ tokens in 3 layers and 1 rows"
     with pytest.warns(lade.VerificationWarning, match=message):

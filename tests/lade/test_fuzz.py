@@ -68,8 +68,8 @@ def test_random_calls_of_any_architecture_return_what_plain_generate_returns() -
     summary = summary_of(NUM_CASES_OF_ARCHITECTURES, ARCHITECTURES)
     assert summary.kinds["same"] > NUM_CASES_OF_ARCHITECTURES / 2
     assert summary.architectures.keys() == set(ARCHITECTURES)
-    assert {"tree", "rows", "snapshot", "plain"} <= summary.ways.keys()
-    assert {"chain, as asked", "plain, as asked"} <= summary.ways.keys()
+    assert {"tree", "rows", "snapshot", "plain"} <= summary.verifications.keys()
+    assert {"chain, as asked", "plain, as asked"} <= summary.verifications.keys()
     assert summary.with_accepted > summary.with_stats / 4
 
 
@@ -252,7 +252,7 @@ def test_a_verdict_that_outlives_what_was_checked_is_found(
     assert compare(case).kind == "same"
     monkeypatch.setattr(Structure, "is_of", lambda self, model: True)
     verdict = compare(case)
-    assert (verdict.kind, verdict.way) == ("mismatch", "tree")
+    assert (verdict.kind, verdict.verification) == ("mismatch", "tree")
     # Looked at at every step, the model is found out, which is to be told of no case either.
     verdict = compare(replace(case, profile={"watch": "Watch(first=1, last=1)"}))
     assert verdict.kind == "mismatch"
@@ -351,7 +351,7 @@ def test_forwards_that_are_made_to_fail_are_no_mistake() -> None:
 def test_cases_have_all_that_can_happen() -> None:
     drawn = Counter(name for i in range(6000) for name in draw_case(9, i, FAMILIES).drawn)
     names = [f"event {name}" for name in HAPPENINGS]
-    names += [f"profile {name}" for name in ("prior", "watch")]
+    names += [f"profile {name}" for name in ("prewarmed", "watch")]
     names += [f"lade {name}" for name in ("lookahead", "stable_text", "execution", "on_step")]
     names += ["threads 2", "threads 3", "tiny vocabulary", "nested in a processor"]
     names += [f"KeyboardInterrupt in {place}" for place in ("forward", "streamer", "on_step")]
@@ -377,7 +377,7 @@ def test_plain_decoding_that_depends_on_the_call_before_is_told_apart() -> None:
     # It keeps its state in the module, and a prompt of one token goes on from it.
     verdict = compare(of_architecture("recurrent_gemma"))
     assert verdict.kind == "unsteady"
-    assert verdict.way == "plain"
+    assert verdict.verification == "plain"
     assert compare(of_architecture("bloom"), swaps_tokens).kind == "mismatch"
 
 
@@ -386,11 +386,11 @@ def swaps_tokens(model: Any, door: str, arguments: dict[str, Any], given: Any) -
 
 
 def test_a_way_that_is_not_exact_may_be_refused_where_it_was_asked_for_alone() -> None:
-    refused = compare(of_architecture("bloom", config="lade.Config(target='tree')"))
+    refused = compare(of_architecture("bloom", config="lade.Config(verification='tree')"))
     assert refused.kind == "refused"
     assert refused.reason.startswith("… cannot verify drafts by 'tree'")
-    verdict = compare(of_architecture("bloom", config="lade.Config(target='chain')"))
-    assert (verdict.kind, verdict.way) == ("same", "chain, as asked")
+    verdict = compare(of_architecture("bloom", config="lade.Config(verification='chain')"))
+    assert (verdict.kind, verdict.verification) == ("same", "chain, as asked")
     assert compare(of_architecture("bloom"), refuses).kind == "mismatch"
 
 

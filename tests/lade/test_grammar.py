@@ -10,7 +10,7 @@ import torch
 from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 
 import lade
-from lade.drafting.grammar import Foresight, foresight_of
+from lade.drafting.grammar import ForcedTokens, forced_tokens_of
 from tests.lade.tiny import EOS_TOKEN_ID, random_prompt, tiny_model
 
 # --- prefix_allowed_tokens_fn -----------------------------------------------------------------
@@ -25,10 +25,10 @@ def allowed_in_names(row: int, prefix: torch.Tensor) -> list[int]:
     return sorted({name[len(said)] for name in NAMES if name[: len(said)] == said})
 
 
-def prefix_foresight(allowed: Any, num_beams: int = 1) -> Foresight:
-    foresight = foresight_of([PrefixConstrainedLogitsProcessor(allowed, num_beams)])
-    assert foresight is not None
-    return foresight
+def prefix_foresight(allowed: Any, num_beams: int = 1) -> ForcedTokens:
+    grammar = forced_tokens_of([PrefixConstrainedLogitsProcessor(allowed, num_beams)])
+    assert grammar is not None
+    return grammar
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def prefix_foresight(allowed: Any, num_beams: int = 1) -> Foresight:
 def test_a_prefix_function_is_followed_while_one_token_is_allowed(
     said: list[int], forced: list[int]
 ) -> None:
-    foresight = prefix_foresight(allowed_in_names)
-    assert foresight.forced_tokens(0, PROMPT + said, 8) == forced
-    assert foresight.forced_tokens(0, PROMPT + said, 2) == forced[:2]
-    assert foresight.forced_tokens(0, PROMPT + said, 0) == []
+    grammar = prefix_foresight(allowed_in_names)
+    assert grammar.forced_tokens(0, PROMPT + said, 8) == forced
+    assert grammar.forced_tokens(0, PROMPT + said, 2) == forced[:2]
+    assert grammar.forced_tokens(0, PROMPT + said, 0) == []
 
 
 def test_a_prefix_function_may_have_no_answer_where_plain_decoding_never_asks() -> None:
     """A forced end of the text, and behind it nothing that was ever meant to be looked up."""
     table = {(5, 6): [7], (5, 6, 7): [8]}
     processor = PrefixConstrainedLogitsProcessor(lambda _, ids: table.get(tuple(ids.tolist())), 1)
-    foresight = foresight_of([processor])
-    assert foresight is not None
-    assert foresight.forced_tokens(0, [5, 6], 10) == [7, 8]
+    grammar = forced_tokens_of([processor])
+    assert grammar is not None
+    assert grammar.forced_tokens(0, [5, 6], 10) == [7, 8]
 
 
 def test_a_prefix_function_is_asked_about_the_row_that_the_processor_would_name() -> None:
@@ -77,7 +77,7 @@ def test_text_under_a_prefix_function_is_that_of_plain_generate() -> None:
         return list(range(8, 40)) if last % 4 == 3 else [last + 1]
 
     num_forced = 0
-    foresight = prefix_foresight(allowed)
+    grammar = prefix_foresight(allowed)
     model = tiny_model()
     for _ in range(4):
         prompt = random_prompt(rng)
@@ -90,7 +90,7 @@ def test_text_under_a_prefix_function_is_that_of_plain_generate() -> None:
         assert lade.generate(model, prompt, **options).equal(expected)
         text = expected[0].tolist()
         for end in range(prompt.shape[1], len(text)):
-            forced = foresight.forced_tokens(0, text[:end], len(text) - end)
+            forced = grammar.forced_tokens(0, text[:end], len(text) - end)
             assert text[end : end + len(forced)] == forced
             num_forced += len(forced)
     assert num_forced > 10
@@ -109,9 +109,9 @@ class Knowing:
 
 def test_the_first_processor_with_foresight_is_found() -> None:
     knowing = Knowing()
-    assert foresight_of([]) is None
-    assert foresight_of([TemperatureLogitsWarper(0.5)]) is None
-    assert foresight_of([TemperatureLogitsWarper(0.5), knowing]) is knowing
+    assert forced_tokens_of([]) is None
+    assert forced_tokens_of([TemperatureLogitsWarper(0.5)]) is None
+    assert forced_tokens_of([TemperatureLogitsWarper(0.5), knowing]) is knowing
 
 
 # --- xgrammar -----------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def grammars() -> Grammars:
 
 
 def write(
-    processor: Any, num_rows: int, rng: np.random.Generator, foresight: Foresight | None
+    processor: Any, num_rows: int, rng: np.random.Generator, grammar: ForcedTokens | None
 ) -> tuple[list[list[int]], list[list[set[int]]], list[list[list[int]]]]:
     """Emit tokens that the processor allows, with forecasts made before each of its calls.
 
@@ -162,8 +162,8 @@ def write(
     allowed_at: list[list[set[int]]] = []
     forecasts: list[list[list[int]]] = []
     while len(rows[0]) < 200 and not all(END in row for row in rows):
-        if foresight is not None:
-            forecasts.append([foresight.forced_tokens(i, row, 6) for i, row in enumerate(rows)])
+        if grammar is not None:
+            forecasts.append([grammar.forced_tokens(i, row, 6) for i, row in enumerate(rows)])
         scores = processor(torch.tensor(rows), torch.zeros(num_rows, END + 1))
         allowed_at.append([set(row.isfinite().nonzero()[:, 0].tolist()) for row in scores])
         for row, allowed in zip(rows, allowed_at[-1], strict=True):
@@ -175,8 +175,8 @@ def write(
 @pytest.mark.parametrize("seed", range(6))
 def test_forced_text_is_what_the_processor_then_leaves(grammars: Grammars, seed: int) -> None:
     processor = grammars.processor(grammars.json)
-    foresight = foresight_of([TemperatureLogitsWarper(0.5), processor])
-    (row,), allowed_at, forecasts = write(processor, 1, np.random.default_rng(seed), foresight)
+    grammar = forced_tokens_of([TemperatureLogitsWarper(0.5), processor])
+    (row,), allowed_at, forecasts = write(processor, 1, np.random.default_rng(seed), grammar)
     emitted = row[3 : row.index(END) + 1]
     num_checked = num_right = 0
     for step, (forecast,) in enumerate(forecasts):
@@ -199,8 +199,8 @@ def test_forced_text_is_what_the_processor_then_leaves(grammars: Grammars, seed:
 def test_asking_leaves_no_trace(grammars: Grammars) -> None:
     for seed in range(4):
         asked, unasked = (grammars.processor(grammars.json) for _ in range(2))
-        foresight = foresight_of([asked])
-        with_forecasts = write(asked, 1, np.random.default_rng(seed), foresight)
+        grammar = forced_tokens_of([asked])
+        with_forecasts = write(asked, 1, np.random.default_rng(seed), grammar)
         without = write(unasked, 1, np.random.default_rng(seed), None)
         assert with_forecasts[:2] == without[:2]
 
@@ -208,8 +208,8 @@ def test_asking_leaves_no_trace(grammars: Grammars) -> None:
 def test_each_row_has_its_own_state_and_its_own_grammar(grammars: Grammars) -> None:
     word = grammars.compiler.compile_regex("banana|bandit")
     processor = grammars.processor([grammars.json, word])
-    foresight = foresight_of([processor])
-    rows, _, forecasts = write(processor, 2, np.random.default_rng(0), foresight)
+    grammar = forced_tokens_of([processor])
+    rows, _, forecasts = write(processor, 2, np.random.default_rng(0), grammar)
     # Not "na", though all that may come next begins it: "n" and then "d" is as good.
     assert [PIECES[i] for i in forecasts[0][1]] == [b"b", b"a"]
     assert PIECES[forecasts[0][0][0]] == b'{"'
@@ -222,19 +222,19 @@ def test_each_row_has_its_own_state_and_its_own_grammar(grammars: Grammars) -> N
 
 def test_one_grammar_serves_a_batch(grammars: Grammars) -> None:
     processor = grammars.processor(grammars.json)
-    foresight = foresight_of([processor])
-    assert foresight is not None
-    assert foresight.forced_tokens(1, [1, 2, 3], 3) == foresight.forced_tokens(0, [1, 2, 3], 3)
-    _, _, forecasts = write(processor, 3, np.random.default_rng(1), foresight)
+    grammar = forced_tokens_of([processor])
+    assert grammar is not None
+    assert grammar.forced_tokens(1, [1, 2, 3], 3) == grammar.forced_tokens(0, [1, 2, 3], 3)
+    _, _, forecasts = write(processor, 3, np.random.default_rng(1), grammar)
     assert sum(len(forecast) > 0 for step in forecasts for forecast in step) > 20
 
 
 def test_text_outside_of_the_grammar_is_no_error(grammars: Grammars) -> None:
     processor = grammars.processor(grammars.json)
-    foresight = foresight_of([processor])
-    assert foresight is not None
+    grammar = forced_tokens_of([processor])
+    assert grammar is not None
     processor(torch.tensor([[1, 2]]), torch.zeros(1, END + 1))
-    assert foresight.forced_tokens(0, [1, 2, ord("x")], 4) == []
+    assert grammar.forced_tokens(0, [1, 2, ord("x")], 4) == []
 
 
 def test_json_is_that_of_plain_generate(grammars: Grammars) -> None:

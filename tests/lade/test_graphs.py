@@ -46,7 +46,7 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def graphs_of(model: Any) -> Graphs:
-    (workspace,) = profile_of(model).shelf._kept
+    (workspace,) = profile_of(model).workspace_store._kept
     graphs = workspace.graphs
     assert graphs is not None
     return graphs
@@ -424,7 +424,7 @@ def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder
     typical = []
     for _ in range(4):
         graphs.run("some shape", run)
-        typical.append(graphs.is_typical)
+        typical.append(graphs.is_timing_valid)
     assert typical == [False, False, True, True]
     assert calls == [
         False,

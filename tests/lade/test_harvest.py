@@ -39,7 +39,7 @@ class Listener:
     def open(self, prompt_ids: Sequence[int]) -> int:
         return 1
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         ids = np.array([committed[-1], 5, 6], np.int32)
         return Draft(
             ids, np.array([-1, -1, 1], np.int32), np.array([1, 1, 2], np.int32), np.ones(3)
@@ -225,7 +225,9 @@ def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
-    assert len(tables.prior_of(tabled, profile.profile_of(tabled)) or ()) > 0.9 * VOCAB_SIZE
+    assert (
+        len(tables.prewarmed_table_of(tabled, profile.profile_of(tabled)) or ()) > 0.9 * VOCAB_SIZE
+    )
     prompt = torch.tensor([[3]])
     texts, num_drafted = [], []
     for config in (lade.Config(max_draft_tokens=4), lade.Config(4, 4, uses_table=False)):
@@ -239,10 +241,10 @@ def test_a_table_is_used_unasked_and_can_be_left_out(tabled: Any) -> None:
 
 
 def test_prewarming_is_noticed_by_the_next_call(tmp_path: Path, tabled: Any) -> None:
-    before = tables.prior_of(tabled, profile.profile_of(tabled))
-    assert tables.prior_of(tabled, profile.profile_of(tabled)) is before
-    tables.forget_prior(tabled)
-    assert tables.prior_of(tabled, profile.profile_of(tabled)) is not before
+    before = tables.prewarmed_table_of(tabled, profile.profile_of(tabled))
+    assert tables.prewarmed_table_of(tabled, profile.profile_of(tabled)) is before
+    tables.forget_prewarmed_table(tabled)
+    assert tables.prewarmed_table_of(tabled, profile.profile_of(tabled)) is not before
 
 
 def test_a_folder_that_may_not_be_looked_into_has_no_tables(

@@ -39,9 +39,9 @@ class LearningDrafter(ScriptedDrafter):
         self.num_committed: list[int] = []  # at each step
         self.ngrams: list[list[list[int]]] = []  # of each step
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         self.num_committed.append(len(committed))
-        return super().draft(sequence, committed, max_nodes)
+        return super().draft(sequence, committed, max_draft_tokens)
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         assert sequence == 7
@@ -156,7 +156,7 @@ def test_first_tokens_are_of_the_prompt_or_the_vocabulary_and_repeat() -> None:
 
 
 def path_of(cells: Any, node: int) -> list[int]:
-    """Cells from the root to one, both included; -1 is the root."""
+    """SideNodes from the root to one, both included; -1 is the root."""
     seen = np.flatnonzero(cells.ancestors[node]).tolist()
     return [-1, *sorted(seen, key=lambda cell: cells.depths[cell])]
 
@@ -307,7 +307,7 @@ def test_a_pool_with_a_window_accepts_more_of_what_no_text_has_had() -> None:
     without, with_window = stats.values()
     assert with_window.mean_accepted_tokens > without.mean_accepted_tokens
     assert without.num_lookahead_tokens == 0
-    assert with_window.nodes_per_step <= 8  # cells are no draft tokens
+    assert with_window.draft_tokens_per_step <= 8  # cells are no draft tokens
 
 
 # --- the text -------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_batches_with_windows_are_those_of_generate(
 
 def test_runs_repeat_and_leave_every_random_state_alone() -> None:
     model = tiny_model("llama", seed=1)
-    config = lade.Config(max_draft_tokens=6, verifier="rejection", lookahead=lade.Lookahead(5, 4))
+    config = lade.Config(max_draft_tokens=6, acceptance="rejection", lookahead=lade.Lookahead(5, 4))
     prompt = masked(torch.tensor([[5, 6, 7, 8]]))
     texts = []
     for number in range(2):
@@ -575,14 +575,15 @@ def test_sizes_that_mean_nothing_are_refused() -> None:
         lade.Config(lookahead=(5, 4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", ["rows", "chain", "snapshot", "plain"])
-def test_a_window_without_trees_is_refused(way: Any) -> None:
+@pytest.mark.parametrize("verification", ["rows", "chain", "snapshot", "plain"])
+def test_a_window_without_trees_is_refused(verification: Any) -> None:
     model = tiny_model("llama")
-    config = lade.Config(target=way, lookahead=lade.Lookahead())
+    config = lade.Config(verification=verification, lookahead=lade.Lookahead())
     with (
         forwards_of(model) as forwards,
         pytest.raises(
-            lade.UnsupportedOptionError, match=f"LlamaForCausalLM verifies them by '{way}' here"
+            lade.UnsupportedOptionError,
+            match=f"LlamaForCausalLM verifies them by '{verification}' here",
         ),
     ):
         lade.generate(model, **masked(torch.tensor([[5, 6]])), config=config, max_new_tokens=4)

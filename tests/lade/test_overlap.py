@@ -12,7 +12,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.hf.generation import Generation
 from lade.stats import Step
-from lade.transfer import Sent
+from lade.transfer import HostCopy
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, THREE, ListStreamer, both
 from tests.lade.recorder import Overlapping
@@ -51,9 +51,9 @@ class Watched(PoolDrafter):
         self.events.append("open")
         return super().open(prompt_ids)
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Any:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Any:
         self.events.append("draft")
-        return super().draft(sequence, committed, max_nodes)
+        return super().draft(sequence, committed, max_draft_tokens)
 
     def harvest(
         self,
@@ -167,7 +167,7 @@ def test_what_is_sent_arrives(device: str) -> None:
         torch.tensor([[0.5], [float("nan")]], device=device),
         torch.zeros((0, 4), dtype=torch.int64, device=device),
     )
-    sent = Sent(*parts)
+    sent = HostCopy(*parts)
     parts[0].fill_(0) if device == "cuda" else None  # it is on its way already
     token_ids, flags, numbers, nothing = sent.get()
     assert token_ids.tolist() == [[3, -1, 2**31 - 1]]

@@ -67,7 +67,7 @@ class FixedChoice:
 
 
 def walk(
-    text: Text, choices: dict[int, list[int]], max_length: int = 99, is_joint: bool = False
+    text: Text, choices: dict[int, list[int]], max_length: int = 99, is_lockstep: bool = False
 ) -> tuple[dict[int, list[int]], FixedChoice]:
     choice = FixedChoice(text, choices)
 
@@ -75,7 +75,7 @@ def walk(
         for row in rows:
             text.is_finished[row] = len(text.token_ids[row]) >= max_length
 
-    limits = Limits(max_length=99, stop=stop, is_lockstep=is_joint)
+    limits = Limits(max_length=99, stop=stop, is_lockstep=is_lockstep)
     batch = Batch(text, [[] for _ in choices], limits)
     paths = accepted_paths({row: chain_with_branch() for row in choices}, choice, batch)
     return paths, choice
@@ -114,7 +114,7 @@ def test_rows_walk_on_alone_unless_they_are_joint() -> None:
     assert paths == {0: [0], 1: [0, 1, 3], 2: [0, 2]}
     assert text.token_ids == [[3, 1, 9], [4, 1, 5, 5, 4], [5, 1, 6, 5]]
     text = text_of([3, 1], [4, 1], [5, 1])
-    paths, choice = walk(text, choices, is_joint=True)
+    paths, choice = walk(text, choices, is_lockstep=True)
     assert paths == {0: [0], 1: [0], 2: [0]}
     assert choice.rounds == [[(0, 0), (1, 0), (2, 0)]]
 
@@ -197,15 +197,15 @@ def test_processors_are_sorted_by_what_they_depend_on() -> None:
     class MyTemperature(TemperatureLogitsWarper):  # type: ignore[misc]
         """May do anything."""
 
-    for processors, need_prefix, is_joint in (
+    for processors, need_prefix, is_lockstep in (
         ([], False, False),
         ([temperature], False, False),
         ([penalty, temperature], True, False),
         ([MyTemperature(0.5)], True, True),
     ):
         sorted_out = Processors(processors, num_rows=2)
-        assert (sorted_out.need_prefix, sorted_out.is_joint) == (need_prefix, is_joint)
-        assert not Processors(processors, num_rows=1).is_joint
+        assert (sorted_out.need_prefix, sorted_out.is_lockstep) == (need_prefix, is_lockstep)
+        assert not Processors(processors, num_rows=1).is_lockstep
 
 
 def test_rows_of_unequal_length_are_processed_as_they_would_be_together() -> None:
@@ -333,7 +333,7 @@ def test_stats_count_and_add_up() -> None:
     assert (stats.num_row_steps, stats.num_tokens) == (2, 5)
     assert stats.mean_accepted_tokens == 2.0  # not 2.5: the prefill's token is no step's
     assert stats.acceptance_rate == 2 / 12
-    assert stats.nodes_per_step == 6.0
+    assert stats.draft_tokens_per_step == 6.0
     assert stats.accepted_by_depth == [1, 1]
     other = DecodeStats(num_prefills=1, forward_sec=3.0, draft_sec=1.0)
     other.num_steps = 1
@@ -359,4 +359,4 @@ def test_config_refuses_what_it_cannot_mean() -> None:
     with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
         Config(max_candidates=2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
-        Config(verifier="typical")  # type: ignore[arg-type]
+        Config(acceptance="typical")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from lade.errors import UnsupportedModelError
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Speaker, speaking
+from lade.prewarming.prompter import Prompter, speaking
 from lade.prewarming.run import PrewarmProgress, Run
 from lade.prewarming.tables import (
     Effort,
@@ -49,10 +49,10 @@ def run_on(
 ) -> tuple[Run, list[PrewarmProgress]]:
     """Work for so many readings of a clock."""
     told: list[PrewarmProgress] = []
-    with speaking(model, stored.table.num_successors) as speaker:
-        speaker.num_rows = 4
+    with speaking(model, stored.table.num_successors) as prompter:
+        prompter.num_rows = 4
         run = Run(
-            speaker,
+            prompter,
             stored,
             Path("nowhere"),
             seconds,
@@ -79,9 +79,9 @@ def likeliest(model: Any, *token_ids: int) -> tuple[list[int], list[float]]:
 def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(family: str) -> None:
     model = tiny_model(family, attention="eager")
     token_ids = np.arange(2, 13)
-    with speaking(model, 8) as speaker:
-        speaker.num_rows = 4
-        ids, probs = speaker.successors_of(7, token_ids)
+    with speaking(model, 8) as prompter:
+        prompter.num_rows = 4
+        ids, probs = prompter.successors_of(7, token_ids)
     for token_id, row_ids, row_probs in zip(token_ids.tolist(), ids, probs, strict=True):
         expected_ids, expected_probs = likeliest(model, 7, token_id)
         assert row_ids.tolist() == expected_ids
@@ -99,12 +99,12 @@ def test_texts_tell_the_successors_at_every_place(family: str) -> None:
         told.append(successors)
         return True
 
-    with speaking(model, 8) as speaker:
-        speaker.num_rows = 3
-        assert speaker.write(12, 5, hear)
+    with speaking(model, 8) as prompter:
+        prompter.num_rows = 3
+        assert prompter.write(12, 5, hear)
     texts = np.stack(columns, axis=1)
     assert texts.shape == (3, 12)
-    assert (texts[:, 0] == speaker.start_token_id).all()
+    assert (texts[:, 0] == prompter.start_token_id).all()
     assert len({tuple(text) for text in texts.tolist()}) == 3  # drawn, each on its own
     for place in range(12):
         ids, probs = told[place]
@@ -124,12 +124,12 @@ def test_texts_are_drawn_from_the_whole_distribution() -> None:
             np.add.at(counts, tokens[:, -1], 1)
         return len(tokens[0]) < 2
 
-    with speaking(model, 8) as speaker:
-        speaker.num_rows = 1000
+    with speaking(model, 8) as prompter:
+        prompter.num_rows = 1000
         for seed in range(4):
-            speaker.write(3, seed, hear)
+            prompter.write(3, seed, hear)
     with torch.no_grad():
-        probs = model(torch.tensor([[speaker.start_token_id]])).logits[0, -1].softmax(-1).numpy()
+        probs = model(torch.tensor([[prompter.start_token_id]])).logits[0, -1].softmax(-1).numpy()
     expected = counts.sum() * probs
     common = expected >= 5
     parts = [*np.stack([counts, expected])[:, common].T, [counts[~common].sum(), 0]]
@@ -204,13 +204,13 @@ def test_another_run_goes_on_where_the_last_one_ended() -> None:
 
 def test_no_batch_of_texts_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    write = Speaker.write
+    write = Prompter.write
 
-    def noted(self: Speaker, num_tokens: int, seed: int, hear: Any) -> bool:
+    def noted(self: Prompter, num_tokens: int, seed: int, hear: Any) -> bool:
         seeds.append(seed)
         return write(self, num_tokens, seed, hear)
 
-    monkeypatch.setattr(Speaker, "write", noted)
+    monkeypatch.setattr(Prompter, "write", noted)
     stored, model = new(), tiny_model("llama")
     for _ in range(3):
         run_on(model, stored, 600)
@@ -292,19 +292,19 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         return forward(self, input_ids, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", small)
-    with speaking(model, 8) as speaker:
-        speaker.num_rows = 32
-        ids, _ = speaker.successors_of(7, np.arange(40))
+    with speaking(model, 8) as prompter:
+        prompter.num_rows = 32
+        ids, _ = prompter.successors_of(7, np.arange(40))
         assert ids.shape == (40, 8)
-        assert speaker.num_rows == 8
-        speaker.num_rows = 32
-        run = Run(speaker, new(), Path("x"), 1500, save=lambda: None, clock=Ticks())
+        assert prompter.num_rows == 8
+        prompter.num_rows = 32
+        run = Run(prompter, new(), Path("x"), 1500, save=lambda: None, clock=Ticks())
         run.work()
-        assert speaker.num_rows == 8
+        assert prompter.num_rows == 8
     assert run.made().num_lone_tokens == VOCAB_SIZE
     monkeypatch.setattr(type(model), "forward", out_of_memory)
-    with speaking(model, 8) as speaker, pytest.raises(torch.OutOfMemoryError):
-        speaker.successors_of(7, np.arange(40))
+    with speaking(model, 8) as prompter, pytest.raises(torch.OutOfMemoryError):
+        prompter.successors_of(7, np.arange(40))
 
 
 def out_of_memory(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
-from lade.config import WAYS
+from lade.config import VERIFICATIONS
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
@@ -48,7 +48,7 @@ def plain(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def check_text(
-    model: Any, way: str | None, seed: int = 0, num_new: int = 40, accept: float = 0.7
+    model: Any, verification: str | None, seed: int = 0, num_new: int = 40, accept: float = 0.7
 ) -> lade.DecodeStats:
     """Greedy text of a few prompts is that of plain `generate`; return what was counted."""
     rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ def check_text(
             do_sample=False,
             max_new_tokens=num_new,
             drafter=ScriptedDrafter(expected[0].tolist(), rng, accept),
-            config=lade.Config(target=way, max_draft_tokens=9),  # type: ignore[arg-type]
+            config=lade.Config(verification=verification, max_draft_tokens=9),  # type: ignore[arg-type]
             return_dict_in_generate=True,
         )
         assert output.sequences.tolist() == expected.tolist()
@@ -75,7 +75,7 @@ def check_text(
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "way", "reasons"),
+    ("family", "options", "verification", "reasons"),
     [
         ("llama", {}, "tree", {}),
         ("mistral", {}, "tree", {}),
@@ -110,17 +110,17 @@ def check_text(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
-    family: str, options: dict[str, Any], way: str, reasons: dict[str, str]
+    family: str, options: dict[str, Any], verification: str, reasons: dict[str, str]
 ) -> None:
     model = model_of(family, **options)
     found = lade.probe(model)
     assert found.model == type(model).__name__
-    assert found.target == way
+    assert found.verification == verification
     assert found.reasons.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in found.reasons[name]  # type: ignore[index]
-    assert str(found).startswith(f"{found.model} verifies drafts by: {way}")
-    if way == "plain":
+    assert str(found).startswith(f"{found.model} verifies drafts by: {verification}")
+    if verification == "plain":
         with pytest.warns(lade.PlainDecodingWarning, match="logits differ"):
             stats = check_text(model, None)
         assert stats.num_draft_tokens == 0
@@ -129,31 +129,35 @@ def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
         assert check_text(model, None).mean_accepted_tokens > 1.1
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+@pytest.mark.parametrize(
+    "verification", [verification for verification in VERIFICATIONS if verification != "plain"]
+)
 @pytest.mark.parametrize(
     "family", thinned(["llama", "gemma3_text", "llama4_text"], "llama", "gemma3_text")
 )
 @pytest.mark.parametrize(
     "accept", thinned([0.0, 0.6, 1.0], 0.6, 1.0), ids=["never", "sometimes", "always"]
 )
-def test_every_way_gives_the_text_of_plain_decoding(family: str, way: str, accept: float) -> None:
+def test_every_way_gives_the_text_of_plain_decoding(
+    family: str, verification: str, accept: float
+) -> None:
     model = model_of(family, seed=2)
-    stats = check_text(model, way, accept=accept)
+    stats = check_text(model, verification, accept=accept)
     if accept == 1.0:
         assert stats.mean_accepted_tokens > 1.5
-    assert lade.probe(model).target == "tree"  # what was asked for is not remembered
+    assert lade.probe(model).verification == "tree"  # what was asked for is not remembered
 
 
 def test_a_way_asked_for_is_taken_or_refused_with_the_reason() -> None:
     model = model_of("bloom", **BLOOM)
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     with pytest.raises(UnsupportedModelError, match=r"BloomForCausalLM .* by 'tree': its forward"):
-        lade.generate(model, prompt, max_new_tokens=3, config=lade.Config(target="tree"))
+        lade.generate(model, prompt, max_new_tokens=3, config=lade.Config(verification="tree"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what was asked for needs no warning
         assert check_text(model, "plain").mean_accepted_tokens == 1.0
-    with pytest.raises(ValueError, match=r"expected Config\(target=…\) of 'tree', 'rows'"):
-        lade.Config(target="twig")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected Config\(verification=…\) of 'tree', 'rows'"):
+        lade.Config(verification="twig")  # type: ignore[arg-type]
 
 
 def test_rows_verify_several_paths_at_once() -> None:
@@ -163,14 +167,14 @@ def test_rows_verify_several_paths_at_once() -> None:
     answer = plain(model, prompt, max_new_tokens=30)[0].tolist()
 
     class Second(ScriptedDrafter):
-        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+        def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
             right = answer[len(committed)] if len(committed) < len(answer) else 0
             token_ids = np.array([(right + 1) % 97, right], np.int32)
             parents, depths = np.array([-1, -1], np.int32), np.array([1, 1], np.int32)
             return Draft(token_ids, parents, depths, np.array([0.5, 0.4]))
 
     expected = {"rows": 2.0, "chain": 1.0}
-    for way, most in expected.items():
+    for verification, most in expected.items():
         output = lade.generate(
             model,
             prompt,
@@ -178,7 +182,7 @@ def test_rows_verify_several_paths_at_once() -> None:
             do_sample=False,
             max_new_tokens=30,
             drafter=Second([], np.random.default_rng(0), 0.0),
-            config=lade.Config(target=way, max_draft_tokens=2),  # type: ignore[arg-type]
+            config=lade.Config(verification=verification, max_draft_tokens=2),  # type: ignore[arg-type]
             return_dict_in_generate=True,
         )
         assert output.sequences[0].tolist() == answer
@@ -233,7 +237,7 @@ def test_a_model_that_breaks_trees_is_caught_and_verifies_rows(
     model = tiny_model("llama", seed=1, dtype=dtype)
     broken(model)
     found = lade.probe(model)
-    assert found.target == "rows"
+    assert found.verification == "rows"
     assert reason in found.reasons["tree"]
     if dtype == torch.float64:
         assert check_text(model, None).mean_accepted_tokens > 1.1
@@ -255,7 +259,7 @@ def test_a_state_that_starts_anew_in_every_longer_forward_is_caught() -> None:
 
     model.backbone.forward = forgetful
     found = lade.probe(model)
-    assert found.target == "plain"
+    assert found.verification == "plain"
     assert "logits differ" in found.reasons["snapshot"]
     with pytest.warns(lade.PlainDecodingWarning):
         check_text(model, None)
@@ -279,7 +283,7 @@ def test_a_state_kept_outside_of_the_cache_is_caught() -> None:
         return made
 
     embed.forward = with_memory
-    assert lade.probe(model).target == "plain"
+    assert lade.probe(model).verification == "plain"
 
 
 def test_a_check_that_fails_altogether_never_loses_the_generation() -> None:
@@ -311,7 +315,7 @@ def test_a_check_that_fails_altogether_never_loses_the_generation() -> None:
 def test_a_model_in_training_mode_is_told_so_and_checked_again_after() -> None:
     model = tiny_model("gpt2").train()
     assert "try model.eval()" in lade.probe(model).reasons["tree"]
-    assert lade.probe(model.eval()).target == "tree"
+    assert lade.probe(model.eval()).verification == "tree"
 
 
 # --- code that is not part of transformers --------------------------------------------------
@@ -371,7 +375,7 @@ REREADING = """
 
 
 @pytest.mark.parametrize(
-    ("name", "core", "forward", "way"),
+    ("name", "core", "forward", "verification"),
     [
         ("Counting", "nn.Linear(32, 32)", COUNTING, "rows"),
         ("Rereading", "nn.GRU(32, 32, batch_first=True)", REREADING, "rows"),
@@ -379,7 +383,7 @@ REREADING = """
 )
 @pytest.mark.filterwarnings("ignore")  # what loading remote code says
 def test_remote_code_is_checked_like_any_other(
-    tmp_path: Path, name: str, core: str, forward: str, way: str
+    tmp_path: Path, name: str, core: str, forward: str, verification: str
 ) -> None:
     code = REMOTE.format(name=name, core=core, forward=forward)
     (tmp_path / f"modeling_{name.lower()}.py").write_text(code)
@@ -401,7 +405,7 @@ def test_remote_code_is_checked_like_any_other(
     model.generation_config.use_cache = name == "Counting"
     assert not type(model).__module__.startswith("transformers.models")
     assert check_text(model, None).mean_accepted_tokens > 1.1
-    assert lade.probe(model).target == way
+    assert lade.probe(model).verification == verification
 
 
 # --- the check itself -----------------------------------------------------------------------
@@ -413,7 +417,7 @@ def test_the_check_passes_in_every_precision(dtype: torch.dtype, num_rows: int) 
     for family in ("llama", "gpt2", "opt", "phi3", "gemma3_text"):
         for seed in range(3):
             model = tiny_model(family, seed=seed, dtype=dtype)
-            assert lade.probe(model, num_rows=num_rows).target == "tree"
+            assert lade.probe(model, num_rows=num_rows).verification == "tree"
 
 
 def test_the_check_runs_once_and_leaves_no_trace() -> None:
@@ -450,8 +454,8 @@ def test_a_batch_is_checked_when_it_comes() -> None:
         return forward(*args, **kwargs)
 
     model.model.forward = sees_padding
-    assert lade.probe(model).target == "tree"
-    assert lade.probe(model, num_rows=2).target == "rows"
+    assert lade.probe(model).verification == "tree"
+    assert lade.probe(model, num_rows=2).verification == "rows"
 
 
 # --- attention implementations --------------------------------------------------------------
@@ -474,7 +478,7 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     model = tiny_model("llama", seed=3)
     model.set_attn_implementation("blind")
     found = lade.probe(model)
-    assert (found.target, found.attention) == ("tree", "sdpa")
+    assert (found.verification, found.attention) == ("tree", "sdpa")
     assert model.config._attn_implementation == "blind"
     USED.clear()
     forwards: list[str] = []

@@ -310,9 +310,9 @@ def text_of(law: Law, num_tokens: int) -> list[int]:
     return text
 
 
-def p_value_of_pool(target: Law, pool: NGramPool, cut: Cut, max_nodes: int = 6) -> float:
+def p_value_of_pool(target: Law, pool: NGramPool, cut: Cut, max_draft_tokens: int = 6) -> float:
     rng = np.random.default_rng(11)
-    drafts = [cut(pool.sample(CONTEXT, max_nodes, rng)) for _ in range(NUM_ROWS // 2)]
+    drafts = [cut(pool.sample(CONTEXT, max_draft_tokens, rng)) for _ in range(NUM_ROWS // 2)]
     tokens, lengths = step(target, contexts(len(drafts)), drafts)
     return p_value_of(target.continued(tokens, lengths), target)
 
@@ -342,7 +342,7 @@ def test_cutting_without_a_look_at_the_tokens_leaves_the_distribution() -> None:
     pool.observe(text_of(Law(seed=2), 200))
     target = Law(seed=1)
     for cut in (cut_by_chosen_draft(pool), cut_before_the_first_unlikely):
-        assert p_value_of_pool(target, pool, cut, max_nodes=12) > FALSE_ALARM
+        assert p_value_of_pool(target, pool, cut, max_draft_tokens=12) > FALSE_ALARM
     sizes = {
         len(cut_before_the_first_unlikely(pool.sample(CONTEXT, 12, np.random.default_rng(seed))))
         for seed in range(50)

@@ -1,4 +1,4 @@
-"""Decoding with `Config(verifier="rejection")`: other tokens, the target's distribution."""
+"""Decoding with `Config(acceptance="rejection")`: other tokens, the target's distribution."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
 from tests.lade.shared import shared_model
 
-REJECTION = lade.Config(max_draft_tokens=5, verifier="rejection")
+REJECTION = lade.Config(max_draft_tokens=5, acceptance="rejection")
 VOCAB_SIZE = 8
 
 
@@ -73,7 +73,7 @@ def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:
         torch.manual_seed(seed)
         texts.append(lade.generate(model, THREE, **options).tolist())
     assert texts[0] == texts[1] != texts[2]
-    options["config"] = lade.Config(max_draft_tokens=0, verifier="rejection")
+    options["config"] = lade.Config(max_draft_tokens=0, acceptance="rejection")
     torch.manual_seed(0)
     together = lade.generate(model, THREE, **options).tolist()
     torch.manual_seed(0)
@@ -103,8 +103,8 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
         def open(self, prompt_ids: Any) -> int:
             return 0
 
-        def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
-            return chain(answer[len(committed) :][:max_nodes], 0.9)
+        def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
+            return chain(answer[len(committed) :][:max_draft_tokens], 0.9)
 
         def observe(self, sequence: int, token_ids: Any) -> None: ...
 

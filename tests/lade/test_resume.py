@@ -117,11 +117,11 @@ def _flat(values: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["prefill", "inputs", "forward", "commit"])
 @pytest.mark.parametrize("after", [1, 3])
-@pytest.mark.parametrize("target", ["tree", "rows", "chain"])
+@pytest.mark.parametrize("verification", ["tree", "rows", "chain"])
 def test_a_target_that_fails_on_the_way_loses_nothing(
-    monkeypatch: pytest.MonkeyPatch, method: str, after: int, target: Any
+    monkeypatch: pytest.MonkeyPatch, method: str, after: int, verification: Any
 ) -> None:
-    config = lade.Config(max_draft_tokens=8, target=target)
+    config = lade.Config(max_draft_tokens=8, verification=verification)
     for prompt in (ONE, THREE):
         model = tiny_model("llama", seed=2)
         lade.probe(model, num_rows=len(prompt))
@@ -179,9 +179,9 @@ def test_a_chat_goes_on_in_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_new_tokens": 12,
     }
     expected = model.generate(longer, **options)
-    for target in ("tree", "chain"):
+    for verification in ("tree", "chain"):
         model = tiny_model("llama", seed=1)
-        config = lade.Config(max_draft_tokens=4, target=target)
+        config = lade.Config(max_draft_tokens=4, verification=verification)
         lade.generate(model, ONE, config=config, max_new_tokens=2)
         given = copy.deepcopy(first.past_key_values)
         with monkeypatch.context() as patch:
@@ -258,7 +258,7 @@ def test_memory_that_runs_out_on_the_way_is_no_verdict(monkeypatch: pytest.Monke
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", VerificationWarning)
                 lade.generate(model, ONE, config=config, max_new_tokens=12)
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
 
 
 def test_a_check_that_breaks_is_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,17 +33,17 @@ HARVESTING = ["rival_recycling", "rival_sam_recycling", "rival_goose"]
 CUT_FROM_BEHIND = [name for name in RIVALS if name not in ("rival_goose", "rival_suffix")]
 
 
-def drafted(drafter: Drafter, text: Sequence[int], max_nodes: int = 100) -> tuple[Any, Any]:
+def drafted(drafter: Drafter, text: Sequence[int], max_draft_tokens: int = 100) -> tuple[Any, Any]:
     """Return tokens and parents of the draft after a prompt."""
     sequence = drafter.open(text)
-    draft = drafter.draft(sequence, text, max_nodes)
+    draft = drafter.draft(sequence, text, max_draft_tokens)
     drafter.close(sequence)
-    assert_is_tree(draft, max_nodes)
+    assert_is_tree(draft, max_draft_tokens)
     return draft.token_ids.tolist(), draft.parents.tolist()
 
 
-def assert_is_tree(draft: Draft, max_nodes: int) -> None:
-    assert len(draft) <= max_nodes
+def assert_is_tree(draft: Draft, max_draft_tokens: int) -> None:
+    assert len(draft) <= max_draft_tokens
     assert draft.token_ids.dtype == draft.parents.dtype == draft.depths.dtype == np.int32
     parents, depths = draft.parents.tolist(), draft.depths.tolist()
     assert all(-1 <= parent < node for node, parent in enumerate(parents))
@@ -362,13 +362,13 @@ def test_suffix_leaves_out_what_is_less_likely_than_a_tenth() -> None:
 # --- all of them ----------------------------------------------------------------------------
 
 
-def live(drafter: Drafter, rng: np.random.Generator, max_nodes: int) -> Iterator[Draft]:
+def live(drafter: Drafter, rng: np.random.Generator, max_draft_tokens: int) -> Iterator[Draft]:
     """Yield the drafts of a made-up generation of two interleaved sequences."""
     texts = [rng.integers(0, 6, int(rng.integers(1, 30))).tolist() for _ in range(2)]
     handles = [drafter.open(text) for text in texts]
     for _ in range(25):
         for handle, text in zip(handles, texts, strict=True):
-            draft = drafter.draft(handle, text, max_nodes)
+            draft = drafter.draft(handle, text, max_draft_tokens)
             yield draft
             if isinstance(drafter, HarvestingDrafter):
                 token_ids = [text[-1], *draft.token_ids.tolist()]
@@ -387,9 +387,9 @@ def live(drafter: Drafter, rng: np.random.Generator, max_nodes: int) -> Iterator
 @pytest.mark.parametrize("name", RIVALS)
 def test_drafts_are_trees_within_the_budget(name: str) -> None:
     num_nodes = 0
-    for max_nodes in (1, 2, 5, 16, RIVALS[name].max_draft_tokens):
-        for draft in live(RIVALS[name].make_drafter(), np.random.default_rng(1), max_nodes):
-            assert_is_tree(draft, max_nodes)
+    for max_draft_tokens in (1, 2, 5, 16, RIVALS[name].max_draft_tokens):
+        for draft in live(RIVALS[name].make_drafter(), np.random.default_rng(1), max_draft_tokens):
+            assert_is_tree(draft, max_draft_tokens)
             num_nodes += len(draft)
     assert num_nodes > 0
 
@@ -404,10 +404,10 @@ def test_fewer_nodes_are_the_first_of_more(name: str) -> None:
         harvest(drafter, sequence, text, {i: [*rng.permutation(4)] for i in range(4)})
     whole = drafter.draft(sequence, text, 100)
     assert len(whole) > 3
-    for max_nodes in range(len(whole)):
-        draft = drafter.draft(sequence, text, max_nodes)
-        assert draft.token_ids.tolist() == whole.token_ids[:max_nodes].tolist()
-        assert draft.parents.tolist() == whole.parents[:max_nodes].tolist()
+    for max_draft_tokens in range(len(whole)):
+        draft = drafter.draft(sequence, text, max_draft_tokens)
+        assert draft.token_ids.tolist() == whole.token_ids[:max_draft_tokens].tolist()
+        assert draft.parents.tolist() == whole.parents[:max_draft_tokens].tolist()
 
 
 @pytest.mark.parametrize("name", RIVALS)

@@ -53,11 +53,11 @@ def test_what_the_check_found_is_kept_and_nothing_else(are_verdicts_true: bool) 
     model = shared_model("gpt2", seed=98)
     lade.generate(model, ONE, max_new_tokens=8, do_sample=False)
     (profile,) = Profiles.of(model)
-    assert profile.findings
+    assert profile.results
     assert profile.budgets
     assert shared.hand_back(are_verdicts_true) == []
     kept = [*Profiles.of(model)]
-    assert [each.findings for each in kept] == ([profile.findings] if are_verdicts_true else [])
+    assert [each.results for each in kept] == ([profile.results] if are_verdicts_true else [])
     assert not any(each.budgets or each.warned for each in kept)
 
 

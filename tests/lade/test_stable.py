@@ -56,10 +56,10 @@ def texts(model: Any, prompt: Tensor, config: lade.Config, **options: Any) -> li
 class _Unchecked(BatchDrafter):
     """Goes on drafting where the text has left the answer that it knows."""
 
-    def draft(self, sequence: int, committed: Any, max_nodes: int) -> Any:
+    def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
         row = self._rows[sequence]
         row.answer = [*committed, *row.answer[len(committed) :]]
-        return super().draft(sequence, committed, max_nodes)
+        return super().draft(sequence, committed, max_draft_tokens)
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
@@ -154,8 +154,8 @@ def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> No
 @pytest.mark.parametrize(
     "other",
     [
-        {"verifier": "rejection"},
-        {"target": "chain"},
+        {"acceptance": "rejection"},
+        {"verification": "chain"},
         {"execution": "eager"},
         {"execution": "compiled"},
         {"step_costs": {1: 1.0, 2: 1.1}},

@@ -216,10 +216,19 @@ def _rows() -> list[Row]:
     long = "its logits differ " * 20
     names = [case.name for case in CASES]
     return [
-        Row("llama", "llama", "A", "tree", batch_way="tree", compared=names, num_accepted=9, mat=2),
+        Row(
+            "llama",
+            "llama",
+            "A",
+            "tree",
+            batch_verification="tree",
+            compared=names,
+            num_accepted=9,
+            mat=2,
+        ),
         Row(
             *("rwkv", "rwkv", "B", "snapshot"),
-            batch_way="plain",
+            batch_verification="plain",
             reasons={"tree": "a state", "rows": "a list", "chain": "a list"},
             batch_reasons={"tree": "a state", "rows": "a list", "chain": "a list", "snapshot": "x"},
             compared=names,
@@ -230,7 +239,7 @@ def _rows() -> list[Row]:
         Row("blt", "blt", "C", "not a text model", why_not="it reads | bytes"),
         Row(
             *("llama-x", "llama", "A", "plain"),
-            batch_way="plain",
+            batch_verification="plain",
             reasons={"tree": long},
             batch_reasons={"tree": long},
             compared=names,

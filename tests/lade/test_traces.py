@@ -244,13 +244,15 @@ def test_what_is_no_file_of_traces_is_refused(tmp_path: Path) -> None:
 # --- replay and live ------------------------------------------------------------------------
 
 
-def live_steps(loaded: LoadedModel, trace: Trace, drafter: Drafter, max_nodes: int) -> list[Step]:
+def live_steps(
+    loaded: LoadedModel, trace: Trace, drafter: Drafter, max_draft_tokens: int
+) -> list[Step]:
     steps: list[Step] = []
     output = lade.generate(
         loaded.model,
         torch.tensor([trace.token_ids[: trace.num_prompt_tokens]]),
         drafter=drafter,
-        config=lade.Config(max_draft_tokens=max_nodes, target="tree"),
+        config=lade.Config(max_draft_tokens=max_draft_tokens, verification="tree"),
         on_step=steps.append,
         do_sample=False,
         max_new_tokens=NEW_TOKENS,
@@ -259,9 +261,11 @@ def live_steps(loaded: LoadedModel, trace: Trace, drafter: Drafter, max_nodes: i
     return steps[1:]  # without the prefill
 
 
-def replayed_steps(recorded: Traces, trace: Trace, drafter: Drafter, max_nodes: int) -> list[Step]:
+def replayed_steps(
+    recorded: Traces, trace: Trace, drafter: Drafter, max_draft_tokens: int
+) -> list[Step]:
     steps: list[Step] = []
-    stats = replay_trace(trace, drafter, max_nodes, recorded, steps.append)
+    stats = replay_trace(trace, drafter, max_draft_tokens, recorded, steps.append)
     assert stats.num_steps == stats.num_row_steps == len(steps)
     assert stats.num_tokens == trace.num_answer_tokens
     return steps
@@ -273,9 +277,11 @@ class Deaf(PoolDrafter):
     num_successors = 0
 
 
-@pytest.mark.parametrize("max_nodes", [1, 4, 16])
+@pytest.mark.parametrize("max_draft_tokens", [1, 4, 16])
 @pytest.mark.parametrize("eos_token_id", [EOS_TOKEN_ID, -1])
-def test_a_replay_takes_the_steps_of_live_decoding(max_nodes: int, eos_token_id: int) -> None:
+def test_a_replay_takes_the_steps_of_live_decoding(
+    max_draft_tokens: int, eos_token_id: int
+) -> None:
     """Also where answers end in an EOS token, at which live drafts may reach beyond the end."""
     loaded = loaded_model()
     if eos_token_id == -1:
@@ -288,8 +294,8 @@ def test_a_replay_takes_the_steps_of_live_decoding(max_nodes: int, eos_token_id:
     num_accepted = num_corrected = 0
     for _ in range(2):
         for trace in recorded.traces:
-            live = live_steps(loaded, trace, Deaf(live_pool), max_nodes)
-            assert live == replayed_steps(recorded, trace, Deaf(replay_pool), max_nodes)
+            live = live_steps(loaded, trace, Deaf(live_pool), max_draft_tokens)
+            assert live == replayed_steps(recorded, trace, Deaf(replay_pool), max_draft_tokens)
             num_accepted += sum(step.num_accepted for step in live)
             num_corrected += sum(step.is_corrected for step in live)
     assert num_accepted > 20
@@ -336,9 +342,9 @@ class Harvester:
     def open(self, prompt_ids: Sequence[int]) -> int:
         return 0
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         right = self.answer[len(committed) : len(committed) + self.num_right]
-        return chain([*right, 0][:max_nodes])
+        return chain([*right, 0][:max_draft_tokens])
 
     def harvest(
         self,
@@ -399,7 +405,7 @@ def test_methods_are_replayed_with_every_node_count_and_pass(
     replay(recorded, names, [4, 16], num_passes=2, replays=replays, on_replay=done.append)
     assert len(replays) == len(done) == 2 * 2 * 2 * 4
     mat = {
-        (p.method, p.max_nodes, p.num_pass): p.mean_accepted_tokens
+        (p.method, p.max_draft_tokens, p.num_pass): p.mean_accepted_tokens
         for p in points([each._replace(trace=each.trace._replace(loops=False)) for each in replays])
         if p.group == OVERALL
     }
@@ -408,7 +414,9 @@ def test_methods_are_replayed_with_every_node_count_and_pass(
         assert mat["lade_fresh", count, 1] == mat["lade_fresh", count, 0]  # and this one does not
     monkeypatch.setattr(Harvester, "num_successors", 9)
     info = MethodInfo(
-        METHODS["lade"].make, "x", drafter=lambda prior: Harvester(recorded.traces[0].token_ids, 1)
+        METHODS["lade"].make,
+        "x",
+        drafter=lambda prewarmed: Harvester(recorded.traces[0].token_ids, 1),
     )
     monkeypatch.setitem(METHODS, "harvester", info)
     with pytest.raises(ValueError, match="expected traces with 9 successors or more for harvester"):
@@ -418,12 +426,14 @@ def test_methods_are_replayed_with_every_node_count_and_pass(
 # --- the report of a replay -----------------------------------------------------------------
 
 
-def a_replay(recorded: Traces, method: str, max_nodes: int, num_pass: int, loops: bool) -> Replay:
+def a_replay(
+    recorded: Traces, method: str, max_draft_tokens: int, num_pass: int, loops: bool
+) -> Replay:
     trace = recorded.traces[0]._replace(loops=loops)
     accept = 1.0 if loops else 0.7
-    drafter = ScriptedDrafter(trace.token_ids, np.random.default_rng(max_nodes), accept)
-    stats = replay_trace(trace, drafter, max_nodes, recorded)
-    return Replay(trace, method, max_nodes, num_pass, stats)
+    drafter = ScriptedDrafter(trace.token_ids, np.random.default_rng(max_draft_tokens), accept)
+    stats = replay_trace(trace, drafter, max_draft_tokens, recorded)
+    return Replay(trace, method, max_draft_tokens, num_pass, stats)
 
 
 def test_points_add_up_replays_and_keep_loops_apart(recorded: Traces, tmp_path: Path) -> None:
@@ -439,7 +449,7 @@ def test_points_add_up_replays_and_keep_loops_apart(recorded: Traces, tmp_path: 
     assert overall.num_tokens == 2 * loops.num_tokens == 2 * NEW_TOKENS
     first = replays[0].stats
     assert overall.mean_accepted_tokens == first.mean_accepted_tokens
-    assert overall.nodes_per_step == first.nodes_per_step
+    assert overall.draft_tokens_per_step == first.draft_tokens_per_step
     assert overall.acceptance_rate == first.acceptance_rate
     assert 0 < overall.correction_rate == first.correction_rate < 1
     assert overall.draft_sec_per_step > 0
@@ -504,7 +514,7 @@ def test_wrong_step_costs_are_refused(tmp_path: Path, text: str, message: str) -
 def test_projection_marks_the_best_node_count(recorded: Traces) -> None:
     base = points([a_replay(recorded, "lade", 8, 0, loops=False)])[-1]
     measured = [
-        base._replace(max_nodes=nodes, mean_accepted_tokens=mat)
+        base._replace(max_draft_tokens=nodes, mean_accepted_tokens=mat)
         for nodes, mat in ((4, 2.0), (8, 3.0), (16, 2.7))
     ]
     costs = StepCosts({1: 0.010, 5: 0.010, 9: 0.0125, 17: 0.020}, "gpu.csv")
@@ -515,7 +525,7 @@ def test_projection_marks_the_best_node_count(recorded: Traces) -> None:
     markdown = projection_table(made, "gpu.csv").as_markdown()
     assert "| file | lade | 16 | 2.70 | 2.00 | 1.35x |  |" in markdown
     with pytest.raises(ValueError, match="step cost of 33 tokens"):
-        project("file", [base._replace(max_nodes=32)], costs)
+        project("file", [base._replace(max_draft_tokens=32)], costs)
 
 
 def test_only_results_of_replays_are_projected(tmp_path: Path) -> None:
@@ -527,12 +537,12 @@ def test_only_results_of_replays_are_projected(tmp_path: Path) -> None:
 
 
 def test_a_table_of_the_target_is_for_those_methods_that_use_one(recorded: Traces) -> None:
-    prior = SuccessorTable(1000)
+    prewarmed = SuccessorTable(1000)
     for trace in recorded.traces:  # it knows what follows every pair
         pairs = np.array([trace.token_ids[:-2], trace.token_ids[1:-1]]).T
         following = np.array(trace.token_ids[2:])[:, None]
-        prior.put(pairs, following, np.full(following.shape, 0.9))
+        prewarmed.put(pairs, following, np.full(following.shape, 0.9))
     replays: list[Replay] = []
-    replay(recorded, ["lade", "lade_untabled"], [8], prior=prior, replays=replays)
+    replay(recorded, ["lade", "lade_untabled"], [8], prewarmed=prewarmed, replays=replays)
     mat = {p.method: p.mean_accepted_tokens for p in points(replays) if p.group == OVERALL}
     assert mat["lade"] > 1.2 * mat["lade_untabled"]

@@ -159,19 +159,19 @@ def quietly() -> Iterator[None]:
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_model_that_was_changed_is_checked_anew(change: Callable[[Any], Any]) -> None:
     model = llama()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
     model = change(model)
     fresh = profile_of(model)
-    assert not fresh.findings  # nothing of what was found before counts
+    assert not fresh.results  # nothing of what was found before counts
     assert not any(differs(model, seed) for seed in range(3))
 
 
 def test_a_model_whose_hook_was_removed_is_fast_again() -> None:
     model = llama()
     handle = model.model.layers[1].mlp.register_forward_hook(on_the_last_position)
-    assert lade.probe(model).target != "tree"
+    assert lade.probe(model).verification != "tree"
     handle.remove()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
 
 
 def test_an_error_raised_during_the_check_alone_is_not_remembered_for_another_model() -> None:
@@ -181,9 +181,9 @@ def test_an_error_raised_during_the_check_alone_is_not_remembered_for_another_mo
         raise RuntimeError("busy")
 
     handle = model.model.layers[0].register_forward_hook(fail)
-    assert lade.probe(model).target == "plain"
+    assert lade.probe(model).verification == "plain"
     handle.remove()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
 
 
 @pytest.mark.parametrize(
@@ -265,10 +265,10 @@ def test_states_that_alternate_are_checked_once_each() -> None:
 
 def test_copies_begin_with_nothing() -> None:
     model = llama()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert not profile_of(copied).findings
-    assert profile_of(model).findings
+        assert not profile_of(copied).results
+    assert profile_of(model).results
 
 
 # --- what cannot be seen -------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_watch_catches_what_the_structure_does_not(change: Callable[[Any], Any]) -> None:
     model = llama()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
     known = Profiles.of(model)
     model = change(model)
     model._lade_profiles = known  # also of a copy
@@ -302,27 +302,29 @@ def test_a_model_edited_in_place_is_noticed_by_itself_and_by_recheck() -> None:
     model = llama()
     for layer in model.model.layers:
         layer.mlp.act_fn = Switchable()
-    assert lade.probe(model).target == "tree"
+    assert lade.probe(model).verification == "tree"
     edited_in_place(model)
-    assert lade.probe(model).target == "tree"  # nobody can know
-    assert lade.recheck(model).target != "tree"
+    assert lade.probe(model).verification == "tree"  # nobody can know
+    assert lade.recheck(model).verification != "tree"
     assert not any(differs(model, seed) for seed in range(3))
     model.model.layers[1].mlp.act_fn.is_on = False
-    assert lade.recheck(model).target == "tree"
+    assert lade.recheck(model).verification == "tree"
     profile_of(model).watch = Watch(first=1, last=1)
     edited_in_place(model)
     with pytest.warns(VerificationWarning):
         differs(model)
-    assert lade.probe(model).target != "tree"
+    assert lade.probe(model).verification != "tree"
 
 
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_text"]
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
-@pytest.mark.parametrize("target", ["tree", "rows", "chain"])
+@pytest.mark.parametrize("verification", ["tree", "rows", "chain"])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_watch_at_every_step_changes_nothing(family: str, target: Any, num_rows: int) -> None:
+def test_a_watch_at_every_step_changes_nothing(
+    family: str, verification: Any, num_rows: int
+) -> None:
     model = tiny_model(family, seed=1)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 9, 9, 9, 9, 9, 9], [0, 0, 5, 6, 5, 6, 5]])
     prompt = prompt[:num_rows]
@@ -344,7 +346,7 @@ def test_a_watch_at_every_step_changes_nothing(family: str, target: Any, num_row
         profile_of(model).watch = Watch(first=first, last=first)
         drafter = BatchDrafter(answers, np.random.default_rng(0), accept=0.7)
         torch.manual_seed(1)
-        config = lade.Config(max_draft_tokens=8, target=target)
+        config = lade.Config(max_draft_tokens=8, verification=verification)
         outputs.append(lade.generate(model, prompt, drafter=drafter, config=config, **options))
     watched, unwatched = outputs
     assert watched.sequences.tolist() == expected.sequences.tolist()

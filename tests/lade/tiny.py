@@ -108,7 +108,7 @@ class ScriptedDrafter:
         self.observed = list(prompt_ids)
         return 7
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         assert sequence == 7
         assert self.observed == list(committed)
         assert self.answer[: len(committed)] == list(committed)
@@ -116,7 +116,7 @@ class ScriptedDrafter:
         parents: list[int] = []
         depths: list[int] = []
         spine, depth = -1, 0
-        while len(token_ids) < max_nodes and self.rng.random() < 0.9:
+        while len(token_ids) < max_draft_tokens and self.rng.random() < 0.9:
             position = len(committed) + depth
             right = self.answer[position] if position < len(self.answer) else 3
             wrong = (right + 1 + int(self.rng.integers(VOCAB_SIZE - 1))) % VOCAB_SIZE
@@ -124,11 +124,11 @@ class ScriptedDrafter:
             first = right if is_right else wrong
             beside = (first + 1 + int(self.rng.integers(VOCAB_SIZE - 1))) % VOCAB_SIZE
             branches = [beside, first] if self.rng.random() < 0.5 else [first, beside]
-            for token_id in branches[: max_nodes - len(token_ids)]:
+            for token_id in branches[: max_draft_tokens - len(token_ids)]:
                 token_ids.append(token_id)
                 parents.append(spine)
                 depths.append(depth + 1)
-            if first not in branches[:max_nodes] or first not in token_ids[-2:]:
+            if first not in branches[:max_draft_tokens] or first not in token_ids[-2:]:
                 break
             spine = len(token_ids) - (2 if token_ids[-2:-1] == [first] else 1)
             depth += 1
@@ -169,8 +169,8 @@ class BatchDrafter:
         self._rows[-1].open(prompt_ids)
         return len(self._rows) - 1
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
-        return self._rows[sequence].draft(7, committed, max_nodes)
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        return self._rows[sequence].draft(7, committed, max_draft_tokens)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         self._rows[sequence].observe(7, token_ids)

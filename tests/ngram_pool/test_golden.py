@@ -20,10 +20,10 @@ def bigrams(text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def test_golden_stream_keeps_its_drafts_and_its_mean_accepted_tokens() -> None:
     text = noisy_text(4000, seed=1)
-    prior = SuccessorTable(1000)
-    prior.put(*bigrams(noisy_text(1000, seed=2)))
+    prewarmed = SuccessorTable(1000)
+    prewarmed.put(*bigrams(noisy_text(1000, seed=2)))
     pool = NGramPool(2000)
-    sequence = pool.open_sequence(prior)
+    sequence = pool.open_sequence(prewarmed)
     pool.observe(text[:1000], sequence)
     digest = hashlib.sha256()
     position, num_steps = 1000, 0

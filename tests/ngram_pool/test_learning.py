@@ -20,7 +20,7 @@ def weigh(pool: NGramPool, **weights: float) -> None:
 
 
 def likeliest(pool: NGramPool, context: list[int], sequence: int | None = None) -> list[int]:
-    found: list[int] = pool.draft(context, max_nodes=1, sequence=sequence).token_ids.tolist()
+    found: list[int] = pool.draft(context, max_draft_tokens=1, sequence=sequence).token_ids.tolist()
     return found
 
 
@@ -40,7 +40,7 @@ def test_what_was_harvested_is_drafted_where_no_text_is() -> None:
     pool = NGramPool()
     pool.harvest([[-1, 5], [4, 5], [-1, 6]], [[6, 7], [8, 9], [5, -1]], [[0.7, 0.1]] * 3)
     assert likeliest(pool, [5]) == [6]
-    weigh(pool, OWN_PAIR=0.3)
+    weigh(pool, HARVESTED_PAIR=0.3)
     assert likeliest(pool, [4, 5]) == [8]
     assert root_probs(pool, [4, 5]).keys() == {6, 7, 8, 9}  # of the pair and of the last one
     assert len(pool.draft([9], 4)) == 0
@@ -64,11 +64,11 @@ def test_a_bad_harvest_raises_and_changes_nothing() -> None:
 
 
 def test_a_prior_is_used_by_its_sequence_alone_and_never_written() -> None:
-    prior = SuccessorTable(100)
-    prior.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
-    before = {name: array.tolist() for name, array in prior.arrays().items()}
+    prewarmed = SuccessorTable(100)
+    prewarmed.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.7, 0.1]] * 2)
+    before = {name: array.tolist() for name, array in prewarmed.arrays().items()}
     pool = NGramPool()
-    mine, other = pool.open_sequence(prior), pool.open_sequence()
+    mine, other = pool.open_sequence(prewarmed), pool.open_sequence()
     assert likeliest(pool, [5], mine) == [6]
     for sequence in (None, 0, other):
         assert len(pool.draft([5], 4, sequence=sequence)) == 0
@@ -76,18 +76,18 @@ def test_a_prior_is_used_by_its_sequence_alone_and_never_written() -> None:
     assert set(pool.sample([5], 1, np.random.default_rng(0), sequence=mine).token_ids) <= {6, 7}
     pool.harvest([[-1, 5], [1, 5]], [[3], [3]], [[0.5], [0.5]])
     pool.observe([4, 5, 1, 4, 5, 2] * 20, mine, is_answer=True)
-    assert {name: array.tolist() for name, array in prior.arrays().items()} == before
-    prior.put([[-1, 77]], [[78]], [[0.9]])  # its owner may
+    assert {name: array.tolist() for name, array in prewarmed.arrays().items()} == before
+    prewarmed.put([[-1, 77]], [[78]], [[0.9]])  # its owner may
     assert likeliest(pool, [77], mine) == [78]
     pool.close_sequence(mine)
     assert len(pool.draft([77], 4)) == 0
 
 
 def test_sequence_0_has_no_prior_however_often_it_starts_afresh() -> None:
-    prior = SuccessorTable(100)
-    prior.put([[-1, 5]], [[6]], [[0.7]])
+    prewarmed = SuccessorTable(100)
+    prewarmed.put([[-1, 5]], [[6]], [[0.7]])
     pool = NGramPool()
-    pool.open_sequence(prior)
+    pool.open_sequence(prewarmed)
     pool.close_sequence(0)
     assert len(pool.draft([5], 4, sequence=0)) == 0
 
@@ -183,7 +183,7 @@ def told(right: str, num_epochs: int, is_answer: bool) -> tuple[float, float]:
     """
     pool = NGramPool()
     pool._learning_rate = 0.01
-    weigh(pool, **{"OWN_SINGLE" if right == "text" else "TEXT": 1.0}, BIAS=-8.0)
+    weigh(pool, **{"HARVESTED_SINGLE" if right == "text" else "TEXT": 1.0}, BIAS=-8.0)
     hits, probs = [], []
     tokens = np.arange(NUM_TOKENS)
     for epoch, (now, answer) in enumerate(epochs(right, num_epochs)):

@@ -56,29 +56,29 @@ def test_the_longest_match_decides_before_a_more_frequent_shorter_one() -> None:
     pool._weights[:] = 0.0
     pool._weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # what the text says and no more
     pool.observe([7, 2, 3, 100, 1, 2, 3, 200, 7, 2, 3, 100, 7, 2, 3, 100])
-    assert pool.draft([1, 2, 3], max_nodes=1).token_ids.tolist() == [200]  # not 100
+    assert pool.draft([1, 2, 3], max_draft_tokens=1).token_ids.tolist() == [200]  # not 100
 
 
 def test_backs_off_to_the_last_token_alone() -> None:
     pool = NGramPool()
     pool.observe([1, 2, 3])
-    assert pool.draft([9, 9, 9, 2], max_nodes=4).token_ids.tolist() == [3]
+    assert pool.draft([9, 9, 9, 2], max_draft_tokens=4).token_ids.tolist() == [3]
 
 
 def test_a_draft_runs_as_deep_as_the_matched_text() -> None:
     pool = NGramPool()
     pool.observe(list(range(1000, 1100)))  # seen once
-    draft = pool.draft(list(range(1000, 1008)), max_nodes=200)
+    draft = pool.draft(list(range(1000, 1008)), max_draft_tokens=200)
     assert draft.candidates() == [list(range(1008, 1100))]
     assert 0 < draft.probs[-1] < draft.probs[0]
 
 
 def test_unknown_context_gives_an_empty_draft() -> None:
     pool = NGramPool()
-    assert len(pool.draft([1], max_nodes=5)) == 0
+    assert len(pool.draft([1], max_draft_tokens=5)) == 0
     pool.observe([1, 2])
-    assert len(pool.draft([2], max_nodes=5)) == 0  # seen, but nothing ever followed
-    assert len(pool.draft([], max_nodes=5)) == 0
+    assert len(pool.draft([2], max_draft_tokens=5)) == 0  # seen, but nothing ever followed
+    assert len(pool.draft([], max_draft_tokens=5)) == 0
 
 
 def test_no_ngram_runs_across_two_sequences() -> None:
@@ -96,15 +96,17 @@ def test_no_ngram_runs_across_two_sequences() -> None:
     assert len(pool.draft([14], 2)) == 0
 
 
-@pytest.mark.parametrize("max_nodes", [1, 5, 33, 200])
+@pytest.mark.parametrize("max_draft_tokens", [1, 5, 33, 200])
 @pytest.mark.parametrize("max_candidates", [1, 3, None])
-def test_draft_is_a_tree_within_its_bounds(max_nodes: int, max_candidates: int | None) -> None:
+def test_draft_is_a_tree_within_its_bounds(
+    max_draft_tokens: int, max_candidates: int | None
+) -> None:
     text = noisy_text(3000)
     pool = NGramPool()
     pool.observe(text)
     for end in range(2000, 2100):
-        draft = pool.draft(text[end - 8 : end], max_nodes, max_candidates)
-        check_tree(draft, max_nodes, max_candidates)
+        draft = pool.draft(text[end - 8 : end], max_draft_tokens, max_candidates)
+        check_tree(draft, max_draft_tokens, max_candidates)
         assert (np.diff(draft.probs) <= 0).all()
         assert 0 < draft.probs.min() <= draft.probs.max() <= 1
         children_of_root = draft.probs[draft.parents == -1]
@@ -116,8 +118,10 @@ def test_first_nodes_of_a_draft_are_the_smaller_draft() -> None:
     pool = NGramPool()
     pool.observe(text)
     for end in range(1000, 1050):
-        large = pool.draft(text[end - 5 : end], max_nodes=20)
-        assert as_tuple(large.first(7)) == as_tuple(pool.draft(text[end - 5 : end], max_nodes=7))
+        large = pool.draft(text[end - 5 : end], max_draft_tokens=20)
+        assert as_tuple(large.first(7)) == as_tuple(
+            pool.draft(text[end - 5 : end], max_draft_tokens=7)
+        )
 
 
 def test_long_matches_are_measured_as_the_oracle_measures_them() -> None:
@@ -128,7 +132,7 @@ def test_long_matches_are_measured_as_the_oracle_measures_them() -> None:
     for end in range(1, len(text), 3):
         pool.observe(text[end : end + 2], 0, is_answer=True)
         oracle.observe(text[end : end + 2], 0, is_answer=True)
-        draft = pool.draft(text[:end], max_nodes=12, sequence=0)
+        draft = pool.draft(text[:end], max_draft_tokens=12, sequence=0)
         expected = oracle.draft(text[:end], 12, 12, 0)
         assert list(zip(*as_tuple(draft), strict=True)) == expected
 
@@ -140,11 +144,11 @@ def test_frequent_contexts_are_read_as_far_as_the_oracle_reads_them() -> None:
         pool, oracle = NGramPool(120, n), OraclePool(120, n)
         pool._weights[:] = rng.normal(0.0, 0.3, pool._weights.shape)
         oracle.weights = pool._weights.tolist()
-        prior, oracle_prior = SuccessorTable(64), OracleTable(64)
+        prewarmed, oracle_prior = SuccessorTable(64), OracleTable(64)
         known = [[-1, 0], [-1, 1], [0, 1]], [[2, 4], [1, 3], [2, 0]], [[0.5, 0.25]] * 3
-        prior.put(*known)
+        prewarmed.put(*known)
         oracle_prior.put(*known)
-        sequence = pool.open_sequence(prior)
+        sequence = pool.open_sequence(prewarmed)
         oracle.open_sequence(sequence, oracle_prior)
         text = rng.integers(0, 3, 200).tolist()
         pool.observe(text, sequence)
@@ -343,8 +347,8 @@ def test_sizes_must_be_positive(value: int) -> None:
     for call in (
         lambda: NGramPool(capacity_tokens=value),
         lambda: NGramPool(max_ngram_size=value),
-        lambda: pool.draft([1], max_nodes=value),
-        lambda: pool.draft([1], max_nodes=1, max_candidates=value),
+        lambda: pool.draft([1], max_draft_tokens=value),
+        lambda: pool.draft([1], max_draft_tokens=1, max_candidates=value),
     ):
         with pytest.raises(ValueError, match=f"to be positive, got {value}"):
             call()
@@ -354,8 +358,8 @@ def test_sizes_must_be_positive(value: int) -> None:
 def test_sizes_must_be_integers(value: Any) -> None:
     with pytest.raises(TypeError, match="expected capacity_tokens to be an integer, got"):
         NGramPool(capacity_tokens=value)
-    with pytest.raises(TypeError, match="expected max_nodes to be an integer, got"):
-        NGramPool(10).draft([1], max_nodes=value)
+    with pytest.raises(TypeError, match="expected max_draft_tokens to be an integer, got"):
+        NGramPool(10).draft([1], max_draft_tokens=value)
 
 
 def test_capacity_has_an_upper_bound() -> None:
@@ -379,9 +383,9 @@ def test_a_sequence_must_be_open(sequence: Any) -> None:
 
 
 def test_a_prior_must_be_a_table() -> None:
-    prior: Any = {}
-    with pytest.raises(TypeError, match="expected prior to be a SuccessorTable, got"):
-        NGramPool(10).open_sequence(prior)
+    prewarmed: Any = {}
+    with pytest.raises(TypeError, match="expected prewarmed to be a SuccessorTable, got"):
+        NGramPool(10).open_sequence(prewarmed)
 
 
 # --- processes, threads, compilation --------------------------------------------------------
@@ -416,13 +420,13 @@ def test_drafts_are_the_same_in_every_process_and_torch_is_never_imported() -> N
 
 def test_threads_may_share_a_pool() -> None:
     pool = NGramPool(20_000)
-    prior = SuccessorTable(100)
+    prewarmed = SuccessorTable(100)
     texts = {seed: [seed * 1000 + t for t in noisy_text(800, seed)] for seed in range(4)}
     errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         try:
-            sequence = pool.open_sequence(prior)
+            sequence = pool.open_sequence(prewarmed)
             for start in range(0, 800, 5):
                 new = texts[seed][start : start + 5]
                 pool.observe(new, sequence, is_answer=start % 20 == 0)

@@ -25,17 +25,17 @@ def as_tuple(draft: SampledDraft) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("max_nodes", [1, 5, 33, 200])
+@pytest.mark.parametrize("max_draft_tokens", [1, 5, 33, 200])
 @pytest.mark.parametrize("max_candidates", [1, 3, None])
 def test_a_sampled_draft_is_a_tree_of_possible_tokens(
-    max_nodes: int, max_candidates: int | None
+    max_draft_tokens: int, max_candidates: int | None
 ) -> None:
     text = noisy_text(3000)
     pool = pool_of(text)
     rng = np.random.default_rng(0)
     for end in range(2000, 2100):
-        draft = pool.sample(text[end - 8 : end], max_nodes, rng, max_candidates)
-        check_tree(draft, max_nodes, max_candidates)
+        draft = pool.sample(text[end - 8 : end], max_draft_tokens, rng, max_candidates)
+        check_tree(draft, max_draft_tokens, max_candidates)
         assert 0 < draft.probs.min() <= draft.probs.max() <= 1
         dense = draft.dense_probs(vocab_size=60)
         assert dense.min() >= 0
@@ -68,7 +68,7 @@ def test_drawn_from_are_the_probabilities_that_draft_goes_by() -> None:
     pool = pool_of(text)
     rng = np.random.default_rng(0)
     for end in range(2000, 2050):
-        whole = pool.draft(text[end - 3 : end], max_nodes=60)
+        whole = pool.draft(text[end - 3 : end], max_draft_tokens=60)
         at_root = whole.parents == -1
         (sampled,) = pool.sample(text[end - 3 : end], 1, rng).dense_probs(vocab_size=12)
         known = np.zeros(12)
@@ -150,7 +150,7 @@ def test_arguments_are_checked_before_anything_is_drawn() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(TypeError, match=r"expected rng to be a numpy.random.Generator, got None"):
         pool.sample([1], 3, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected max_nodes to be positive, got 0"):
+    with pytest.raises(ValueError, match="expected max_draft_tokens to be positive, got 0"):
         pool.sample([1], 0, rng)
     with pytest.raises(ValueError, match="expected max_candidates to be positive, got 0"):
         pool.sample([1], 3, rng, max_candidates=0)

@@ -63,14 +63,14 @@ class PoolMachine(RuleBasedStateMachine):
         weights = self.pool._weights
         weights[:] = np.random.default_rng(seed).normal(0.0, 0.3, weights.shape)
         self.oracle.weights = weights.tolist()
-        self.prior, self.oracle_prior = SuccessorTable(100), OracleTable(100)
-        self.prior.put(*as_arguments(known))
+        self.prewarmed, self.oracle_prior = SuccessorTable(100), OracleTable(100)
+        self.prewarmed.put(*as_arguments(known))
         self.oracle_prior.put(*(array.tolist() for array in as_arguments(known)))
 
-    @rule(target=sequences, has_prior=st.booleans())
-    def open_sequence(self, has_prior: bool) -> int:
-        sequence = self.pool.open_sequence(self.prior if has_prior else None)
-        self.oracle.open_sequence(sequence, self.oracle_prior if has_prior else None)
+    @rule(target=sequences, has_prewarmed=st.booleans())
+    def open_sequence(self, has_prewarmed: bool) -> int:
+        sequence = self.pool.open_sequence(self.prewarmed if has_prewarmed else None)
+        self.oracle.open_sequence(sequence, self.oracle_prior if has_prewarmed else None)
         return sequence
 
     @rule(sequence=consumes(sequences))
@@ -101,14 +101,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(
         context=contexts,
-        max_nodes=st.integers(1, 40),
+        max_draft_tokens=st.integers(1, 40),
         max_candidates=st.integers(1, 6) | st.none(),
         sequence=st.none() | st.just(0) | sequences,
     )
     def draft(
-        self, context: list[int], max_nodes: int, max_candidates: int | None, sequence: int | None
+        self,
+        context: list[int],
+        max_draft_tokens: int,
+        max_candidates: int | None,
+        sequence: int | None,
     ) -> None:
-        draft = self.pool.draft(context, max_nodes, max_candidates, sequence)
+        draft = self.pool.draft(context, max_draft_tokens, max_candidates, sequence)
         got = list(
             zip(
                 draft.token_ids.tolist(),
@@ -118,12 +122,12 @@ class PoolMachine(RuleBasedStateMachine):
                 strict=True,
             )
         )
-        max_leaves = max_candidates or max_nodes
-        assert got == self.oracle.draft(context, max_nodes, max_leaves, sequence)
+        max_leaves = max_candidates or max_draft_tokens
+        assert got == self.oracle.draft(context, max_draft_tokens, max_leaves, sequence)
 
     @rule(
         context=contexts,
-        max_nodes=st.integers(1, 40),
+        max_draft_tokens=st.integers(1, 40),
         max_candidates=st.integers(1, 6) | st.none(),
         seed=st.integers(0, 1000),
         sequence=st.none() | st.just(0) | sequences,
@@ -131,13 +135,13 @@ class PoolMachine(RuleBasedStateMachine):
     def sample(
         self,
         context: list[int],
-        max_nodes: int,
+        max_draft_tokens: int,
         max_candidates: int | None,
         seed: int,
         sequence: int | None,
     ) -> None:
         rng = np.random.default_rng(seed)
-        draft = self.pool.sample(context, max_nodes, rng, max_candidates, sequence)
+        draft = self.pool.sample(context, max_draft_tokens, rng, max_candidates, sequence)
         supports = [
             {token_id: prob for token_id, prob in zip(ids, probs, strict=True) if prob > 0}
             for ids, probs in zip(
@@ -154,9 +158,9 @@ class PoolMachine(RuleBasedStateMachine):
                 strict=True,
             )
         )
-        uniforms = np.random.default_rng(seed).random(max_nodes).tolist()
-        max_leaves = max_candidates or max_nodes
-        assert got == self.oracle.sample(context, max_nodes, max_leaves, uniforms, sequence)
+        uniforms = np.random.default_rng(seed).random(max_draft_tokens).tolist()
+        max_leaves = max_candidates or max_draft_tokens
+        assert got == self.oracle.sample(context, max_draft_tokens, max_leaves, uniforms, sequence)
 
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
@@ -172,7 +176,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def a_prior_is_never_written(self) -> None:
-        assert len(self.prior) == len(self.oracle_prior.known)
+        assert len(self.prewarmed) == len(self.oracle_prior.known)
 
 
 PoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)

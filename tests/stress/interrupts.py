@@ -72,9 +72,9 @@ class Result:
                 self.wrong += 1
             else:
                 self.left += 1
-            finding = f"{where}: {what}"
-            if finding not in self.told and len(self.told) < _MOST_TOLD:
-                self.told.append(finding)
+            result = f"{where}: {what}"
+            if result not in self.told and len(self.told) < _MOST_TOLD:
+                self.told.append(result)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

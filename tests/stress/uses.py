@@ -120,7 +120,7 @@ def sampled() -> Use:
 def rejecting() -> Use:
     """Drafts drawn at random, accepted or rejected; of a pool that knows nothing, for the text."""
     model, options = _llama(), _options(do_sample=True)
-    config = lade.Config(verifier="rejection", max_draft_tokens=4)
+    config = lade.Config(acceptance="rejection", max_draft_tokens=4)
 
     def call() -> Any:
         torch.manual_seed(3)
@@ -174,7 +174,7 @@ def with_steps(target: Any, family: str = "llama", **options: Any) -> Use:
     """Another way of verifying."""
     model = tiny_model(family, **options)
     model.generation_config.eos_token_id = None
-    return _greedy(lade.Config(target=target, max_draft_tokens=4), model)
+    return _greedy(lade.Config(verification=target, max_draft_tokens=4), model)
 
 
 USES: dict[str, Callable[[], Use]] = {
@@ -189,6 +189,6 @@ USES: dict[str, Callable[[], Use]] = {
     "strings": strings,
     "rejection": rejecting,
     "sparse": sparse,
-    "plain": lambda: _greedy(lade.Config(target="plain")),
+    "plain": lambda: _greedy(lade.Config(verification="plain")),
     "first call": first_call,
 }

@@ -61,12 +61,12 @@ class ReplayedDrafter:
         self._num_observed[sequence] = 0
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose a tree whose path of so many right tokens leads to wrong ones alone.
 
         The path is not the front of the tree: the nodes beside it have to be moved away.
         """
-        self._pool.draft(sequence, committed, max_nodes)
+        self._pool.draft(sequence, committed, max_draft_tokens)
         step = max(0, self._num_observed[sequence] - 1)
         outline = self._outlines[self._counts[step % len(self._counts)]]
         successors, vocab_size = self._successors, len(self._successors)
@@ -74,7 +74,9 @@ class ReplayedDrafter:
         for parent, offset in outline.places:
             token_ids.append((successors[token_ids[parent + 1]] + offset) % vocab_size)
         drafted = np.array(token_ids[1:], np.int32)
-        return Draft(drafted, outline.parents, outline.depths, outline.probs).first(max_nodes)
+        return Draft(drafted, outline.parents, outline.depths, outline.probs).first(
+            max_draft_tokens
+        )
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Count the steps."""

@@ -25,7 +25,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
 from lade.drafting.speculator import Done, Speculator
 from lade.gpu.fixed import FixedTarget
-from lade.gpu.workspace import Shelf
+from lade.gpu.workspace import WorkspaceStore
 from lade.hf.stopping import StopRule
 from lade.outputs import Outputs
 from lade.sampling.greedy import GreedyChoice
@@ -65,7 +65,7 @@ def measure_host(device: torch.device, stage: Stage) -> None:
                 {
                     "num_nodes": num_nodes,
                     "num_repeats": len(runs),
-                    "nodes_per_step": median(run.nodes_per_step for run in runs),
+                    "draft_tokens_per_step": median(run.draft_tokens_per_step for run in runs),
                     "mean_accepted_tokens": median(run.mat for run in runs),
                     "waited_for_sec": median(run.waited_for_sec for run in runs),
                     "put_off_sec": median(run.put_off_sec for run in runs),
@@ -104,7 +104,7 @@ class _Answer(NamedTuple):
 
 
 class _Run(NamedTuple):
-    nodes_per_step: float
+    draft_tokens_per_step: float
     mat: float
     waited_for_sec: float  # of a step: what is done before the next forward is launched
     put_off_sec: float  # of a step: what is done while the device is at it
@@ -129,7 +129,7 @@ def _run(
     input_ids = torch.tensor([prompt], device=model.device)
     target = FixedTarget(
         *(model, input_ids, {"use_cache": True}, tree_layout(model), _NUM_NEW),
-        shelf=Shelf(),
+        workspace_store=WorkspaceStore(),
         call=language,
     )
     text, outputs = Text(input_ids, None), Outputs(1, [])
@@ -145,7 +145,7 @@ def _run(
     stats = decoder.run()
     waited_for = stats.draft_sec + stats.verify_sec + stats.commit_sec
     return _Run(
-        stats.nodes_per_step,
+        stats.draft_tokens_per_step,
         stats.mean_accepted_tokens,
         waited_for / stats.num_steps,
         speculator.learning_sec / stats.num_steps,

@@ -79,7 +79,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
         1,
         (
             ("tree tokens", _word("num_nodes")),
-            ("draft tokens/step", _number("nodes_per_step", 1)),
+            ("draft tokens/step", _number("draft_tokens_per_step", 1)),
             ("MAT", _number("mean_accepted_tokens")),
             ("device waits, µs/step", _number("waited_for_sec", 0, 1e6)),
             ("deferred, µs/step", _number("put_off_sec", 0, 1e6)),
@@ -88,7 +88,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
     "model": (
         1,
         (
-            ("verification", _word("target")),
+            ("verification", _word("verification")),
             ("billion weights", _number("num_parameters", 4, 1e-9)),
             ("GB read/step", _number("weight_bytes_of_step", 4, 1e-9)),
             ("KB cached/token", _number("cached_bytes_of_token", 1, 1e-3)),
@@ -131,7 +131,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("tokens/s", _number("tokens_per_sec", 1)),
             ("speed-up", _ratio("speedup")),
             ("MAT", _number("mean_accepted_tokens")),
-            ("draft tokens/step", _number("nodes_per_step", 1)),
+            ("draft tokens/step", _number("draft_tokens_per_step", 1)),
             ("same text", _share("same_text")),
         ),
     ),

@@ -101,7 +101,7 @@ def _stages_of(
                 "weight_bytes_of_step": known.weight_bytes,
                 "cached_bytes_of_token": known.bytes_per_cached_token,
                 "making_sec": sec,
-                "target": probe(known.model).target,
+                "verification": probe(known.model).verification,
             }
         )
 

@@ -164,7 +164,7 @@ def _counts(stats: Sequence[DecodeStats]) -> dict[str, Any]:
     return {
         "num_steps": total.num_steps,
         "mean_accepted_tokens": total.mean_accepted_tokens,
-        "nodes_per_step": total.nodes_per_step,
+        "draft_tokens_per_step": total.draft_tokens_per_step,
         "forward_sec_per_step": total.forward_sec / total.num_steps,
         "own_sec_per_step": own_sec / total.num_steps,
     }

@@ -22,7 +22,7 @@ from lade.compat import Model, device_of_inputs
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import make_target
-from lade.probing.plan import choose_way
+from lade.probing.plan import choose_verification
 from lade.sampling.greedy import GreedyChoice
 from lade.targets.base import Target
 from lade.tree import ROOT, Tree
@@ -60,7 +60,7 @@ def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterato
     for unwanted in ("logits_processor", "stopping_criteria"):
         prepared.pop(unwanted, None)
     with torch.no_grad():
-        chosen = choose_way(
+        chosen = choose_verification(
             model, asked="tree", execution=DevicePolicy().execution(device_of_inputs(model))
         )
         target = make_target(model, input_ids, prepared, chosen, max_new_tokens, config)

@@ -16,7 +16,7 @@ from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
 _NUM_NODES = 60  # of a tree, root included
-_MAX_NODES = 100  # of a tree, and of a spine, in full confidence
+_MAX_DRAFT_TOKENS = 100  # of a tree, and of a spine, in full confidence
 _SIZES = (5, 4, 3)  # of the n-grams to match, longest first
 _MAX_COPIED = 20  # by one match
 _LONG_COPY = 8  # tokens that make a copy trustworthy
@@ -92,7 +92,7 @@ class _Text:
         copied, confidence = self.copy(context)
         if confidence <= _EXTENDING_CONFIDENCE:
             return Copy(copied, confidence)
-        while len(copied) < int(_MAX_NODES * confidence):
+        while len(copied) < int(_MAX_DRAFT_TOKENS * confidence):
             more = self.copy([*context[-_SIZES[0] :], *copied])
             copied = copied + more.token_ids
             # Full confidence lasts for as long as further matches have it, too.
@@ -238,17 +238,17 @@ class GooseDrafter:
         self._open[sequence].text.extend(prompt_ids)
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a tree: the spine first, so that it is the last to be cut."""
         state = self._open[sequence]
         if committed[-1] not in state.of_token:
-            return chain(state.text.copy(committed).token_ids[:max_nodes])
+            return chain(state.text.copy(committed).token_ids[:max_draft_tokens])
         copied, confidence = state.text.long_copy(committed)
-        size = _NUM_NODES + int(confidence * (_MAX_NODES - _NUM_NODES))
-        size = min(size, max_nodes + 1)
+        size = _NUM_NODES + int(confidence * (_MAX_DRAFT_TOKENS - _NUM_NODES))
+        size = min(size, max_draft_tokens + 1)
         share = state.spine_share()
         share += confidence * (1 - share)
-        state.spine = copied[: min(int(size * share), max_nodes)]
+        state.spine = copied[: min(int(size * share), max_draft_tokens)]
         state.spine_position = len(committed)
         # From a spine that has all nodes, the root takes none.
         num_nodes = max(size - 1, len(state.spine))

@@ -15,8 +15,8 @@ ROOT = -1  # the parent of first tokens
 class GrowingDraft:
     """Nodes in the order in which they were added; a node has one child for each token."""
 
-    def __init__(self, max_nodes: int) -> None:
-        self._max_nodes = max_nodes
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._max_nodes = max_draft_tokens
         self._token_ids: list[int] = []
         self._parents: list[int] = []
         self._depths: list[int] = []

@@ -70,9 +70,9 @@ class LookaheadDrafter:
         self._open[sequence].extend(prompt_ids)
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Merge candidates until there is no room; the oldest are left out first."""
-        growing = GrowingDraft(max_nodes)
+        growing = GrowingDraft(max_draft_tokens)
         for candidate in self._open[sequence].candidates(committed[-1]):
             growing.add_path(candidate)
         return growing.build()

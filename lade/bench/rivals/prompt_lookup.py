@@ -57,9 +57,9 @@ class PromptLookupDrafter:
         self._open[sequence].extend(prompt_ids)
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Copy up to ten tokens."""
-        num_tokens = min(_NUM_TOKENS, max_nodes)
+        num_tokens = min(_NUM_TOKENS, max_draft_tokens)
         return chain(self._open[sequence].continuation(committed, num_tokens))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:

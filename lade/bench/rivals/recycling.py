@@ -69,9 +69,9 @@ class RecyclingDrafter:
         """Begin a sequence; nothing is kept of it."""
         return next(self._handles)
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Fill the fixed tree, best places first."""
-        growing = GrowingDraft(max_nodes)
+        growing = GrowingDraft(max_draft_tokens)
         # By place, the root first; places that stay empty have no successors.
         nodes, rows = [ROOT], [self._successors.get(committed[-1], [])]
         for parent, rank in _TREE:

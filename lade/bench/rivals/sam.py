@@ -126,10 +126,12 @@ class SamDrafter:
         """Return the longest suffix that occurred before."""
         return self._open[sequence].match(committed)
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Copy, the longer the match the more; nothing without a match."""
         length, start = self.match(sequence, committed)
-        num_tokens = min(1 + _TOKENS_PER_MATCH * length, _MAX_TOKENS, max_nodes) if length else 0
+        num_tokens = (
+            min(1 + _TOKENS_PER_MATCH * length, _MAX_TOKENS, max_draft_tokens) if length else 0
+        )
         return chain(self._open[sequence].token_ids[start : start + num_tokens])
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
@@ -157,11 +159,11 @@ class SamRecyclingDrafter:
         """Read a prompt; the successors learned from earlier ones stay."""
         return self._copying.open(prompt_ids)
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Draft with one of the two."""
         long = self._copying.match(sequence, committed).length >= _MIN_MATCH
         drafter = self._copying if long else self._recycling
-        return drafter.draft(sequence, committed, max_nodes)
+        return drafter.draft(sequence, committed, max_draft_tokens)
 
     def harvest(
         self,

@@ -105,9 +105,11 @@ class _Speculation(NamedTuple):
     draft: Draft
 
 
-def _speculate(trie: SuffixTrie, place: _Place, max_nodes: int, max_depth: int) -> _Speculation:
+def _speculate(
+    trie: SuffixTrie, place: _Place, max_draft_tokens: int, max_depth: int
+) -> _Speculation:
     """Grow the most frequent continuations of a place, likeliest path first."""
-    growing, score = GrowingDraft(max_nodes), 0.0
+    growing, score = GrowingDraft(max_draft_tokens), 0.0
     order = count()
     heap: list[tuple[float, int, int, int, _Place]] = []
 
@@ -163,13 +165,13 @@ class SuffixDrafter:
         self._open[sequence] = _Request(prompt_ids)
         return sequence
 
-    def draft(self, sequence: int, committed: Sequence[int], max_nodes: int) -> Draft:
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Speculate from every match, and return the best."""
         best = _Speculation(0.0, Draft.empty())
         for trie in (self._open[sequence].trie, self._answers):
             places = _matches(trie, committed)
             for length, place in zip(range(len(places), 0, -1), reversed(places), strict=True):
-                most = min(max_nodes, int(_TOKENS_PER_MATCH * length + _MORE_TOKENS))
+                most = min(max_draft_tokens, int(_TOKENS_PER_MATCH * length + _MORE_TOKENS))
                 if most > best.score:  # no score is greater than the number of nodes
                     made = _speculate(trie, place, most, _MAX_DEPTH - length)
                     best = max(best, made, key=lambda each: each.score)  # the first of equals
