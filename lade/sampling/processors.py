@@ -50,9 +50,9 @@ class Processors:
     """The logits processors of one call.
 
     Attributes:
-        is_lockstep: whether rows are processed together, all at one length. They are in a batch with
-            a processor that is not known to work row by row: it may keep a state, count its calls or
-            draw random numbers, and sees exactly what it would see in `generate`.
+        is_lockstep: whether rows are processed together, all at one length. They are in a batch
+            with a processor that is not known to work row by row: it may keep a state, count its
+            calls or draw random numbers, and sees exactly what it would see in `generate`.
         need_prefix: whether any of them looks at more than the scores.
     """
 

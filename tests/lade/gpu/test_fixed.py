@@ -27,7 +27,7 @@ from lade.targets.layout import tree_layout
 from lade.tree import Tree
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.test_tree import check_cache, make_draft, path_to, random_parents
+from tests.lade.targets.test_tree import check_cache, make_draft, path_to, random_parents
 from tests.lade.tiny import FAMILIES, BatchDrafter, tiny_model
 
 FIXED = lade.Config(execution="fixed", max_draft_tokens=8)

@@ -37,7 +37,7 @@ from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import Step
 from ngram_pool import Draft, NGramPool, SuccessorTable
-from tests.lade.test_bench import LetterTokenizer
+from tests.lade.bench.test_bench import LetterTokenizer
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, ScriptedDrafter, tiny_model
 
 PROMPTS = [

@@ -415,7 +415,7 @@ import sys, time
 from pathlib import Path
 from lade.models import embedded
 from lade.models import loading
-from tests.lade.test_models import CONTENT, fake_convert, fake_pip, with_digests_of
+from tests.lade.models.test_models import CONTENT, fake_convert, fake_pip, with_digests_of
 cache, log = Path(sys.argv[1]), Path(sys.argv[2])
 def slow_pip(*args, **options):
     with log.open("a") as file:

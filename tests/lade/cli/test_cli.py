@@ -271,7 +271,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
 
 
 def test_tables_in_a_file_are_whole_however_narrow_the_terminal() -> None:
-    path = Path(__file__).parents[2] / "docs" / "results" / "smollm2_cpu_float32.json"
+    path = Path(__file__).parents[3] / "docs" / "results" / "smollm2_cpu_float32.json"
     shown = CliRunner().invoke(app, ["bench", "show", str(path)], env={"COLUMNS": "30"}).stdout
     (row,) = (line for line in shown.splitlines() if line.split()[:1] == ["lade_fresh"])
     assert row.split() == ["lade_fresh", "32.1", "1.42x", "1.87", "3.5", "100%"]
@@ -600,7 +600,7 @@ def test_errors_are_one_line_without_a_traceback(arguments: list[str], text: str
         capture_output=True,
         text=True,
         env={"HF_HUB_OFFLINE": "1", "PATH": "", "HOME": "/nonexistent"},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 1
     assert f"{text}" in done.stderr
@@ -628,7 +628,7 @@ def test_python_runs_the_package_as_the_command() -> None:
     from lade import __version__
 
     command = [sys.executable, "-m", "lade", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.stdout.strip() == __version__, done.stderr
 
 
@@ -860,7 +860,7 @@ def test_a_check_that_ends_early_shows_what_it_has(
 
 
 def test_tables_of_results_fit_a_terminal() -> None:
-    root = Path(__file__).parents[2] / "docs"
+    root = Path(__file__).parents[3] / "docs"
     for command in (
         ["bench", "show", *map(str, sorted((root / "results").glob("*_cpu_*.json")))],
         ["support", "--results", str(root / "support" / "transformers-5.23.0.json")],

@@ -25,7 +25,7 @@ from lade.config import Config, Lookahead
 from lade.drafting.drafter import Drafter, HarvestingDrafter, NgramDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import Draft
-from tests.lade.test_bench import PROMPTS, tiny_loaded
+from tests.lade.bench.test_bench import PROMPTS, tiny_loaded
 from tests.lade.tiny import tiny_model
 
 HARVESTING = ["rival_recycling", "rival_sam_recycling", "rival_goose"]

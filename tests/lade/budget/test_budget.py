@@ -512,7 +512,7 @@ def test_step_costs_and_a_fixed_number_contradict_each_other() -> None:
 
 
 def test_the_unpredictable_prompts_can_be_read() -> None:
-    path = Path(__file__).parents[2] / "docs" / "prompts" / "unpredictable.jsonl"
+    path = Path(__file__).parents[3] / "docs" / "prompts" / "unpredictable.jsonl"
     prompts = read_prompts(path)
     categories = [prompt.category for prompt in prompts]
     for category in ("random tokens", "random numbers", "another language each line"):

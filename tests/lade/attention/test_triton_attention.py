@@ -209,8 +209,8 @@ def visible_of(case: Case, generator: torch.Generator) -> Tensor | None:
 def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
     """Run cases in a process of Triton's interpreter."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.lade.test_triton_attention"],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.lade.attention.test_triton_attention"],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

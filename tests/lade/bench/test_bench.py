@@ -42,7 +42,7 @@ from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class LetterTokenizer:

@@ -17,7 +17,7 @@ from lade.models import embedded
 from lade.models.loading import LoadedModel, encode, load
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:
