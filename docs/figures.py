@@ -310,7 +310,7 @@ def verification() -> str:
     names = ("tree", "rows", "chain", "snapshot")
     rows = []
     for dtype in ("bfloat16", "float32"):
-        content = _read(f"results/ways/smollm2_{dtype}")
+        content = _read(f"results/verification/smollm2_{dtype}")
         overall = content["summary"][OVERALL]
         num, length = overall["plain"]["num_prompts"], content["settings"]["max_new_tokens"]
         cells = [
@@ -351,7 +351,7 @@ def host() -> str:
             str(row["num_nodes"]),
             f"{row['mean_accepted_tokens']:.2f}",
             f"{1000 * row['waited_for_sec']:.2f}",
-            f"{1000 * row['put_off_sec']:.2f}",
+            f"{1000 * row['deferred_sec']:.2f}",
         )
         for row in stages["host"]["rows"]
     ]

@@ -3,7 +3,7 @@
 import torch
 
 import lade
-from lade.models.loading import load
+from lade.models import load
 
 PROMPTS = ["Name three animals that live in the sea.", "Count from one to ten in words."]
 

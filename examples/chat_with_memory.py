@@ -1,7 +1,7 @@
 """Ask a question twice with one pool: what was said once is drafted when it is said again."""
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 QUESTION = "List five planets, one a line, with a fact about each."
 

@@ -4,7 +4,7 @@ import xgrammar
 from xgrammar.contrib.hf import LogitsProcessor
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 SCHEMA = {
     "type": "object",

@@ -1,7 +1,7 @@
 """Chat on from the keys and values of earlier turns, and ask the scores how sure the model was."""
 
 import lade
-from lade.models.loading import load
+from lade.models import load
 
 QUESTIONS = ["What is the capital of France?", "And that of Italy?"]
 

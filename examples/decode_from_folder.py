@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import TextStreamer
 
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 FOLDER = Path(__file__).parent / "custom_generate"
 

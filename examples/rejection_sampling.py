@@ -3,7 +3,7 @@
 import torch
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 PROMPT = "List the months of the year and the seasons they belong to."
 

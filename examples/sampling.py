@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 OPTIONS: dict[str, Any] = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 48}
 

@@ -10,7 +10,7 @@ import threading
 from transformers.cli.serve import Serve
 
 import lade
-from lade.models.embedded import default_model
+from lade.models import default_model
 
 
 class LadeServe(Serve):  # type: ignore[misc]

@@ -6,7 +6,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 
 class EnoughLines(StoppingCriteria):  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer
 
 import lade
-from lade.models.loading import encode, load
+from lade.models import encode, load
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
 

@@ -3,7 +3,7 @@
 from transformers import pipeline
 
 import lade
-from lade.models.loading import load
+from lade.models import load
 
 
 def main() -> None:

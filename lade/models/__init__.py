@@ -1,4 +1,9 @@
-"""Models for the command line: loading any, and the embedded ones from the package index."""
+"""Loading a model and its tokenizer, also the embedded ones, which come from the package index.
 
-from lade.models.loading import LoadedModel as LoadedModel
-from lade.models.loading import load as load
+For the command line, the examples and the benchmarks: decoding takes any model, however loaded.
+"""
+
+from lade.models.embedded import default_model, embedded_model
+from lade.models.loading import LoadedModel, encode, load
+
+__all__ = ["LoadedModel", "default_model", "embedded_model", "encode", "load"]

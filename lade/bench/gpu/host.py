@@ -68,7 +68,7 @@ def measure_host(device: torch.device, stage: Stage) -> None:
                     "draft_tokens_per_step": median(run.draft_tokens_per_step for run in runs),
                     "mean_accepted_tokens": median(run.mat for run in runs),
                     "waited_for_sec": median(run.waited_for_sec for run in runs),
-                    "put_off_sec": median(run.put_off_sec for run in runs),
+                    "deferred_sec": median(run.deferred_sec for run in runs),
                 }
             )
 
@@ -107,7 +107,7 @@ class _Run(NamedTuple):
     draft_tokens_per_step: float
     mat: float
     waited_for_sec: float  # of a step: what is done before the next forward is launched
-    put_off_sec: float  # of a step: what is done while the device is at it
+    deferred_sec: float  # of a step: what is done while the device is at it
 
 
 class _TimedSpeculator(Speculator):

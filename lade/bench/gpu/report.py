@@ -82,7 +82,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("draft tokens/step", _number("draft_tokens_per_step", 1)),
             ("MAT", _number("mean_accepted_tokens")),
             ("device waits, µs/step", _number("waited_for_sec", 0, 1e6)),
-            ("deferred, µs/step", _number("put_off_sec", 0, 1e6)),
+            ("deferred, µs/step", _number("deferred_sec", 0, 1e6)),
         ),
     ),
     "model": (
