@@ -1,4 +1,4 @@
-"""Answer a batch of prompts, two samples each: what one sample says is drafted for the others."""
+"""Answer a batch of prompts, two samples each: the text of one sample is drafted for the others."""
 
 import torch
 
@@ -10,7 +10,7 @@ PROMPTS = ["Name three animals that live in the sea.", "Count from one to ten in
 
 def main() -> None:
     model, tokenizer, _ = load(dtype="float32")
-    tokenizer.padding_side = "left"  # as for any `generate` of a causal LM
+    tokenizer.padding_side = "left"  # as for `generate` with any causal LM
     inputs = tokenizer.apply_chat_template(
         [[{"role": "user", "content": prompt}] for prompt in PROMPTS],
         add_generation_prompt=True,

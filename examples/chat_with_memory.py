@@ -1,4 +1,4 @@
-"""Ask a question twice with one pool: what was said once is drafted when it is said again."""
+"""Ask a question twice with one pool: the second answer is drafted from the first."""
 
 import lade
 from lade.models import encode, load
@@ -7,7 +7,7 @@ QUESTION = "List five planets, one a line, with a fact about each."
 
 
 def main() -> None:
-    model, tokenizer, _ = load()  # the embedded default model; or a hub id, or a folder
+    model, tokenizer, _ = load()  # the embedded default model; or pass a Hub id or a folder
     pool = lade.NGramPool()
     inputs = encode(tokenizer, QUESTION, model.device)
     for _ in range(2):

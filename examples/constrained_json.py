@@ -1,4 +1,4 @@
-"""Force an answer into a JSON schema (pip install xgrammar); keys and brackets are drafted free."""
+"""Force an answer into a JSON schema (pip install xgrammar); forced tokens are drafted for free."""
 
 import xgrammar
 from xgrammar.contrib.hf import LogitsProcessor

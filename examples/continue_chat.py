@@ -1,4 +1,4 @@
-"""Chat on from the keys and values of earlier turns, and ask the scores how sure the model was."""
+"""Continue a chat from the KV cache of earlier turns; the scores tell how sure the model was."""
 
 import lade
 from lade.models import load

@@ -1,4 +1,4 @@
-"""Generate through the folder `custom_generate/` beside this file, which may be on the Hub too."""
+"""Generate through the folder `custom_generate/` beside this file, which may also be on the Hub."""
 
 from pathlib import Path
 

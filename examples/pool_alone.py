@@ -1,4 +1,4 @@
-"""Use the pool without any model: learn a text word by word and guess how it goes on."""
+"""Use the pool without any model: learn a text word by word, and guess how it goes on."""
 
 from ngram_pool import NGramPool
 

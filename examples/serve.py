@@ -1,6 +1,6 @@
 """Serve a model that decodes with lade, by transformers' own OpenAI-compatible server.
 
-Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], and then, for one, transformers
+Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], then for example transformers
 chat MODEL http://localhost:8000. Requests are private; `share` lets later answers profit from all.
 """
 
@@ -14,12 +14,12 @@ from lade.models import default_model
 
 
 class LadeServe(Serve):  # type: ignore[misc]
-    """`transformers serve`, and its model is wrapped before the first request."""
+    """`transformers serve` with the model wrapped before the first request."""
 
     shares_text = False
 
     def start_server(self) -> None:
-        """Called once the model is loaded."""
+        """Wrap the model, which is loaded by now, and start the server."""
         for loaded in self._model_manager.loaded_models.values():
             lade.wrap(loaded.model, shares_text=self.shares_text)
         super().start_server()

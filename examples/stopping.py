@@ -1,4 +1,4 @@
-"""Stop at a string, or by a rule of your own: both are asked after every single token."""
+"""Stop at a string, or by a rule of your own: both are checked after every single token."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lade.models import encode, load
 
 
 class EnoughLines(StoppingCriteria):  # type: ignore[misc]
-    """Stops a row once its answer has a number of lines."""
+    """Criterion that stops a row once its answer has a number of lines."""
 
     def __init__(self, tokenizer: Any, prompt_length: int, num_lines: int) -> None:
         self.tokenizer, self.start, self.num_lines = tokenizer, prompt_length, num_lines

@@ -1,4 +1,4 @@
-"""Let a transformers pipeline decode with lade."""
+"""Make a transformers pipeline decode with lade."""
 
 from transformers import pipeline
 

@@ -1,14 +1,14 @@
 """Generate faster with any Hugging Face causal LM: no draft model, no training, the same text.
 
-An online n-gram pool proposes how the text goes on; the model verifies all proposals in one
-forward. Three doors lead in:
+An online n-gram pool drafts how the text may continue; the model verifies the draft in one forward.
+There are three ways to use it:
 
     lade.generate(model, **inputs)                          # like model.generate
-    model.generate(**inputs, custom_generate=lade.decode)   # as a strategy of transformers
+    model.generate(**inputs, custom_generate=lade.decode)   # as a decoding function of transformers
     lade.wrap(model)                                        # model.generate from now on
 
-`lade.models.load` gives a model and its tokenizer, also the embedded ones, which need no hub. To
-read the code, begin with `decoder.py`.
+`lade.models.load` loads a model and its tokenizer, also an embedded one, which needs no hub. To
+read the code, start with `decoder.py`.
 """
 
 from importlib import import_module, metadata
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ngram_pool import Draft as Draft
     from ngram_pool import NGramPool as NGramPool
 
-# Loaded at first use, so that `lade --help` does not wait for torch.
+# Imported at first use, so that `lade --help` does not wait for torch.
 _HOMES = {
     "Config": "lade.config",
     "DecodeStats": "lade.stats",

@@ -1,4 +1,4 @@
-"""`python -m lade` is the command line, as `lade` is."""
+"""Run the command line, `lade`, as `python -m lade`."""
 
 from lade.cli import main
 

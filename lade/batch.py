@@ -1,4 +1,4 @@
-"""The rows of a batch: their committed tokens, which are finished, and how far each may go."""
+"""The rows of a batch: committed tokens, which rows are finished, and how far each may go."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Text:
-    """Prompt and emitted tokens, row by row; rows grow at their own pace.
+    """Prompt and emitted tokens of each row; rows grow at their own pace.
 
     Args:
-        input_ids: int64 [rows, num_tokens], the prompts, padding included; may have no tokens.
-        pad_token_id: what a finished row goes on with, or None where rows go on with tokens of
-            their own until the last one is finished, as `generate` has it without an EOS token.
+        input_ids: int64 [rows, num_tokens], the prompts, padding included; num_tokens may be 0.
+        pad_token_id: token that continues a finished row; None if rows continue with their own
+            tokens until the last one is finished, as in `generate` without an EOS token.
     """
 
     def __init__(self, input_ids: Tensor, pad_token_id: int | None) -> None:
@@ -22,25 +22,25 @@ class Text:
         self.pad_token_id = pad_token_id
         self.token_ids: list[list[int]] = input_ids.tolist()
         self.is_finished = [False] * self.num_rows
-        self.num_unpadded = [self.num_prompt] * self.num_rows  # tokens before the padding behind
+        self.num_unpadded = [self.num_prompt] * self.num_rows  # tokens before trailing padding
         self._ids = input_ids
         self._num_known = [self.num_prompt] * self.num_rows
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens in the longest row."""
         return max(map(len, self.token_ids))
 
     def num_emitted(self, row: int) -> int:
-        """Return the number of tokens behind the prompt."""
+        """Return the number of tokens after the prompt."""
         return len(self.token_ids[row]) - self.num_prompt
 
     def padding_of(self, row: int) -> int | None:
-        """Return the token that is all a row still gets, None where it gets its own tokens."""
+        """Return the padding token of a finished row; None if the row still gets its own tokens."""
         return self.pad_token_id if self.is_finished[row] else None
 
     def append(self, row: int, token_id: int) -> int:
-        """Commit the next token of a row, or padding where it is finished; return which."""
+        """Commit a row's next token, or its `padding_of`; return the token appended."""
         padding = self.padding_of(row)
         if padding is None:
             self.num_unpadded[row] += 1
@@ -50,10 +50,10 @@ class Text:
         return token_id
 
     def cut(self) -> None:
-        """Go back to the columns that all rows have, for somebody to go on from there.
+        """Cut back to the columns that all unfinished rows have, so that decoding can resume.
 
-        Where all rows are finished, that is before the last column. A row that is finished by then
-        gets its padding.
+        If all rows are finished, only the last column is dropped. Rows that ended earlier are
+        padded.
         """
         length = self.longest - 1
         if not all(self.is_finished):
@@ -72,7 +72,7 @@ class Text:
             self._num_known[row] = min(self._num_known[row], length)
 
     def prefix(self, row: int) -> Tensor:
-        """Return a row, int64 [1, num_tokens]; a view of memory that later tokens go to."""
+        """Return a row, int64 [1, num_tokens]: a view of memory that later tokens share."""
         length = len(self.token_ids[row])
         if length > self._ids.shape[1]:
             larger = self._ids.new_zeros((self.num_rows, max(64, 2 * length)))
@@ -86,21 +86,21 @@ class Text:
         return self._ids[row : row + 1, :length]
 
     def prefixes(self, rows: Sequence[int]) -> Tensor:
-        """Return all rows as one tensor, int64 [rows, num_tokens]; they must be of one length."""
+        """Return all rows, int64 [rows, num_tokens]; they must be of equal length."""
         assert list(rows) == list(range(self.num_rows))
         parts = [self.prefix(row) for row in rows]
         assert len({part.shape for part in parts}) == 1
-        # Contiguous, as `generate` has it: who sees all rows may be anybody's code.
+        # Contiguous, as in `generate`: all rows are passed to arbitrary user code.
         return self._ids[:, : parts[0].shape[1]].contiguous()
 
     def adopt(self, prefixes: Tensor) -> None:
-        """Keep what somebody has written into such rows, as `generate` does."""
+        """Keep what was written into a result of `prefixes`, as `generate` does."""
         mine = self._ids[:, : prefixes.shape[1]]
         if mine.data_ptr() != prefixes.data_ptr():
             mine.copy_(prefixes)
 
     def sequences(self) -> Tensor:
-        """Return all rows, int64 [rows, num_tokens], short ones padded to the longest."""
+        """Return all rows, int64 [rows, num_tokens], padded to the longest."""
         length, pad_token_id = self.longest, self.pad_token_id
         rows = []
         for token_ids in self.token_ids:
@@ -109,12 +109,12 @@ class Text:
             rows.append([*token_ids, *[pad_token_id or 0] * missing])
         ids = torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
         for row, num_known in enumerate(self._num_known):
-            ids[row, :num_known] = self._ids[row, :num_known]  # processors may have written there
+            ids[row, :num_known] = self._ids[row, :num_known]  # processors may have changed it
         return ids
 
 
 class Prefix(Sequence[int]):
-    """The first tokens of a list that grows at its end, without a copy."""
+    """The first tokens of a growing list, without a copy."""
 
     def __init__(self, token_ids: list[int], length: int) -> None:
         self._token_ids = token_ids
@@ -138,16 +138,17 @@ class Prefix(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far the rows of a batch go, and how they go together.
+    """Length limits and stop conditions of the rows of a batch, and how the rows are coupled.
 
     Attributes:
-        max_length: the greatest length that a draft may reach, prompt included. Beyond it, and
-            until `stop` ends a row, steps have no draft.
-        stop: told after every token which rows emitted it; marks rows of the text as finished.
-        is_lockstep: all rows emit together, because something must see them at one length.
-        keeps_finished: a finished row goes on, with padding or whatever it has, until the last one
-            is finished, because the caller wants what `generate` would have computed there.
-        fills_cache: in the end the cache holds all rows at full length, padding included.
+        max_length: maximum total length a draft may reach, prompt included. Beyond it, and until
+            `stop` ends a row, steps have no draft.
+        stop: called after every token with the rows that emitted it; marks rows of the text as
+            finished.
+        is_lockstep: all rows emit together, because something must see them at equal length.
+        keeps_finished: finished rows continue, with padding or their own tokens, until the last
+            one is finished, because the caller wants what `generate` would have computed there.
+        fills_cache: at the end, the cache holds all rows at full length, padding included.
     """
 
     max_length: int
@@ -162,9 +163,9 @@ class Batch:
 
     Args:
         text: the prompts; grows.
-        contexts: for each row the prompt as a drafter sees it, without padding; grows.
-        limits: of all rows.
-        max_lead: how many tokens a row may be ahead of the shortest; None for any number.
+        contexts: each row's prompt as a drafter sees it, without padding; grows.
+        limits: shared by all rows.
+        max_lead: maximum number of tokens a row may be ahead of the shortest; None for no limit.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Batch:
         self.text = text
         self.contexts = contexts
         self.limits = limits
-        self.rows = list(range(text.num_rows))  #: those that the target still runs
+        self.rows = list(range(text.num_rows))  #: rows that the target still runs
         self._max_lead = max_lead
 
     @property
@@ -182,7 +183,7 @@ class Batch:
         return [row for row in self.rows if self.may_emit(row)]
 
     def may_emit(self, row: int) -> bool:
-        """Tell whether a row may emit one more token now."""
+        """Return whether a row may emit one more token now."""
         text = self.text
         if self.limits.is_lockstep:
             return not all(text.is_finished)
@@ -191,25 +192,25 @@ class Batch:
         return self._max_lead is None or self._lead(row) < self._max_lead
 
     def must_choose(self, row: int) -> bool:
-        """Tell whether a token is to be chosen for a row, though it may be padding."""
+        """Return whether a token must be chosen for a row, even if padding replaces it."""
         return self.limits.keeps_finished or self.text.padding_of(row) is None
 
     def places(self, row: int) -> int:
-        """Return how many places the text has behind a row; the bonus token needs one more."""
+        """Return how many more tokens fit after a row, besides the bonus token."""
         text, limit = self.text, self.limits.max_length
         if text.is_finished[row] and not self.limits.is_lockstep:
             limit = min(limit, text.longest)
         return limit - len(text.token_ids[row]) - 1
 
     def room(self, row: int) -> int:
-        """Return how deep a row's draft may be."""
+        """Return the maximum depth of a row's draft."""
         room = self.places(row)
         if self._max_lead is not None:
             room = min(room, self._max_lead - self._lead(row) - 1)
         return room
 
     def working(self) -> dict[int, int]:
-        """Return the number of tokens that each row has emitted which may emit its own next."""
+        """Map each row that may emit a token of its own next to the number it has emitted."""
         return {
             row: self.text.num_emitted(row)
             for row in self.rows
@@ -217,11 +218,11 @@ class Batch:
         }
 
     def drop_finished(self) -> tuple[list[int], list[int]]:
-        """Let finished rows go, so that the others have the machine to themselves.
+        """Drop finished rows, so that no work is done for them.
 
         Returns:
-            The places among `rows` of those that stay, and the rows that go; neither where none
-            goes, or none would stay.
+            The indices into `rows` of the rows that stay, and the rows dropped; both empty if none
+            is dropped, as when none would stay.
         """
         staying = [row for row in self.rows if not self.text.is_finished[row]]
         if self.limits.keeps_finished or len(staying) in (0, len(self.rows)):
@@ -232,6 +233,6 @@ class Batch:
         return places, leaving
 
     def _lead(self, row: int) -> int:
-        """Return how many tokens a row is ahead of the shortest."""
+        """Return the number of tokens a row is ahead of the shortest."""
         token_ids = self.text.token_ids
         return len(token_ids[row]) - min(len(token_ids[other]) for other in self.rows)

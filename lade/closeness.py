@@ -1,4 +1,4 @@
-"""How far logits of the same text may be apart, computed in two ways, and how far they are."""
+"""The distance between two computations of the same logits, and its tolerance."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from lade.compat import Model, device_of_inputs
 
 
 def limit_of(model: Model) -> float:
-    """Return what a right way may differ by, in units of the logits' standard deviation.
+    """Return the largest difference accepted as rounding, in standard deviations of the logits.
 
     Half precision rounds differently in forwards of different sizes; a wrong mask, position or
-    cache is off by about 1. Right ways were measured at most at 4e-5 in float32, a step that one
-    path clamps and another does not at 4e-4.
+    cache is off by about 1. Measured in float32: at most 4e-5 between correct forwards, and 4e-4
+    for a step that is clamped in one of them and not in the other.
     """
     dtype = model.dtype
     kind = device_of_inputs(model).type
@@ -24,14 +24,15 @@ def limit_of(model: Model) -> float:
 
 
 def is_exact_in(model: Model) -> bool:
-    """Tell whether text is promised to be that of `generate` in a model's number format."""
+    """Return whether the text is guaranteed to be that of `generate` in the model's precision."""
     return limit_of(model) < 1e-3
 
 
 def distance(logits: Tensor, reference: Tensor) -> float:
-    """Return the largest difference of logits in units of the reference's standard deviation.
+    """Return the largest difference of logits, in standard deviations of the reference.
 
-    What is no number is a model's own affair: there, the same in the same places will do.
+    Infinite and NaN logits are the model's own affair: it suffices that both have them in the same
+    places; else the distance is infinite.
     """
     is_finite = reference.isfinite()
     if not bool(is_finite.all()):

@@ -1,6 +1,6 @@
-"""The private functions of transformers that lade calls, and no others.
+"""All private functions of transformers that lade calls.
 
-Where a public function does, that one is called. These are tested on the oldest and the newest
+They are used only where no public function will do, and are tested on the oldest and the newest
 supported version.
 """
 
@@ -19,8 +19,8 @@ def prefill(
 ) -> Any:
     """Run prompts as `generate` does.
 
-    It knows how a prompt whose beginning is cached is sliced, feeds embeddings and images, and cuts
-    long prompts into chunks.
+    This slices a prompt whose beginning is cached, feeds embeddings and images, and splits long
+    prompts into chunks.
     """
     return model._prefill(input_ids, config, dict(model_kwargs))
 
@@ -34,7 +34,7 @@ def decode_plainly(
     streamer: BaseStreamer | None,
     model_kwargs: dict[str, Any],
 ) -> Any:
-    """Do what `generate` does where it is given no custom function: one token a forward."""
+    """Decode as `generate` does without a custom function: one token per forward."""
     return model._sample(
         input_ids,
         logits_processor=processors,
@@ -46,15 +46,16 @@ def decode_plainly(
 
 
 def attention_of(model: Model) -> str | None:
-    """Return the name of the text part's own attention implementation."""
+    """Return the name of the attention implementation of the model's text part."""
     name: str | None = model.config.get_text_config(decoder=True)._attn_implementation
     return name
 
 
 def runs_experts_eagerly(model: Model) -> bool:
-    """Tell whether a model loops over the experts that tokens are routed to, on the host.
+    """Return whether a model loops on the host over the experts that tokens are routed to.
 
-    That is where transformers has other implementations of its experts, and this one is in use.
+    That is so if transformers has several implementations of its experts and the eager one is in
+    use.
     """
     can_choose = getattr(model, "_can_set_experts_implementation", None)
     if can_choose is None or not can_choose():
@@ -63,31 +64,31 @@ def runs_experts_eagerly(model: Model) -> bool:
 
 
 def has_adapters(model: Model) -> bool:
-    """Tell whether a model has adapters of PEFT, its own or those around it."""
+    """Return whether a model has PEFT adapters, its own or a wrapper's."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Tell whether something is called with each forward of a module, by torch or by accelerate."""
+    """Return whether a module has hooks, torch's or accelerate's, besides transformers' own."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return not all(map(is_own_hook, hooks)) or hasattr(module, "_hf_hook")
 
 
 def is_own_hook(hook: Any) -> bool:
-    """Tell whether a hook is one that transformers leaves behind to gather outputs.
+    """Return whether a hook is one that transformers leaves in a model to collect outputs.
 
-    It does something only where outputs are asked for.
+    Such a hook does nothing unless outputs are requested.
     """
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
 def without_compiler(model: Model) -> Model:
-    """Return the model inside of what `torch.compile` returned; `generate` runs that one too."""
+    """Return the model inside a `torch.compile` wrapper; `generate` runs that one, too."""
     return getattr(model, "_orig_mod", model)
 
 
 def device_of_inputs(model: Model) -> torch.device:
-    """Return where token ids go; what accelerate has put elsewhere is brought in by its hooks."""
+    """Return the device for token ids; accelerate's hooks bring in what it has put elsewhere."""
     if model.device.type != "meta":
         device: torch.device = model.device
         return device
@@ -99,6 +100,6 @@ def device_of_inputs(model: Model) -> torch.device:
 
 
 def mesh_of(model: Model) -> Any:
-    """Return the device mesh of a tensor-parallel model, None of any other."""
+    """Return the device mesh of a tensor-parallel model, or None for any other."""
     is_parallel = (getattr(model, "_tp_size", None) or 1) > 1
     return getattr(model, "_device_mesh", None) if is_parallel else None

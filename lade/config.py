@@ -1,4 +1,4 @@
-"""`Config`: what a user may fix by hand. Every default is automatic, none needs to be touched."""
+"""`Config`, the settings a user may fix by hand; every default is automatic."""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ Verification = Literal["tree", "rows", "chain", "snapshot", "plain"]
 
 Execution = Literal["eager", "fixed", "graphs", "compiled"]
 
-VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # of verifying drafts, best first
+VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)  # best first
 SPECULATING = VERIFICATIONS[:-1]
 
-# Of a window; costs of steps are told apart up to about so many tokens (`lade.budget`).
+# Largest window; step costs are distinguished up to about this many tokens (`lade.budget`).
 _MAX_CELLS = 192
 
 
@@ -21,8 +21,8 @@ _MAX_CELLS = 192
 class Lookahead:
     """Size of the Jacobi window of lookahead decoding (`lade.drafting.lookahead`).
 
-    A step runs (N-1)·W - 1 tokens more. The defaults are those that the paper's authors name for
-    models of 7B parameters.
+    It adds (N-1)·W - 1 tokens to every step. The defaults are those that the paper's authors name
+    for models of 7B parameters.
 
     Raises:
         TypeError: a field is not an integer.
@@ -32,9 +32,9 @@ class Lookahead:
     ICML 2024, section 3 (arXiv 2402.02057).
     """
 
-    #: W, the number of columns: n-grams that a step gives, at successive places.
+    #: W, the number of columns: n-grams produced per step, at successive positions.
     window_size: int = 7
-    #: N, the number of tokens of each n-gram; each takes N-1 steps to come about.
+    #: N, the length of each n-gram in tokens; each takes N-1 steps to form.
     ngram_size: int = 5
 
     def __post_init__(self) -> None:
@@ -48,63 +48,64 @@ class Lookahead:
 
     @property
     def num_cells(self) -> int:
-        """Tokens that a step runs besides root and draft."""
+        """Number of tokens that a step runs besides root and draft."""
         return (self.ngram_size - 1) * self.window_size - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Settings of the decoding; no text depends on them in exact arithmetic, but see `acceptance`.
+    """Decoding settings; in exact arithmetic none changes the text, except `acceptance`.
 
     Raises:
         TypeError: a field is not an integer.
         ValueError: a field is out of its range.
     """
 
-    #: G, the greatest number of candidates (root-to-leaf paths) in a draft; None for no limit.
+    #: G, the maximum number of candidates (root-to-leaf paths) in a draft; None for no limit.
     max_candidates: int | None = None
-    #: The greatest number of draft tokens to verify in a step, and then every step verifies as many
-    #: as the draft has. None lets the measured cost of a step decide (`lade.budget`). 0 drafts
-    #: nothing.
+    #: Maximum number of draft tokens to verify per step; if set, every step verifies as many as the
+    #: draft has, up to this number. None lets the measured cost of a step decide (`lade.budget`). 0
+    #: disables drafting.
     max_draft_tokens: int | None = None
-    #: How sampled text is held against a draft. "exact" emits, seed for seed, the tokens that
-    #: `generate(do_sample=True)` emits, and accepts a draft token where it is the same. "rejection"
+    #: How draft tokens are accepted when sampling. "exact" emits, seed for seed, the tokens that
+    #: `generate(do_sample=True)` emits, and accepts a draft token if it is the same. "rejection"
     #: draws drafts from the pool's own probabilities and accepts or rejects them so that the text
     #: has the target's distribution (`lade.sampling.rejection`), with other tokens for the same
-    #: seed. Greedy decoding is the same with both: its target distribution is one token.
+    #: seed. Greedy decoding is the same with both: its target distribution is a single token.
     acceptance: Acceptance = "exact"
-    #: How drafts are verified. "tree": all candidates in one forward, by a tree mask; "rows": as
-    #: rows of a batch; "chain": the best one alone, the cache cropped behind what was accepted;
-    #: "snapshot": the same, by a copy of the state from before the draft; "plain": not at all. None
-    #: takes the best that a check of the model finds exact (`lade.probe`).
+    #: Verification method. "tree": all candidates in one forward, under a tree mask; "rows":
+    #: candidates as rows of a batch; "chain": only the best candidate, with the cache cropped after
+    #: the accepted tokens; "snapshot": the same, restoring a copy of the state from before the
+    #: draft; "plain": no drafts. None takes the best method that a check of the model finds exact
+    #: (`lade.probe`).
     verification: Verification | None = None
     #: How forwards that verify trees are executed. "eager": each as large as it has to be. "fixed":
-    #: padded to a few shapes, on memory that is kept with the model between calls (`lade.release`).
-    #: "graphs": those recorded as CUDA graphs and replayed, where the model allows it. "compiled":
-    #: the same, of what `torch.compile` makes of the model, which takes minutes at the first calls
-    #: and is not checked as the model itself is; on other devices without graphs. None is "graphs"
-    #: on CUDA and "eager" elsewhere.
+    #: padded to a few shapes, in memory that is kept with the model between calls (`lade.release`).
+    #: "graphs": those shapes, recorded as CUDA graphs and replayed if the model allows it.
+    #: "compiled": the same for the output of `torch.compile`, without graphs on devices other than
+    #: CUDA; the first calls take minutes, and the compiled model is not checked as the model itself
+    #: is. None is "graphs" on CUDA and "eager" elsewhere.
     execution: Execution | None = None
-    #: Whether in half precision, too, a prompt gets the same text whatever the pool holds: all
-    #: steps are of one width (8 tokens, on CUDA 32, more if `max_draft_tokens` says so) and
-    #: attention sums in float64. Slower than without, and on text that nothing predicts slower than
-    #: plain decoding; the text is no nearer to that of `generate`. For models verified by trees,
-    #: without experts.
+    #: Whether a prompt gets the same text in half precision, too, whatever the pool holds: all
+    #: steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or `lookahead` needs
+    #: it) and attention sums in float64. Slower than without, and slower than plain decoding on
+    #: unpredictable text; the text is no closer to that of `generate`. Only for models verified by
+    #: trees, without experts.
     stable_text: bool = False
-    #: The window of lookahead decoding, run in every forward beside the draft: the pool learns
-    #: n-grams from it that no text has had yet. Only for models that verify whole trees. None runs
-    #: none.
+    #: Window of lookahead decoding, run beside the draft in every forward; it teaches the pool
+    #: n-grams that no text has contained yet. Only for models that verify whole trees. None runs no
+    #: window.
     lookahead: Lookahead | None = None
-    #: What a step costs, in any unit, by the number of tokens in its forward, all rows together:
-    #: at least two sizes, 1 among them, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes between are
-    #: interpolated. How much of a draft is verified then depends on the drafter's probabilities
-    #: alone, and runs repeat exactly. Kept as a copy in order of size, which no hash counts; not to
-    #: be changed. None measures costs as decoding goes.
+    #: Cost of a step, in any unit, by the number of tokens in its forward, all rows together: at
+    #: least two sizes, including 1, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes in between are
+    #: interpolated. How much of a draft is verified then depends only on the drafter's
+    #: probabilities, so runs repeat exactly. Stored as a copy sorted by size and excluded from the
+    #: hash; do not modify it. None measures costs while decoding.
     step_costs: Mapping[int, float] | None = field(default=None, hash=False)
-    #: Whether the table that `lade.prewarm` made for the model is used, where there is one.
+    #: Whether to use the table that `lade.prewarm` made for the model, if there is one.
     uses_table: bool = True
-    #: Whether what a drafter raises, or drafts wrongly, is raised: for those who write one. Else
-    #: one warning tells of it, and the call goes on without drafts.
+    #: Whether a drafter's errors and invalid drafts are raised, for authors of drafters. Otherwise
+    #: a single warning reports them, and the call continues without drafts.
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
@@ -139,7 +140,7 @@ class Config:
                 )
 
     def _check_stable_text(self) -> None:
-        """Raise where other settings make text depend on drafts, or steps on what they cost."""
+        """Raise if other settings make text depend on drafts, or steps on their cost."""
         for name, allowed in (
             ("acceptance", ("exact",)),
             ("verification", (None, "tree")),
@@ -160,7 +161,7 @@ def _check_integer(name: str, value: object, least: int) -> None:
 
 
 def _checked_costs(step_costs: object) -> dict[int, float]:
-    """Return the costs of steps in order of size."""
+    """Check step costs and return them sorted by size."""
     if not isinstance(step_costs, Mapping):
         raise TypeError(
             f"expected Config(step_costs=…) to be a mapping of tokens to costs, got {step_costs!r}"

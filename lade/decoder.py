@@ -4,9 +4,8 @@ One step is plan, launch, choose, walk, observe, commit, finish:
 
     prompt -> pool -> draft -> tree -> forward -> verify -> commit -> pool ...
 
-What is drafted and learned is `lade.drafting.speculator`; how a draft is run, `lade.targets`; which
-token the target itself chooses, `lade.sampling`; how a call of `generate` becomes a `Decoder`,
-`lade.hf.generation`.
+`lade.drafting.speculator` drafts and learns, `lade.targets` runs drafts, `lade.sampling` chooses
+the target's own tokens, and `lade.hf.generation` turns a call of `generate` into a `Decoder`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +24,11 @@ from lade.verify import accepted_paths, step_of
 
 
 class VerificationError(Exception):
-    """Drafts cannot be verified any more; the text so far stands.
+    """Drafts cannot be verified any more; the text so far is valid.
 
     Attributes:
-        is_doubt: whether forwards were not what the check of the model found them to be. Else one
-            failed.
+        is_doubt: whether forwards no longer behaved as in the check of the model. If False, a
+            forward failed.
     """
 
     def __init__(self, reason: str, is_doubt: bool = False) -> None:
@@ -42,15 +41,15 @@ class Decoder:
 
     Args:
         batch: the rows.
-        target: a model set up for the prompts, not yet run.
+        target: the model, set up for the prompts, not yet run.
         speculator: decides what a step runs, and learns from it.
-        choice: the target's own tokens.
-        on_step: told of every step after its commit, the prefill included, row by row.
-        outputs: gathers what the caller wants besides the text.
-        prompt_harvester: looks at the prefill of the target's model, for the drafter.
-        watching: holds a token against plain decoding now and then; None for never.
-        overlaps: whether learning from a step is deferred until the device is at the next forward.
-            Without it, as where the host computes itself, it is done at once.
+        choice: chooses the target's own tokens.
+        on_step: called after each commit, the prefill included, with the steps of the rows.
+        outputs: collects what the caller wants besides the text.
+        prompt_harvester: harvests successors from the prefill, for the drafter.
+        watching: compares a token with plain decoding now and then; None for never.
+        overlaps: whether learning from a step is deferred until the next forward is on its way. If
+            not, as when the host itself computes, it is done at once.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Decoder:
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
-        #: Why the text is not complete, if it is not.
+        #: Why the text is incomplete, if it is.
         self.failure: VerificationError | None = None
         self._batch = batch
         self._target = target
@@ -77,13 +76,14 @@ class Decoder:
         self._prompt_harvester = prompt_harvester
         self._watching = watching
         self._overlaps = overlaps
-        self._last: Done | None = None  # the last step, where it is not finished
+        self._last: Done | None = None  # the last step, until it is learned from
 
     def run(self) -> DecodeStats:
-        """Decode to the end and return the counts and times; the text is in the batch.
+        """Decode to the end and return counts and times; the text is in the batch.
 
-        Where the target fails on the way, `failure` says why. Unless all was said by then, the text
-        holds what all rows have, and the random state is that of `generate` there, for it to go on.
+        If the target fails on the way, `failure` says why. Unless the generation was complete by
+        then, the text is cut to what all rows have, and the random state is the one `generate` has
+        at that point, so that plain decoding can resume there.
         """
         batch = self._batch
         try:
@@ -98,14 +98,14 @@ class Decoder:
             if batch.limits.fills_cache or not all(batch.text.is_finished):
                 batch.text.cut()
         finally:
-            with ExitStack() as stack:  # one that raises does not keep the others open
+            with ExitStack() as stack:  # closes the others even if one raises
                 stack.callback(self._speculator.close_all)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
         return self.stats
 
     def _prefill(self) -> None:
-        """Run the prompts: a first step without a draft, whose roots are cached already."""
+        """Run the prompts: a first step without drafts, whose roots are already cached."""
         plan = self._speculator.roots()
         harvester = self._prompt_harvester
         with self.stats.timed("prefill"):
@@ -113,7 +113,7 @@ class Decoder:
                 output = self._target.prefill(view)
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)
-        self._speculator.open_all()  # while the device is at it
+        self._speculator.open_all()  # while the device is busy
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
@@ -157,7 +157,7 @@ class Decoder:
         self._on_step(steps)
 
     def _launch(self, plan: Plan, inputs: object) -> tuple[Plan, Forward]:
-        """Run a plan, or the roots alone where sparse attention ties, now and from now on."""
+        """Run a plan; if sparse attention ties, run only the roots, now and from now on."""
         try:
             with self._verifying():
                 return plan, self._target.forward(inputs)
@@ -187,7 +187,7 @@ class Decoder:
         return steps, paths
 
     def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
-        """Keep the accepted paths, in the cache and in what the caller gets."""
+        """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
         watching, alone = self._watching, None
         with self._verifying():
@@ -202,7 +202,7 @@ class Decoder:
                 raise VerificationError(flaw, is_doubt=True)
 
     def _end_step(self, done: Done) -> None:
-        """Let finished rows go, and learn from the step now or at the next forward."""
+        """Drop finished rows, and learn from the step now or during the next forward."""
         places, leaving = self._batch.drop_finished()
         if leaving:
             with self._verifying():
@@ -213,7 +213,7 @@ class Decoder:
         self._speculator.close(leaving)
 
     def _finish(self) -> None:
-        """Learn what is still to be learned of the last step."""
+        """Learn from the last step, unless that is done already."""
         last, self._last = self._last, None
         if last is not None:
             self._speculator.learn(last)
@@ -224,7 +224,7 @@ class Decoder:
 
     @contextmanager
     def _verifying(self) -> Iterator[None]:
-        """Call the target, whose failure does not fail the generation."""
+        """Convert errors of the target to `VerificationError`, which does not fail the call."""
         try:
             yield
         except Exception as failure:

@@ -1,12 +1,12 @@
-"""What can go wrong beyond ValueError and TypeError. Every message names the thing at fault."""
+"""Errors beyond ValueError and TypeError, and warnings. Every message names what is at fault."""
 
 
 class LadeError(Exception):
-    """Base class of the errors of this package."""
+    """Base class of this package's errors."""
 
 
 class UnsupportedModelError(LadeError):
-    """This model cannot verify drafts in the way asked for; raised before anything is generated."""
+    """A model does not support the requested verification; raised before anything is generated."""
 
 
 class UnsupportedOptionError(LadeError, ValueError):
@@ -14,23 +14,23 @@ class UnsupportedOptionError(LadeError, ValueError):
 
 
 class PlainDecodingWarning(UserWarning):
-    """A model or a call leaves no way to verify drafts, and is decoded one token a forward."""
+    """Drafts cannot be verified for a model or call; it is decoded one token per forward."""
 
 
 class MisfitError(ValueError):
-    """Arguments of a call that do not fit each other, which plain decoding would run into, too."""
+    """Arguments of a call that do not fit each other, and would fail plain decoding, too."""
 
 
 class VerificationWarning(PlainDecodingWarning):
-    """Drafts could not be verified any more in the middle of a call; the rest of it is plain."""
+    """Verification failed in the middle of a call; the rest of it is decoded plainly."""
 
 
 class DrafterWarning(UserWarning):
-    """A drafter failed, or drafted what is no draft; the call goes on without it."""
+    """A drafter raised an error or returned an invalid draft; the call continues without it."""
 
 
 class EagerExecutionWarning(UserWarning):
-    """Steps cannot be of fixed shape, or not be recorded; the text is the same."""
+    """Steps cannot have a fixed shape or cannot be recorded; the text is the same."""
 
 
 class ModelFetchError(LadeError):
@@ -38,7 +38,7 @@ class ModelFetchError(LadeError):
 
 
 class MissingExtraError(LadeError, ImportError):
-    """An optional dependency is not installed; the message has the pip line."""
+    """An optional dependency is not installed; the message has the pip command."""
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(

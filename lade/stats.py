@@ -1,4 +1,4 @@
-"""`DecodeStats`: the only place where acceptance is counted and named."""
+"""`DecodeStats`, the only place where acceptance is counted and named."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ _DERIVED = (
 
 
 class Step(NamedTuple):
-    """What one step committed to one row; the first step of a row is its prefill."""
+    """The tokens one step committed to one row; the first step of a row is its prefill."""
 
-    token_ids: list[int]  # in order; cut where a stop condition was met; no padding
+    token_ids: list[int]  # in order; ends where a stop condition was met; no padding
     num_draft_tokens: int
-    num_accepted: int  # how many of `token_ids`, from the front, were drafted
-    row: int = 0  # of the batch
-    #: Whether the last token is a bonus token in the place of rejected ones: the accepted path
-    #: ended at a node under which tokens were drafted, all of them others.
+    num_accepted: int  # how many of `token_ids`, from the first on, were drafted
+    row: int = 0  # in the batch
+    #: Whether the last token is a bonus token that replaces rejected ones: the accepted path ended
+    #: at a node that had children in the draft, none of them this token.
     is_corrected: bool = False
 
 
 @dataclass(slots=True)
 class Timer:
-    """How long a block took, once it has ended."""
+    """Duration of a block, set when it ends."""
 
     sec: float = 0.0
 
@@ -35,20 +35,20 @@ class Timer:
 class DecodeStats:
     """Counts and times of one or more generations.
 
-    A step is one target forward after prefill; a row step is the part of one row in it, so that a
-    row alone has as many of them as steps. `str` gives the summary in a line, `as_dict` all of it.
+    A step is one target forward after prefill; a row step is one row's part in it, so a single row
+    has as many row steps as steps. `str` gives a one-line summary, `as_dict` everything.
     """
 
     num_steps: int = 0
-    num_row_steps: int = 0  # of rows that were not finished
+    num_row_steps: int = 0  # unfinished rows only
     num_draft_tokens: int = 0  # verified
-    num_lookahead_tokens: int = 0  # of windows beside the drafts (`lade.drafting.lookahead`)
-    num_accepted_tokens: int = 0  # of those, accepted and emitted
+    num_lookahead_tokens: int = 0  # in windows beside the drafts (`lade.drafting.lookahead`)
+    num_accepted_tokens: int = 0  # draft tokens accepted and emitted
     num_committed_tokens: int = 0  # by steps: accepted and bonus tokens
-    num_prefills: int = 0  # prompts run; each commits one token more
-    num_drafted_row_steps: int = 0  # row steps that verified a draft token or more
-    num_corrected_row_steps: int = 0  # of those, the ones that ended on a rejection; see `Step`
-    #: Accepted draft tokens by their depth in the tree, from depth 1.
+    num_prefills: int = 0  # prompts run; each commits one more token
+    num_drafted_row_steps: int = 0  # row steps that verified at least one draft token
+    num_corrected_row_steps: int = 0  # drafted row steps that ended on a rejection; see `Step`
+    #: Accepted draft tokens by depth in the tree, from depth 1.
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_sec: float = 0.0
     draft_sec: float = 0.0  # asking the drafter and the budget, and building the tree's tensors
@@ -58,17 +58,17 @@ class DecodeStats:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens emitted, those of the prefills included."""
+        """Tokens emitted, including those of the prefills."""
         return self.num_committed_tokens + self.num_prefills
 
     @property
     def mean_accepted_tokens(self) -> float:
         """MAT: tokens committed per row and step, bonus included; plain decoding is 1.00.
 
-        vLLM's "mean acceptance length" is 1 + accepted tokens / drafts, where a step that had no
-        draft counts as none: in terms of these counts, 1 + `num_accepted_tokens` /
-        `num_drafted_row_steps`. MAT counts every step, so it is lower wherever some of them had
-        nothing to propose, and tokens per second follow it more closely.
+        vLLM's "mean acceptance length" is 1 + accepted tokens / drafts and leaves out steps without
+        a draft: in terms of these counts, 1 + `num_accepted_tokens` / `num_drafted_row_steps`. MAT
+        counts every step, so it is lower if some steps had no draft, and tokens per second follow
+        it more closely.
         """
         return _ratio(self.num_committed_tokens, self.num_row_steps)
 
@@ -79,27 +79,27 @@ class DecodeStats:
 
     @property
     def correction_rate(self) -> float:
-        """Share of the row steps with a draft whose bonus token took the place of rejected ones.
+        """Share of row steps with a draft whose bonus token replaced rejected draft tokens.
 
-        The rest were accepted to the end of a path of the tree, or stopped within it.
+        The others accepted a path of the tree up to its end, or were stopped within it.
         """
         return _ratio(self.num_corrected_row_steps, self.num_drafted_row_steps)
 
     @property
     def draft_tokens_per_step(self) -> float:
-        """Draft tokens verified per row and step, the root not included."""
+        """Draft tokens verified per row and step, without the root."""
         return _ratio(self.num_draft_tokens, self.num_row_steps)
 
     @property
     def draft_sec_per_step(self) -> float:
-        """Time per step to draft, for all rows of the batch."""
+        """Drafting time per step, for all rows of the batch, in seconds."""
         return _ratio(self.draft_sec, self.num_steps)
 
     @property
     def sec(self) -> float:
-        """Time of all prefills and steps.
+        """Time of all prefills and steps, in seconds.
 
-        Setting up a call is not in it, nor are streamers and callbacks on a CPU; on a GPU they run
+        Excludes the setup of a call, and streamers and callbacks on a CPU; on a GPU these run
         beside the forward.
         """
         steps_sec = self.draft_sec + self.forward_sec + self.verify_sec + self.commit_sec
@@ -112,12 +112,12 @@ class DecodeStats:
 
     @property
     def overhead(self) -> float:
-        """Share of the time of all steps that was not spent in the target's forward."""
+        """Share of the time of all steps spent outside the target's forward."""
         own = self.draft_sec + self.verify_sec + self.commit_sec
         return _ratio(own, own + self.forward_sec)
 
     def summary(self) -> str:
-        """Return one line of what matters most: tokens, steps, speed, MAT and acceptance.
+        """Return a one-line summary: tokens, steps, speed, MAT and acceptance.
 
         >>> print(DecodeStats(2, 2, 8, 0, 3, 5, 1, forward_sec=0.5))
         6 tokens in 2 steps, 12.0 tokens/s, MAT 2.50, 4.0 draft tokens/step, 38% accepted
@@ -137,7 +137,7 @@ class DecodeStats:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator["Timer"]:
-        """Add the time of the block to `<stage>_sec`; it is also in the yielded object, after."""
+        """Add the time of the block to `<stage>_sec`; the yielded timer has it afterwards."""
         name = f"{stage}_sec"
         timer = Timer()
         start = perf_counter()
@@ -146,7 +146,7 @@ class DecodeStats:
         setattr(self, name, getattr(self, name) + timer.sec)
 
     def count_row_step(self, step: Step) -> None:
-        """Count what a step after prefill did for a row that was not finished."""
+        """Count a step after prefill of a row that was not finished."""
         self.num_row_steps += 1
         self.num_draft_tokens += step.num_draft_tokens
         self.num_accepted_tokens += step.num_accepted
@@ -159,7 +159,7 @@ class DecodeStats:
             self.accepted_by_depth[depth] += 1
 
     def add(self, other: "DecodeStats") -> None:
-        """Add the counts and times of `other` to these."""
+        """Add the counts and times of `other`."""
         for name in self.__dataclass_fields__:
             if name != "accepted_by_depth":
                 setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -1,4 +1,4 @@
-"""Small things on their way between a device and the host, without anybody waiting meanwhile."""
+"""Small asynchronous transfers between a device and the host."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor
 class HostCopy:
     """Tensors sent to the host in one copy, through pinned memory.
 
-    On a CPU, and on other devices than CUDA ones, nothing is sent before it is asked for.
+    On devices other than CUDA, nothing is sent before `get`.
 
     Args:
-        parts: on one device, each of at most 32 bits in what it holds: int64 must fit int32.
+        parts: tensors on one device whose values fit 32 bits: int64 values must fit int32.
     """
 
     def __init__(self, *parts: Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
             self._send()
 
     def get(self) -> list[Tensor]:
-        """Return them on the host, int32, bool or float32, after waiting until they are there."""
+        """Wait and return the tensors on the host; from CUDA as int32, bool or float32."""
         if self._event is None:
             return [part.cpu() for part in self._parts]
         self._event.synchronize()
@@ -44,7 +44,7 @@ class HostCopy:
 def integers_on(device: torch.device, values: Sequence[int]) -> Tensor:
     """Return integers on a device, int64 [n].
 
-    Through pinned memory, where there is some: else torch waits until the device is idle.
+    On CUDA they go through pinned memory: otherwise torch would wait until the device is idle.
     """
     is_cuda = device.type == "cuda"
     on_host = torch.tensor(values, dtype=torch.int64, pin_memory=is_cuda)
@@ -52,7 +52,7 @@ def integers_on(device: torch.device, values: Sequence[int]) -> Tensor:
 
 
 def _packed(part: Tensor) -> Tensor:
-    """Return a tensor as int32 [n]; floats keep their bits."""
+    """Return a tensor as int32 [n]; floats keep their bit patterns, as float32."""
     if part.dtype.is_floating_point:
         return part.float().contiguous().view(torch.int32).flatten()
     return part.to(torch.int32).flatten()

@@ -1,4 +1,4 @@
-"""A draft as a tree under the last committed token, and the trees of a batch as tensors."""
+"""A draft as a tree under its root, and the trees of a batch as tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,24 +15,20 @@ ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
 
 
 class SideNodes(NamedTuple):
-    """Nodes that lie beside a draft: they see the root and each other, and nothing sees them."""
+    """Cells beside a draft: nodes that see the root and each other, and that no draft node sees."""
 
     token_ids: list[int]
     depths: list[int]  # the root is at 0
-    ancestors: NDArray[
-        np.bool_
-    ]  # [num_cells, num_cells]: cell (row) sees cell (column), itself too
+    ancestors: NDArray[np.bool_]  # [num_cells, num_cells]: row sees column, itself included
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The last committed token of one row and the draft under it."""
+    """The root of one row and the draft under it."""
 
     token_ids: list[int]  # root first, parents before children
     depths: list[int]  # 0 for the root
-    ancestors: NDArray[
-        np.bool_
-    ]  # [num_nodes, num_nodes]: node (row) sees node (column), itself too
+    ancestors: NDArray[np.bool_]  # [num_nodes, num_nodes]: row sees column, itself included
     children: dict[tuple[int, int], int]  # (node, token id) -> child node
     draft: Draft
 
@@ -41,10 +37,10 @@ class Tree:
 
     @classmethod
     def build(cls, root_token_id: int, draft: Draft) -> "Tree":
-        """Lay a draft under its root."""
+        """Build the tree of a draft under its root."""
         parents = (draft.parents + 1).tolist()
         token_ids = draft.token_ids.tolist()
-        # A bit for each node seen: at 64 nodes, half the time of rows of an array.
+        # One bit per visible node: at 64 nodes, half the time of building array rows.
         seen = [1 << ROOT]
         for node, parent in enumerate(parents, start=1):
             seen.append(seen[parent] | 1 << node)
@@ -55,11 +51,11 @@ class Tree:
         return cls([root_token_id, *token_ids], depths, _unpacked(seen), children, draft)
 
     def without_draft(self) -> "Tree":
-        """Return the root alone."""
+        """Return a tree of the root alone."""
         return Tree.build(self.token_ids[ROOT], Draft.empty())
 
     def beside(self, cells: SideNodes) -> "Tree":
-        """Return the tree with cells behind its nodes; no walk down the tree comes to them."""
+        """Return the tree with cells after its nodes; no walk down the tree reaches them."""
         size = len(self)
         ancestors = np.zeros((size + len(cells.token_ids),) * 2, np.bool_)
         ancestors[:size, :size] = self.ancestors
@@ -71,7 +67,7 @@ class Tree:
 
 
 def _unpacked(seen: Sequence[int]) -> NDArray[np.bool_]:
-    """Return sets of nodes, a bit for each, as a matrix [num_nodes, num_nodes]."""
+    """Unpack bit sets of nodes into a matrix [num_nodes, num_nodes]."""
     num_nodes = len(seen)
     num_bytes = -(-num_nodes // 8)
     rows = b"".join([of_node.to_bytes(num_bytes, "little") for of_node in seen])
@@ -80,7 +76,7 @@ def _unpacked(seen: Sequence[int]) -> NDArray[np.bool_]:
 
 
 class TreeBatch(NamedTuple):
-    """The trees of several rows, padded to the largest; a padding node sees itself alone."""
+    """The trees of several rows, padded to the largest; a padding node sees only itself."""
 
     token_ids: Tensor  # int64 [rows, width]
     depths: Tensor  # int64 [rows, width]
@@ -88,16 +84,17 @@ class TreeBatch(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Nodes of the largest tree."""
+        """Number of nodes of the largest tree."""
         return self.token_ids.shape[1]
 
     @classmethod
     def stack(cls, trees: Sequence[Tree], device: torch.device) -> "TreeBatch":
-        """Bring the trees of a step to the device."""
+        """Stack the trees of a step into tensors on the device."""
         width = max(map(len, trees))
         token_ids = np.zeros((len(trees), width), np.int64)
         depths = np.zeros((len(trees), width), np.int64)
-        # Attention over nothing is NaN, and a NaN in one row of keys and values spreads.
+        # Padding nodes see themselves: attention over nothing is NaN, and a NaN in keys or values
+        # spreads.
         ancestors = np.tile(np.eye(width, dtype=np.bool_), (len(trees), 1, 1))
         for row, tree in enumerate(trees):
             size = len(tree)

@@ -1,4 +1,4 @@
-"""Hold drafts against the target's own choices."""
+"""Walk down draft trees along the target's own choices."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,23 +7,23 @@ from lade.sampling.choice import Choice
 from lade.stats import Step
 from lade.tree import ROOT, Tree
 
-PADDING = -1  # what is given to a row that gets its padding token whatever it is given
+PADDING = -1  # placeholder choice for a row that gets its padding token in any case
 
 
 def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> dict[int, list[int]]:
-    """Walk down each tree along the target's choices, as far as the draft has them, and emit.
+    """Emit the target's choices down each tree, as long as the draft contains them.
 
-    Each round emits one token in every row that still walks, and then asks which rows are finished.
-    The last token of a row is the bonus token, which the draft did not have there, unless the row
-    was stopped before. In lockstep, the first row that leaves its draft ends the walk of all.
+    Each round emits one token in every row still walking, then asks which rows are finished. A
+    row's last token is the bonus token, which is not in the draft at that node, unless the row was
+    stopped before. In lockstep, the first row that leaves its draft ends the walk of all rows.
 
     Args:
-        trees: by row, ascending.
-        choice: has looked at the step's logits.
-        batch: its text grows by the emitted tokens.
+        trees: trees by row, ascending.
+        choice: the choice, which has looked at the step's logits.
+        batch: the batch, whose text grows by the emitted tokens.
 
     Returns:
-        For each tree the nodes at which tokens were emitted, in order from the root.
+        For each row the nodes at which tokens were emitted, in order from the root.
     """
     paths: dict[int, list[int]] = {row: [] for row in trees}
     walking = {row: ROOT for row in trees if batch.may_emit(row)}
@@ -43,8 +43,8 @@ def accepted_paths(trees: Mapping[int, Tree], choice: Choice, batch: Batch) -> d
 
 
 def step_of(row: int, tree: Tree, path: Sequence[int], emitted: list[int]) -> Step:
-    """Count what a step did for a row that emitted tokens along a path of its tree."""
-    # A row that was stopped may end on a draft token; otherwise its last one is the bonus token.
+    """Return the `Step` of a row that emitted tokens along a path of its tree."""
+    # A stopped row may end on a draft token; otherwise its last token is the bonus token.
     last = len(emitted) - 1
     ends_on_draft = (path[last], emitted[last]) in tree.children
     is_corrected = not ends_on_draft and path[last] - 1 in tree.draft.parents

@@ -1,9 +1,9 @@
-"""Views of a model: other modules in a few places, the same weights, hooks and leaves.
+"""Views of a model: a few modules replaced, with the same weights, hooks and leaf modules.
 
-What one call wants of a model, another attention or a look at hidden states, must not be seen by
-other calls, other threads or the user. So nothing of the model is switched: a view is a model of
-its own, made for the call in a fraction of a millisecond, of copies of those modules alone that
-have to be different.
+Changes that one call needs, such as another attention or a look at hidden states, must not be
+visible to other calls, other threads or the user. So the model itself is never modified: a view is
+a separate model, made for the call in a fraction of a millisecond by copying only the modules that
+must differ.
 """
 
 import copy
@@ -22,21 +22,22 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
 
-#: Returns which attributes of a module to change; None to leave it as it is.
+#: Returns the attributes to change in a module; None to leave it as it is.
 Change = Callable[[nn.Module], dict[str, Any] | None]
 
 
 def with_attention(model: Model, attention: str) -> Model:
-    """Return a model whose text part attends by another implementation.
+    """Return a view whose text part uses another attention implementation.
 
-    That is found where transformers looks for it, in the configs that modules refer to. A module
-    without submodules, as one that only makes rotary angles, is left as it is: it does not attend.
+    It is set where transformers looks for it: in the configs that modules refer to. A module
+    without submodules, such as one that only makes rotary angles, is left as it is: it does not
+    attend.
     """
     config = model.config
     text = config.get_text_config(decoder=True)
     copies: dict[int, Any] = {}
     _copy_config(config, copies)
-    if id(text) not in copies:  # made for this very question
+    if id(text) not in copies:  # get_text_config may make a new one
         _copy_config(text, copies)
     copies[id(text)]._attn_implementation = attention
 
@@ -52,14 +53,14 @@ def with_attention(model: Model, attention: str) -> Model:
 
 
 def in_evaluation(model: Model) -> Model:
-    """Return a model none of whose modules is in training mode."""
+    """Return a view with no module in training mode."""
     return _viewed(model, lambda module: {"training": False} if module.training else None)
 
 
 def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
-    """Return a model in which some modules have hooks of their own, besides those of the model's.
+    """Return a view in which some modules have their own hooks besides those of the model.
 
-    What is registered on these modules of the view is called by the view alone.
+    Hooks registered on these modules of the view are called only by the view.
     """
     changed = set(map(id, modules))
 
@@ -72,14 +73,15 @@ def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
 
 
 def counterpart(view: Model, model: Model, module: nn.Module) -> nn.Module:
-    """Return what stands in a view for a module of the model."""
+    """Return the module of a view that replaces a module of the model."""
     return next(mine for mine, theirs in _pairs(view, model) if theirs is module)
 
 
 def keep_attributes(view: Model, model: Model) -> None:
-    """Let a model remember what its forwards would have noted in it, had they not run in a view.
+    """Copy attributes that forwards have set in a view to the model, as if they had run in it.
 
-    Some models note how positions were counted in a prompt, transformers that it gathers outputs.
+    Some models store how positions were counted in a prompt; transformers stores that it collects
+    outputs.
     """
     for mine, theirs in _pairs(view, model):
         before = vars(mine)[_BEFORE]
@@ -88,7 +90,7 @@ def keep_attributes(view: Model, model: Model) -> None:
                 vars(theirs)[name] = value
 
 
-_BEFORE = "_lade_before"  # all attributes of a module of a view as they were made
+_BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
 
 
 def _viewed(model: Model, change: Change) -> Model:
@@ -98,13 +100,13 @@ def _viewed(model: Model, change: Change) -> Model:
 def _view_of(
     module: nn.Module, change: Change, made: dict[int, nn.Module], is_root: bool = False
 ) -> nn.Module:
-    """Return a module in which something is changed, or the module itself where nothing is.
+    """Return a view of a module, or the module itself if nothing in it changes.
 
     Args:
-        module: of the model.
-        change: what.
-        made: those that were asked about before, by the module that they stand for.
-        is_root: whether it is another module in any case.
+        module: a module of the model.
+        change: returns the attributes to change.
+        made: results so far, by the id of the module they replace.
+        is_root: whether to return a new module in any case.
     """
     changed, children = change(module), module._modules
     if changed is None and not children and not is_root:
@@ -118,14 +120,14 @@ def _view_of(
 
 
 def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
-    """Return a module with the same attributes, but for those changed and methods bound to it."""
+    """Return a copy of a module with some attributes changed and its bound methods rebound."""
     twin = object.__new__(type(module))
     attributes = {**vars(module), **changed}
     for name, value in attributes.items():
         if type(value) is MethodType and value.__self__ is module:
             attributes[name] = MethodType(value.__func__, twin)
         elif type(value) is partial and any(part is module for part in value.args):
-            # As accelerate has it, in the place of the forward.
+            # accelerate puts such a partial in place of the forward.
             args = [twin if part is module else part for part in value.args]
             attributes[name] = partial(value.func, *args, **value.keywords)
     attributes[_BEFORE] = dict(attributes)
@@ -134,7 +136,7 @@ def _twin_of(module: nn.Module, changed: dict[str, Any]) -> nn.Module:
 
 
 def _pairs(view: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the modules of a view that are not the model's own, each with the model's."""
+    """Return the modules of a view that differ from the model's, each with its original."""
     pairs, left = [], [(view, model)]
     while left:
         mine, theirs = left.pop()
@@ -149,7 +151,7 @@ def _pairs(view: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module
 
 
 def _copy_config(config: Any, copies: dict[int, Any]) -> Any:
-    """Copy a config and those of its parts."""
+    """Copy a config and its sub-configs."""
     copied = copies[id(config)] = copy.copy(config)
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)

@@ -1,27 +1,27 @@
 """Every Numba function of the pool, and nothing else.
 
-They stand together because Numba's disk cache does not notice an edit in another file. They take
+They share one file because Numba's disk cache does not notice an edit in another one. They take
 arrays and scalars that `pool.py` has checked, and they allocate nothing: the pool owns all buffers.
 
 How the text is held. Each observed token gets the next *position*, 0, 1, 2, …; the token at
-position `p` lies in row `p % num_rows`, so that the newest `num_rows` tokens are held and the
-oldest is overwritten first. `first` is the oldest position still held.
+position `p` is in row `p % num_rows`, so that the newest `num_rows` tokens are held and the oldest
+is overwritten first. `first` is the oldest position still held.
 
     text      [num_rows, 3]     token id, previous position, next position
-    links     [num_rows, N]     by order: the next older position of the same bucket
-    heads     [N, num_buckets]  by order: the newest position of each bucket
+    links     [num_rows, N]     by order: the next older position in the same bucket
+    heads     [N, num_buckets]  by order: the newest position in each bucket
     counts    [2]               the next position, and by how much positions were lowered so far
-    sequence  [4]               of an open sequence: its last position, the positions from which on
-                                text is its prompt and its answer, and how far these are lowered
+    sequence  [4]               state of an open sequence: its last position, the first positions of
+                                its prompt and of its answer, and by how much these were lowered
 
 Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
 sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
 hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
-matchers. Nothing is ever deleted: a position older than `first` ends a chain. Text and links lie
-apart because matching reads the text of neighbouring positions, often, and their links, never.
+matchers. Nothing is ever deleted: a position older than `first` ends a chain. Text and links are
+separate arrays because matching often reads the text of neighbouring positions, never their links.
 
-No signal is noticed while a kernel runs. So whatever must change together is changed by one of
-them, counts included: then the pool is whole wherever Python is interrupted.
+No signal is noticed while a kernel runs. So whatever must change together, counts included, is
+changed by one kernel: then the pool is consistent wherever Python is interrupted.
 
 Next file: `pool.py`.
 """
@@ -44,11 +44,11 @@ TableArrays = tuple[Int64Array, Int32Array, NDArray[np.uint16]]
 
 
 def kernel(function: _F) -> _F:
-    """Compile at first call, without the GIL, and cached on disk where a folder can be written."""
+    """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
     try:
         compiled: _F = numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
-        # Of all kernels in the same words, so that one warning is shown.
+        # The same text for all kernels, so that only one warning is shown.
         warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=1)
         compiled = numba.njit(nogil=True)(function)
     return compiled
@@ -57,31 +57,31 @@ def kernel(function: _F) -> _F:
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
 NEXT_POSITION, LOWERED = 0, 1  # of `counts`
-# Where text is; those of a sequence itself also are the places of their first positions in
-# `sequence`. Its last position is where earlier text would have one.
+# Origins of text. PROMPT and ANSWER also index their first positions in `sequence`; the index that
+# EARLIER would have is that of the last position, TAIL.
 EARLIER, PROMPT, ANSWER = range(3)
 TAIL, LOWERED_THEN = 0, 3
-NEVER = 2**62  # the first position of a prompt or an answer that has none
+NEVER = 2**62  # first position of a prompt or an answer that has not begun
 
 # 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
 _HASH_MASK = 2**31 - 1
 _HASH_MULTIPLIER = 0x5851F42D
 
-# Which probability a successor gets. All values below were fitted to recorded greedy answers of
-# SmolLM2-135M-Instruct (docs/notes/drafting.md); the plateau is flat, 10 % either way costs
-# less than 1 % of the mean accepted tokens.
+# Probabilities of successors. All values below were fitted to recorded greedy answers of
+# SmolLM2-135M-Instruct (docs/notes/drafting.md); the optimum is flat: 10 % either way costs less
+# than 1 % of the mean accepted tokens.
 #
-# Share of the probability that the longest matching context leaves to tokens it has not seen, by
-# its length 1, 2, …: where all its occurrences went on alike (from length 3 on, 1.5 / length), and
+# Share of the probability that the longest matching context leaves to unseen tokens, by its length
+# 1, 2, …: where all its occurrences had the same successor (from length 3 on, 1.5 / length), and
 # where they differed (from length 6 on, the last value). Multiplied by sqrt(distinct successors /
 # occurrences).
 _ESCAPE_UNANIMOUS = (0.75, 0.6)
 _ESCAPE_LONG = 1.5
 _ESCAPE_DIVIDED = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
-# Share of what is left that the successors added by a shorter context get.
+# Share of the remaining probability that goes to successors added by a shorter context.
 _BACKOFF_SHARE = 0.35
-# At most so many occurrences of a node's contexts are read, newest first, and half as many where
-# the node is unlikely itself. 16 accepted as many tokens as 8 at twice the time; 4 accepted 1.5 %
+# Maximum number of occurrences of a node's contexts to read, newest first, and half as many where
+# the node itself is unlikely. 16 accepted as many tokens as 8 in twice the time; 4 accepted 1.5 %
 # fewer. Reading fewer for unlikely nodes lost nothing and took 17 % off a 32-node draft.
 MAX_OCCURRENCES = 8
 UNLIKELY = 0.1
@@ -89,46 +89,48 @@ UNLIKELY = 0.1
 # 0.004 as many tokens were accepted, at 0.08 up to 1 % fewer; a draft takes 35 % less time than at
 # 0.004.
 READ_ON = 0.03
-# Matches are followed back so many tokens, or N where the node is unlikely: how long they are tells
-# how far to trust them.
+# Matches are followed back for at most this many tokens, or N where the node is unlikely: their
+# length tells how far to trust them.
 MAX_MATCH = 32
-# At most so many entries of one bucket are read. On average a bucket holds one or two positions of
+# Maximum number of entries of one bucket to read. On average a bucket holds one or two positions of
 # other n-grams; this only bounds the rare context that shares its bucket with a very frequent one,
-# and what a text costs that was made so that its n-grams share one: a draft of 64 nodes took 0.16
-# ms in place of 0.05, and 2.0 with 4096. Of 4000 drafts for program text none differs from those
-# with 4096, and four do with 64. Hashes with a seed that nobody knows would make drafts depend on
-# it: by this limit, by that of MAX_SKIPS_READ, and by what goes when a bucket of a table is full.
+# and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
+# of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
+# and four do with 64. Hashes with a secret seed would make drafts depend on the seed: through
+# this limit, MAX_SKIPS_READ, and the choice of what to drop from a table's full bucket.
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
-# runs as deep as the text it follows; no machine verifies other nodes for so little.
+# runs as deep as the text it follows; no machine verifies other nodes for so little gain.
 MIN_PROB = 1e-3
 
 # --- how sources are blended; see `estimate` ---
 #
 # Sources of successors: the text itself; the target's own successors of the last two tokens and of
-# the last one, those harvested as it went and those known before; and the text with the last token
-# exchanged for another. Of each candidate token a source says its log-probability, counted from
-# LEAST_LOG_PROB, or nothing (0); the last one says the logarithm of its match's length.
+# the last one, both harvested and prewarmed; and the text with the last token exchanged for
+# another. For each candidate token, a source gives its log-probability, counted from
+# LEAST_LOG_PROB, or nothing (0); the last source gives the logarithm of its match's length.
 TEXT, HARVESTED_PAIR, HARVESTED_SINGLE, PREWARMED_PAIR, PREWARMED_SINGLE, SKIP = range(6)
-NUM_TABLE_SOURCES = 5  # those whose silence counts too, all but SKIP
-# Of a candidate that the text proposes: logarithms of the length of its longest match and of its
-# occurrences, whether the newest of them is its, and whether one is in the answer or the prompt.
+NUM_TABLE_SOURCES = 5  # those whose silence counts too: all but SKIP
+# Features of a candidate from the text: logarithms of the length of its longest match and of its
+# number of occurrences, whether it followed the newest of the longest matches, and whether its
+# nearest origin is the answer or the prompt.
 LENGTH, COUNT, IS_NEWEST, IN_ANSWER, IN_PROMPT = range(6, 11)
 NUM_FEATURES = 11
-SILENCE = NUM_FEATURES  # the first of the weights of sources that say nothing
+SILENCE = NUM_FEATURES  # first of the weights for sources that give nothing
 BIAS = SILENCE + NUM_TABLE_SOURCES
 NUM_WEIGHTS = BIAS + 1
-# Rows of weights. The weights of a context are the sum of three rows: by the match of the text, and
-# whether the last token was known before; by where that match is; by which tables know the pair.
+# Rows of weights. The weights of a context are the sum of three rows: by the match in the text and
+# whether the last token is prewarmed; by the origin of its newest occurrence; by which tables know
+# the last pair.
 MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29
 LEAST_LOG_PROB = math.log(1e-4)
-FAINT = 0.01  # what a source says at least of a token it knows
+FAINT = 0.01  # the least that a source gives for a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
 _OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
-# Occurrences of a context before an exchanged token that are taken, and read.
+# Occurrences of a context before an exchanged token: maximum to take, and to read per order.
 MAX_SKIPS = 3
 MAX_SKIPS_READ = 16
-# Room for candidates: text, exchanged token, four tables of 8 and a little.
+# Room for candidates: from text, from skips, from four tables of 8, and some to spare.
 MAX_FOUND = 48
 
 
@@ -141,14 +143,14 @@ def hash_step(state: int, token_id: int) -> int:
 
 @kernel
 def first_held(text: Int32Array, counts: Int64Array) -> int:
-    """Return the oldest position that is held."""
+    """Return the oldest position still held."""
     first: int = max(0, int(counts[NEXT_POSITION]) - text.shape[0])
     return first
 
 
 @kernel
 def lower(sequence: Int64Array, counts: Int64Array) -> None:
-    """Lower a sequence's positions as far as those of the text were; see `rebase`."""
+    """Lower a sequence's positions by as much as those of the text were; see `rebase`."""
     shift = counts[LOWERED] - sequence[LOWERED_THEN]
     if shift == 0:
         return
@@ -199,9 +201,9 @@ def append(
     summed: Float64Array,
     found_probs: Float64Array,
 ) -> None:
-    """Append `token_ids` to a sequence, as its prompt, or with a rate above 0 as its answer.
+    """Append `token_ids` to a sequence: to its prompt, or with a rate above 0 to its answer.
 
-    From an answer the weights learn, of each token before it is appended; the other arguments are
+    The weights learn from each token of an answer before it is appended; the other arguments are
     those of `learn`.
     """
     lower(sequence, counts)
@@ -230,7 +232,7 @@ def append(
                 summed,
                 found_probs,
             )
-        first = max(0, position - num_rows + 1)  # as seen once this token has its row
+        first = max(0, position - num_rows + 1)  # once this token has overwritten its row
         if tail < first:
             tail = NONE
         row = position % num_rows
@@ -248,7 +250,7 @@ def append(
 
 @kernel
 def reindex(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
-    """Build the links anew after `heads` changed its size. `heads` must come in empty."""
+    """Rebuild the links after `heads` changed its size; `heads` must be empty."""
     first = first_held(text, counts)
     for position in range(first, int(counts[NEXT_POSITION])):
         index_position(text, links, heads, position, first)
@@ -258,7 +260,7 @@ def reindex(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int6
 def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
     """Lower every position that is held, and forget older ones.
 
-    Those of sequences follow when one is next used, by `lower`: here they are not known.
+    The positions of sequences are not known here; `lower` lowers them when they are next used.
     """
     first = first_held(text, counts)
     shift = first // text.shape[0] * text.shape[0]  # so that every position keeps its row
@@ -273,14 +275,14 @@ def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64
 
 @kernel
 def match_length(text: Int32Array, position: int, first: int, context: Int64Array) -> int:
-    """Count how many tokens up to `position` are those of `context`, which is newest first."""
+    """Return how many tokens up to `position` match `context`, which is newest first."""
     num_rows = text.shape[0]
     row = position % num_rows
     for length in range(context.shape[0]):
         if position < first or text[row, TOKEN] != context[length]:
             return length
         previous = int(text[row, PREVIOUS])
-        if previous == position - 1:  # nearly always, and a division saved
+        if previous == position - 1:  # nearly always; this saves a division
             row = row - 1 if row > 0 else num_rows - 1
         else:
             row = previous % num_rows
@@ -290,7 +292,7 @@ def match_length(text: Int32Array, position: int, first: int, context: Int64Arra
 
 @kernel
 def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float:
-    """Estimate that the next token is none of those seen after the longest matching context."""
+    """Estimate the probability of tokens not seen after the longest matching context."""
     if num_successors > 1:
         share = _ESCAPE_DIVIDED[min(length, len(_ESCAPE_DIVIDED)) - 1]
     elif length <= len(_ESCAPE_UNANIMOUS):
@@ -302,7 +304,7 @@ def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float
 
 @kernel
 def origin_of(position: int, sequence: Int64Array) -> int:
-    """Tell whether a position is in the sequence's own answer, its prompt, or earlier text."""
+    """Return whether a position is in the sequence's own answer, its prompt, or earlier text."""
     if position >= sequence[ANSWER]:
         return ANSWER
     return PROMPT if position >= sequence[PROMPT] else EARLIER
@@ -312,7 +314,7 @@ def origin_of(position: int, sequence: Int64Array) -> int:
 def add_successor(
     token_id: int, length: int, origin: int, found: Int64Array, num_found: int
 ) -> int:
-    """Count one more occurrence of a successor; return how many distinct ones there are."""
+    """Count one more occurrence of a successor; return the number of distinct successors."""
     found_ids, counts, lengths, origins = found[1], found[2], found[6], found[7]
     for i in range(num_found):
         if found_ids[i] == token_id:
@@ -343,20 +345,20 @@ def successors(
 
     The longest context that occurs decides: its successors share, by their counts, what
     `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
-    successors they add get a share of the reserve. Orders too short to matter for the tree are
-    left unread.
+    successors they add get a share of the reserve. Orders too short to matter for the tree are not
+    read.
 
     Source: Cleary and Witten, "Data compression using adaptive coding and partial string matching",
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        sequence: int64 [4], the one that the context is of.
-        context: int64 [length], newest token first. `max_order`: the longest order to look for.
+        sequence: int64 [4], state of the context's sequence.
+        context: int64 [length], newest token first. `max_order`: the longest order to look up.
         path_prob: probability of the node whose context this is.
         found: int64 [8, at least MAX_FOUND and N + 1]; filled by row: 0 positions of occurrences, 1
-            token ids, 2 their counts, 6 the length of their longest match, 7 the nearest origin;
-            the others are scratch.
-        found_probs: float64 [MAX_FOUND], filled with their probabilities.
+            token ids, 2 their counts, 6 lengths of their longest match, 7 their nearest origin; the
+            other rows are scratch.
+        found_probs: float64 [MAX_FOUND], filled with the successors' probabilities.
 
     Returns:
         The number of successors found, and the length of the longest match (0 for none).
@@ -384,7 +386,7 @@ def successors(
             if after != NONE:
                 length = match_length(text, position, first, context)
                 is_new = length >= order
-                for i in range(num_counted):  # those read under a longer order already
+                for i in range(num_counted):  # those already read for a longer order
                     is_new = is_new and occurrences[i] != position
                 if is_new:
                     occurrences[num_occurrences] = position
@@ -425,7 +427,7 @@ def successors(
 def add_candidate(
     token_id: int, source: int, says: float, found: Int64Array, features: Float64Array, num: int
 ) -> int:
-    """Note what a source says of a token, the most it says of it; return how many there are."""
+    """Note what a source gives for a token, keeping the maximum; return the candidate count."""
     found_ids = found[1]
     for i in range(num):
         if found_ids[i] == token_id:
@@ -449,7 +451,7 @@ def add_known(
     features: Float64Array,
     num: int,
 ) -> int:
-    """Add what a table knows of a context as candidates; return how many there are then."""
+    """Add a table's successors of a context as candidates; return the candidate count."""
     keys, successor_ids, costs = table
     row = find_context(keys, previous, last)
     if row == NONE:
@@ -474,9 +476,9 @@ def add_skips(
     features: Float64Array,
     num: int,
 ) -> int:
-    """Add what follows where the text once had another last token; return how many there are.
+    """Add what followed where the text had another last token; return the candidate count.
 
-    After a copy that exchanges a word, the original goes on behind the one it had.
+    After a copy with one word exchanged, the original shows how the text goes on.
     """
     newest = found[3]
     num_rows = text.shape[0]
@@ -510,7 +512,7 @@ def add_skips(
 
 @kernel
 def match_row(length: int, num_successors: int) -> int:
-    """Return the row of weights for a match of the text."""
+    """Return the row of weights for a match in the text."""
     if length == 0:
         return 0
     row = length if length <= 2 else 3 if length <= 4 else 4 if length <= 8 else 5
@@ -535,11 +537,11 @@ def estimate(
     summed: Float64Array,
     found_probs: Float64Array,
 ) -> tuple[int, int]:
-    """Estimate what follows a context, from all sources; return how many successors, and the match.
+    """Estimate what follows a context from all sources.
 
-    A candidate's score is a weighted sum of what the sources say of it; its probability is the
-    softmax over the candidates and over "none of them", whose score is 0. This is a product of
-    experts: sources that agree on a token raise it above what each of them says.
+    A candidate's score is a weighted sum of what the sources give for it; its probability is the
+    softmax over the candidates and "none of them", whose score is 0. This is a product of experts:
+    sources that agree on a token raise it above what each of them gives.
 
     Source: log-linear interpolation of language models, Klakow (ICSLP 1998); weights that are
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
@@ -547,8 +549,9 @@ def estimate(
     Args:
         harvested, prewarmed: tables of the target's own successors (`SuccessorTable.rows`).
         weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
-        context: as for `successors`, and so `sequence`, `max_order`, `path_prob` and `found`, whose
-            row 1 is filled with token ids, the first three of row 4 with the rows of weights used.
+        context: as for `successors`, like `sequence`, `max_order`, `path_prob` and `found`. Row 1
+            of `found` is filled with token ids, the first three of row 4 with the rows of weights
+            used.
         features: float64 [MAX_FOUND, NUM_FEATURES]; `summed`: float64 [NUM_WEIGHTS]; filled.
         found_probs: float64 [MAX_FOUND], filled with probabilities.
 
@@ -634,7 +637,7 @@ def learn(
     summed: Float64Array,
     found_probs: Float64Array,
 ) -> None:
-    """Move the weights towards what would have foretold the token that follows position `tail`."""
+    """Move the weights towards predicting `token_id`, the token that follows position `tail`."""
     length = 0
     position = tail
     while position >= first and length < context.shape[0]:
@@ -679,7 +682,7 @@ def learn(
 def push(
     queue: Int64Array, queue_length: int, candidate_probs: Float64Array, candidate: int
 ) -> None:
-    """Add a candidate to the heap whose top is the likeliest, the oldest among equals."""
+    """Add a candidate to a heap whose top is the likeliest, the oldest among equals."""
     child = queue_length
     queue[child] = candidate
     while child > 0:
@@ -693,7 +696,7 @@ def push(
 
 @kernel
 def pop(queue: Int64Array, queue_length: int, candidate_probs: Float64Array) -> int:
-    """Take the top off the heap."""
+    """Remove the top of the heap and return it."""
     top = int(queue[0])
     last = int(queue[queue_length - 1])
     length = queue_length - 1
@@ -720,7 +723,7 @@ def pop(queue: Int64Array, queue_length: int, candidate_probs: Float64Array) -> 
 def read_context(
     nodes: Int64Array, node: int, root_context: Int64Array, context: Int64Array
 ) -> int:
-    """Write the tokens that lead to `node`, newest first, to `context`; return how many."""
+    """Write the tokens up to `node`, newest first, to `context`; return their number."""
     length = 0
     while node != NONE and length < context.shape[0]:
         context[length] = nodes[0, node]
@@ -760,15 +763,16 @@ def grow_tree(
     """Grow a prefix tree from the likeliest continuations of a context; return its size.
 
     The tree grows best first: of all successors of the root and of the nodes taken so far, the one
-    whose whole path is likeliest comes next. It ends at `max_draft_tokens` nodes, or when every
-    path left would open a leaf more than `max_candidates`.
+    whose whole path is likeliest comes next. Growth ends at `max_draft_tokens` nodes, or when every
+    path left would open a leaf beyond `max_candidates`.
 
     Args:
         sequence, harvested, prewarmed, weights: as for `estimate`.
-        root_context: int64 [up to MAX_MATCH], the tokens up to the root, newest first.
+        root_context: int64 [up to max_match], the tokens up to the root, newest first, where
+            max_match is the larger of MAX_MATCH and N.
         max_draft_tokens: at least 1.
         max_candidates: at least 1.
-        context: int64 [MAX_MATCH]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
+        context: int64 [max_match]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
             `candidates`: int64 [3, max_draft_tokens * MAX_FOUND] (token, parent, heap);
             `candidate_probs`: float64 of that length. All scratch.
         nodes: int64 [5, max_draft_tokens]; filled with token, parent, depth, number of children and
@@ -779,7 +783,7 @@ def grow_tree(
     first = first_held(text, counts)
     num_nodes = num_candidates = queue_length = num_leaves = 0
     node, path_prob = NONE, 1.0
-    # A context can occur at most one order longer than its parent's did.
+    # A node's match is at most one token longer than its parent's.
     max_order = heads.shape[0]
     while True:
         length = read_context(nodes, node, root_context, context)
@@ -817,7 +821,7 @@ def grow_tree(
                 push(candidates[2], queue_length, candidate_probs, num_candidates)
                 num_candidates += 1
                 queue_length += 1
-        while True:  # take the likeliest candidate that opens no leaf too many
+        while True:  # take the likeliest candidate that does not exceed the number of leaves
             if queue_length == 0:
                 return num_nodes
             best = pop(candidates[2], queue_length, candidate_probs)
@@ -852,11 +856,11 @@ def push_slot(
     num_slots: int,
     queue_length: int,
 ) -> int:
-    """Queue the next child of `parent` by the probability it can expect before it is drawn.
+    """Queue the next child of `parent` by its expected probability before it is drawn.
 
     Returns:
-        How many slots were queued: 1, or 0 where nothing is left to draw or the expectation is
-        less than `floor`.
+        The number of slots queued: 1, or 0 if nothing is left to draw or the expectation is less
+        than `floor`.
     """
     total = squares = 0.0
     for i in range(left_probs.shape[1]):
@@ -872,15 +876,15 @@ def push_slot(
 
 @kernel
 def draw_successor(left_probs: Float64Array, uniform: float, support_probs: Float64Array) -> int:
-    """Draw one of the successors left, and fill `support_probs` with what it was drawn from."""
+    """Draw one of the successors left; fill `support_probs` with the distribution drawn from."""
     total = cumulative = 0.0
     for i in range(left_probs.shape[0]):
         total += left_probs[i]
     drawn = NONE
     for i in range(left_probs.shape[0]):
         support_probs[i] = left_probs[i] / total
-        # A later one only takes over while the uniform lies beyond all before it; the last one
-        # that can be drawn also takes what rounding leaves below 1.
+        # A successor is taken if the uniform is beyond all before it; the last one that can be
+        # drawn also takes what rounding leaves below 1.
         if left_probs[i] > 0.0 and (drawn == NONE or uniform >= cumulative):
             drawn = i
         cumulative += support_probs[i]
@@ -916,11 +920,11 @@ def sample_tree(
 ) -> int:
     """Draw a prefix tree from what follows a context; return its size.
 
-    A *slot* is a place for a node whose token is not drawn yet. The likeliest slot is filled first,
-    by its expectation over the draw; it opens the slots of its next sibling and of its first child.
-    So whether a slot exists, and which is its parent, is settled before its token is drawn, by the
-    tokens of earlier slots alone: without that, no rule of acceptance could be unbiased. Children
-    of one parent are drawn without replacement.
+    A *slot* is a place for a node whose token is not drawn yet. The slot with the highest expected
+    probability is filled first; it opens the slots of its next sibling and of its first child. So a
+    slot's existence and its parent are settled before its token is drawn, by the tokens of earlier
+    slots alone: otherwise no acceptance rule could be unbiased. Children of one parent are drawn
+    without replacement.
 
     Source: drawing without replacement from Jeon et al., "Recursive Speculative Decoding"
     (arXiv 2402.14160); the order of the slots is our own.
@@ -934,9 +938,9 @@ def sample_tree(
         left_ids: int64 [max_draft_tokens + 1, MAX_FOUND]; filled with the successors of each node,
             the root's first.
         nodes: as for `grow_tree`.
-        node_probs: float64 [max_draft_tokens]; filled with the expectations of the slots.
-        support_probs: float64 [max_draft_tokens, MAX_FOUND]; row i is filled with the probabilities
-            that node i was drawn with, of the tokens in its parent's row of `left_ids`.
+        node_probs: float64 [max_draft_tokens]; filled with the expected probabilities of the slots.
+        support_probs: float64 [max_draft_tokens, MAX_FOUND]; row i is filled with the distribution
+            that node i was drawn from, over the tokens in its parent's row of `left_ids`.
 
     The other arguments are those of `grow_tree`.
     """
@@ -974,7 +978,7 @@ def sample_tree(
         pushed = push_slot(node, left_probs, 0.0, slots, slot_probs, num_slots, queue_length)
         num_slots += pushed
         queue_length += pushed
-        while True:  # take the likeliest slot that opens no leaf too many
+        while True:  # take the likeliest slot that does not exceed the number of leaves
             if queue_length == 0:
                 return num_nodes
             slot = pop(slots[2], queue_length, slot_probs)
@@ -1004,12 +1008,12 @@ def sample_tree(
         max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
 
 
-# Contexts of a `SuccessorTable` that share a bucket; of more, the one not put for longest goes.
+# Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
 WAYS = 8
-# Log-probabilities are held as -ln(prob) in steps of 1/4096, two bytes each: from 1 down to 1e-7.
+# Probabilities from 1 down to 1e-7 are held as -ln(prob) in steps of 1/4096, two bytes each.
 COST_STEPS = 4096.0
 MAX_COST = 65535
-# A table that averages forgets what was put longer ago than this many times.
+# Where a table averages, a new value weighs at least one part in this many.
 MAX_COUNT = 10
 
 
@@ -1026,7 +1030,7 @@ def find_context(keys: Int64Array, previous: int, last: int) -> int:
 
     Args:
         keys: int64 [num_rows]; rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b.
-        previous: the token before the last one, NONE for the context of the last one alone.
+        previous: the token before the last one; NONE for the context of the last one alone.
         last: the last token.
     """
     key = (previous + 1) * (_HASH_MASK + 1) + last  # exact: ids have 31 bits
@@ -1046,7 +1050,7 @@ def open_front(
     begin: int,
     row: int,
 ) -> None:
-    """Move the rows of a bucket before `row` back by one, over it; the first is free then."""
+    """Free a bucket's first row by moving the rows before `row` down by one, overwriting `row`."""
     for other in range(row, begin, -1):
         keys[other] = keys[other - 1]
         counts[other] = counts[other - 1]
@@ -1068,7 +1072,7 @@ def rehash(
     num_contexts: Int64Array,
 ) -> None:
     """Copy the rows of a table to an empty one of another size."""
-    for old in range(old_keys.shape[0] - 1, -1, -1):  # what was put last stands first again
+    for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
         if old_keys[old] == NONE:
             continue
         previous = old_keys[old] // (_HASH_MASK + 1) - 1
@@ -1096,17 +1100,18 @@ def put_successors(
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
-    """Put what a target found likely behind contexts into a table.
+    """Put what a target found likely after contexts into a table.
 
-    The context put last stands first in its bucket.
+    The context put last comes first in its bucket.
 
     Args:
         keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
-            `successor_ids`, `costs`: [num_rows, num_successors], the likeliest first, NONE where
-            fewer are known; `num_contexts`: int64 [1], how many rows are taken.
+            `successor_ids`, `costs`: [num_rows, num_successors], likeliest first, NONE where fewer
+            are known; `num_contexts`: int64 [1], number of rows in use.
         contexts: int64 [n, 2], previous token or NONE, and last token.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
-        averages: whether what is known of a context is averaged with what comes, or replaced by it.
+        averages: whether a context's new successors are averaged with the known ones or replace
+            them.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     num_held, k = successor_ids.shape[1], new_ids.shape[1]

@@ -1,4 +1,4 @@
-"""Arguments, checked where they enter the package."""
+"""Validation of arguments where they enter the package."""
 
 import operator
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def positive(name: str, value: SupportsIndex) -> int:
-    """Return `value` as an integer of 1 or more, or raise."""
+    """Return `value` as an integer of at least 1, or raise."""
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"expected {name} to be an integer, got {value!r}")
     try:
@@ -29,7 +29,7 @@ def token_ids_of(name: str, values: Sequence[int] | NDArray[np.integer[Any]]) ->
     """Return `values` as a contiguous int64 array, or raise."""
     try:
         ids = np.asarray(values)
-    except (ValueError, OverflowError) as error:  # ragged lists, for one
+    except (ValueError, OverflowError) as error:  # such as for ragged lists
         raise ValueError(f"expected {name} to be one-dimensional integers: {error}") from None
     if ids.ndim != 1:
         raise ValueError(f"expected {name} of shape [num_tokens], got shape {list(ids.shape)}")

@@ -1,6 +1,6 @@
-"""Kernels are compiled once, whatever state Numba's cache on disk is in.
+"""Compilation of the kernels, whatever state Numba's cache on disk is in.
 
-What is known of Numba's insides is here; the kernels themselves are in `_kernels.py`.
+Everything that depends on Numba's internals is here; the kernels themselves are in `_kernels.py`.
 """
 
 import warnings
@@ -14,11 +14,11 @@ from ngram_pool import _kernels
 
 
 def compile_by(run_all: Callable[[], object]) -> None:
-    """Have the kernels compiled, or loaded, by a function that runs each of them.
+    """Compile the kernels, or load them from the cache, with a function that runs each of them.
 
-    Numba raises whatever comes up where a file of its cache is cut off or a disk is full, and would
-    again in every process. So where anything is raised, what cannot be read is compiled, and
-    written anew where it can be. What still is raised has another reason.
+    Where a cache file is truncated or a disk is full, Numba lets any exception through, and would
+    again in every process. So after an exception, what cannot be read is compiled, and written anew
+    where possible. What is raised then has another cause.
 
     Warns:
         UserWarning: the cache is broken; names its folder.
@@ -43,7 +43,7 @@ def compile_by(run_all: Callable[[], object]) -> None:
 
 
 class _ForgivingCache:
-    """A cache that lacks what cannot be read, and need not keep what it is given."""
+    """Cache that takes what cannot be read as missing, and ignores errors of writing."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

@@ -1,6 +1,6 @@
-"""`Draft` and `SampledDraft`: what a pool proposes, as arrays. Nothing here knows how it was found.
+"""`Draft` and `SampledDraft`: what a pool proposes, as arrays.
 
-Next file: `_kernels.py`.
+Nothing here depends on how drafts are found. Next file: `_kernels.py`.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 class Draft:
     """A prefix tree of proposed tokens, best node first.
 
-    The tree hangs under the last committed token (the root), which is not one of its nodes. Because
-    the nodes are ordered by the probability of their whole path, parents stand before children and
-    any first nodes of a draft are a draft again.
+    The tree hangs under the last committed token (the root), which is not one of its nodes. Nodes
+    are ordered by the probability of their whole path, so parents come before children, and the
+    first nodes of a draft, however many, are again a draft.
     """
 
     token_ids: NDArray[np.int32]  # [num_nodes]
     parents: NDArray[np.int32]  # [num_nodes], -1 under the root; parents[i] < i
     depths: NDArray[np.int32]  # [num_nodes], 1 under the root
-    probs: NDArray[np.float64]  # [num_nodes], estimate that the node is accepted; never increasing
+    probs: NDArray[np.float64]  # [num_nodes], estimated acceptance of the node; never increasing
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -37,7 +37,7 @@ class Draft:
         return cls(token_ids=ids, parents=ids, depths=ids, probs=np.empty(0, np.float64))
 
     def first(self, num_nodes: int) -> "Draft":
-        """Return the draft of the `num_nodes` best nodes (all of them if there are fewer)."""
+        """Return the draft of the `num_nodes` best nodes, or of all if there are fewer."""
         return Draft(
             self.token_ids[:num_nodes],
             self.parents[:num_nodes],
@@ -65,20 +65,21 @@ class Draft:
 class SampledDraft(Draft):
     """A prefix tree of drawn tokens, with the distribution that each one was drawn from.
 
-    Node i was drawn from row i of the supports. Children of one parent stand in the order in which
-    they were drawn, without replacement: the row of a later one leaves the earlier ones out.
+    Node i was drawn from row i of the supports. Children of one parent are in the order in which
+    they were drawn, without replacement: the row of a later one leaves out the earlier ones.
 
-    Whoever holds such a draft against a target by rejection sampling must decide which nodes to
-    keep without looking at the tokens drawn there: a node that is kept because of its token makes
-    that token more frequent than its row says. Unbiased are `first(num_nodes)` with a number known
-    before the draft was drawn (from the probabilities of `NGramPool.draft`, say), and keeping nodes
-    one after the other until the `probs` of the next is too low, because `probs[i]` depends only on
-    the tokens of nodes before i. Biased are a number chosen from all of `probs` at once, leaving
-    out single nodes, and ordering siblings anew.
+    To verify such a draft by rejection sampling, decide which nodes to keep without looking at the
+    tokens drawn there: a node kept because of its token makes that token more frequent than its row
+    says. It is unbiased to take `first(num_nodes)` with a number known before the draft was drawn
+    (from the probabilities of `NGramPool.draft`, say), or to keep nodes one after the other until
+    the `probs` of the next is too low, because `probs[i]` depends only on the tokens of nodes
+    before i. It is biased to choose a number from all of `probs` at once, to leave out single
+    nodes, or to reorder siblings.
     """
 
     # `probs`: [num_nodes], the path probability that the pool expected for the node before its
-    # token was drawn. Not sorted: an unlikely token leaves its next sibling a greater expectation.
+    # token was drawn. Not sorted: after an unlikely token, its next sibling is expected to be
+    # likelier.
     support_token_ids: NDArray[np.int32]  # [num_nodes, max_support], what could have been drawn
     support_probs: NDArray[np.float64]  # [num_nodes, max_support], rows sum to 1; 0 is padding
 
@@ -93,9 +94,9 @@ class SampledDraft(Draft):
         return cls(ids, ids, ids, probs, ids.reshape(0, 1), probs.reshape(0, 1))
 
     def first(self, num_nodes: int) -> "SampledDraft":
-        """Return the draft of the first `num_nodes` nodes (all of them if there are fewer).
+        """Return the draft of the first `num_nodes` nodes, or of all if there are fewer.
 
-        Node i depends on the draws of nodes before i only, so this is the draft that would have
+        Node i depends only on the draws of nodes before i, so this is the draft that would have
         been drawn if no more had been asked for.
         """
         return SampledDraft(

@@ -1,4 +1,4 @@
-"""Locks that no interrupt leaves taken, and that a fork waits for.
+"""Locks that no interrupt leaves held, and that a fork waits for.
 
 Next file: `pool.py`.
 """
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Locked(Protocol):
-    """What has a lock of its own: `_lock`, one that `lock_of_pool` or `lock_of_table` made."""
+    """An object with its own lock, `_lock`, from `lock_of_pool` or `lock_of_table`."""
 
     _lock: Any
 
@@ -24,11 +24,11 @@ _L = TypeVar("_L", bound=Locked)
 
 
 def alone(method: Callable[Concatenate[_L, _P], _T]) -> Callable[Concatenate[_L, _P], _T]:
-    """Let calls of a method wait for one another, and for those of its object's other ones."""
+    """Serialize calls of a method with those of all decorated methods of the same object."""
 
     @functools.wraps(method)
     def locked(self: _L, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # In one line: on the way back to a line above, a tracer may raise before the lock is free.
+        # One line, because on the way back to a line above, a tracer may raise before the release.
         with self._lock: return method(self, *args, **kwargs)  # noqa: E701  # fmt: skip
 
     return locked
@@ -36,24 +36,25 @@ def alone(method: Callable[Concatenate[_L, _P], _T]) -> Callable[Concatenate[_L,
 
 # --- forks ------------------------------------------------------------------------------------
 #
-# A child has no other thread than the one that forked. What another one was about to write would
-# stay half written there, and its lock be taken for ever. So a fork waits until all locks are free.
+# A child process has only the thread that forked. What another thread was writing would stay half
+# written there, and its lock held for ever. So a fork waits until all locks are free.
 
 _making = threading.RLock()
-# Those alive. Who holds a pool's lock may wait for a table's, never the other way round. All are
-# reentrant: a signal's handler runs in the midst of a method of its own thread, and may fork.
+# All live locks. A thread that holds a pool's lock may wait for a table's, never the other way
+# round. All are reentrant: a signal handler runs in the middle of a method of its own thread, and
+# may fork.
 _of_pools: WeakSet[Any] = WeakSet()
 _of_tables: WeakSet[Any] = WeakSet()
 _taken: list[Any] = []
 
 
 def lock_of_pool() -> Any:
-    """Return a new lock, for a pool."""
+    """Return a new lock for a pool."""
     return _registered(_of_pools)
 
 
 def lock_of_table() -> Any:
-    """Return a new lock, for a table."""
+    """Return a new lock for a table."""
     return _registered(_of_tables)
 
 
@@ -64,7 +65,7 @@ def _registered(locks: WeakSet[Any]) -> Any:
 
 
 def _take_all() -> None:
-    # In this order; the first stays taken, so that no lock is made meanwhile.
+    # In this order: the first one is held, so that no lock is made meanwhile.
     for locks in ([_making], _of_pools, _of_tables):
         for lock in list(locks):
             lock.acquire()
@@ -72,7 +73,7 @@ def _take_all() -> None:
 
 
 def _give_back() -> None:
-    # Another thread may fork, and fill the list, as soon as the first of them is free.
+    # Empty the list first: once a lock is free, another thread may fork and fill the list.
     taken = _taken[::-1]
     _taken.clear()
     for lock in taken:

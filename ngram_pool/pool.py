@@ -1,7 +1,7 @@
-"""`NGramPool`: the text seen so far and what the target thought of it, and drafts out of both.
+"""`NGramPool`: the text seen so far, the target's successors, and drafts from both.
 
 This file checks arguments, owns the arrays and calls one kernel per operation; `_kernels.py`, next
-to read, explains how the arrays are laid out. Nothing here knows of models or of torch.
+to read, explains how the arrays are laid out. Nothing here depends on models or torch.
 """
 
 import copy
@@ -37,36 +37,36 @@ from ngram_pool.table import SuccessorTable
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
-# 6 accepted no more tokens than 5 on the answers of docs/notes/drafting.md, 4 up to 1 % fewer.
+# On the answers of docs/notes/drafting.md, 6 accepted no more tokens than 5, and 4 up to 1 % fewer.
 DEFAULT_MAX_NGRAM_SIZE = 5
-MAX_CAPACITY_TOKENS = 2**29  # so that three times as many positions can be counted
-_FIRST_NUM_ROWS = 2**12  # allocated at once; doubled when full, up to the capacity
-_POSITION_LIMIT = 2**31 - 1  # positions are int32; before they overflow they are lowered
-# Longer input is observed in pieces, so that Python gets to see an interrupt every few ms.
+MAX_CAPACITY_TOKENS = 2**29  # so that positions can count three times as many
+_FIRST_NUM_ROWS = 2**12  # allocated first; doubled when full, up to the capacity
+_POSITION_LIMIT = 2**31 - 1  # positions are int32 and are lowered before they overflow
+# Longer input is observed in pieces, so that Python notices an interrupt within a few ms.
 _PIECE = 2**16
-# Room for what was harvested, in contexts for each token of the capacity: 8 bytes a token at most.
+# Capacity for harvested contexts, per token of the pool's capacity: at most 8 bytes per token.
 _CONTEXTS_PER_TOKEN = 1 / 16
 _NO_TABLE = SuccessorTable(1)
-# How far one token of an answer moves the weights of the sources. With the weights that a pool
-# begins with, fitted to the same model, 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, 0.03 9 %.
+# How far one token of an answer moves the weights of the sources. From the initial weights, fitted
+# to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
-_UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence that has no text
-_FIRST_PURGE = 64  # sequences, before those that were closed by themselves are dropped
-# Attributes of a pool that its copies have of their own.
+_UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence without text
+_FIRST_PURGE = 64  # sequences held before those whose handle is gone are first dropped
+# Attributes that a copy of a pool allocates anew.
 _NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_for_one", "_scratch"}
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Sequence:
-    """A sequence, open as long as somebody holds it."""
+    """A sequence, open for as long as it is referenced."""
 
     prewarmed: SuccessorTable
-    #: int64 [4], `sequence` of the kernels.
+    #: The kernels' `sequence`, int64 [4].
     state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
 
 
 class _Handle(int):
-    """The number of an open sequence, which it holds. Copies and pickles are mere numbers."""
+    """The number of an open sequence, and a reference to it; copies and pickles are plain ints."""
 
     sequence: _Sequence
 
@@ -83,7 +83,7 @@ class _Held(NamedTuple):
 
 
 class _ForOne(NamedTuple):
-    """What kernels need of room for one context."""
+    """Scratch arrays of the kernels for one context."""
 
     context: Int64Array
     found: Int64Array
@@ -93,7 +93,7 @@ class _ForOne(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """What kernels need of room for a tree."""
+    """Scratch arrays of the kernels for a tree."""
 
     candidates: Int64Array
     candidate_probs: Float64Array
@@ -105,27 +105,27 @@ class _Scratch(NamedTuple):
 
 
 class NGramPool:
-    """Learn token sequences as they are written and draft how one may go on.
+    """A pool that learns token sequences as they are written, and drafts how one may go on.
 
-    Drafts come from several sources: the text, by contexts of 1 to N tokens and more; what a target
-    was seen to find likely (`harvest`); a table of what it finds likely (`open_sequence`). How far
-    each is to be trusted is learned as answers are observed.
+    Drafts come from several sources: the text, by contexts of 1 to N tokens and more; harvested
+    successors (`harvest`); a prewarmed table of successors (`open_sequence`). How far to trust each
+    is learned as answers are observed.
 
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
     text is forgotten first. The same calls give the same drafts in every process, and as long as
     nothing was harvested and no answer observed, the pool behaves like a new one that was given the
     newest `capacity_tokens` tokens. Methods may be called from several threads; each runs alone,
-    without holding the GIL. Wherever a method is interrupted, the pool is whole: as before or after
-    it, or between two pieces of long input. Copied or pickled, at any time, it is one of its own;
-    only sequence 0 is open in a copy.
+    without holding the GIL. Wherever a method is interrupted, the pool is consistent: as before or
+    after it, or between two pieces of long input. A pool can be copied or pickled at any time; the
+    copy is independent, and only sequence 0 is open in it.
 
     Args:
-        capacity_tokens: how many tokens are held at most; up to 20 + 8 N bytes each, 60 with the
-            default N, beside 2.7 kB for each node of the largest draft, 64 at least.
+        capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
+            default N. The largest draft takes another 2.7 kB per node, for at least 64 nodes.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
 
     Raises:
-        TypeError: a size is no integer.
+        TypeError: a size is not an integer.
         ValueError: a size is not positive, or the capacity exceeds 2**29 tokens.
 
     >>> pool = NGramPool(capacity_tokens=1000)
@@ -147,7 +147,7 @@ class NGramPool:
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {self._capacity}"
             )
         self._num_opened = 1
-        # Averaging a context's last ten times accepted as many tokens.
+        # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(self._capacity * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
         self._weights = first_weights()
@@ -163,15 +163,15 @@ class NGramPool:
         return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Arrays that come beside a pickle cannot be written to; these can.
+        # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
         vars(self).update(copy.deepcopy(state))
         self._allocate_the_rest()
         NGramPool(1)  # so that the first token does not wait for a compiler
 
     def _allocate_the_rest(self) -> None:
-        """Allocate what copies have of their own; all in `_NOT_COPIED`."""
+        """Allocate the attributes in `_NOT_COPIED`, which every copy has of its own."""
         self._lock = lock_of_pool()
-        # Weak, so that a sequence is closed when nobody can name it any more.
+        # Weak references, so that a sequence is closed when its handle is gone.
         self._sequences = {0: weakref.ref(self._sequence_0)}
         self._purge_at = _FIRST_PURGE
         self._no_sequence = _Sequence(_NO_TABLE)
@@ -192,17 +192,17 @@ class NGramPool:
 
     @property
     def capacity_tokens(self) -> int:
-        """The greatest number of tokens that can be held."""
+        """Maximum number of tokens held."""
         return self._capacity
 
     @property
     def max_ngram_size(self) -> int:
-        """N, the number of tokens of the longest context."""
+        """N, the number of tokens in the longest indexed context."""
         return self._max_ngram_size
 
     @property
     def max_match(self) -> int:
-        """How many tokens of a context matter: matches of N are followed back so far."""
+        """How many of a context's last tokens matter; matches are followed back no further."""
         return max(_kernels.MAX_MATCH, self._max_ngram_size)
 
     @property
@@ -213,7 +213,7 @@ class NGramPool:
 
     @property
     def num_open_sequences(self) -> int:
-        """How many sequences are open, sequence 0 not counted; O(that)."""
+        """Number of open sequences besides sequence 0; linear in that number."""
         return sum(opened() is not None for opened in list(self._sequences.values())) - 1
 
     # --- writing ----------------------------------------------------------------------------
@@ -225,15 +225,15 @@ class NGramPool:
         interleaved, but a draft for one uses the text of all.
 
         The handle is a number that no other sequence gets, and an object: when its last reference
-        goes, as where an exception ends the function that was to close it, the sequence is closed.
-        While it lives, any equal number names the sequence as well.
+        is gone, for example because an exception ended the function that was to close it, the
+        sequence is closed. While it lives, any equal number names the sequence as well.
 
         Args:
-            prewarmed: what the sequence's target finds likely behind single tokens and pairs, known
-                before; read, never written.
+            prewarmed: table of what the sequence's target finds likely after single tokens and
+                pairs; read, never written.
 
         Raises:
-            TypeError: `prewarmed` is no such table.
+            TypeError: `prewarmed` is not a `SuccessorTable`.
 
         >>> pool = NGramPool()
         >>> sequence = pool.open_sequence()
@@ -249,7 +249,7 @@ class NGramPool:
 
     @alone
     def close_sequence(self, sequence: int) -> None:
-        """Forget the handle, not the text; O(1). Sequence 0 starts afresh instead.
+        """Forget the handle but keep the text; O(1). Sequence 0 starts afresh instead.
 
         Raises:
             ValueError: the sequence is not open.
@@ -266,28 +266,28 @@ class NGramPool:
         sequence: int = 0,
         is_answer: bool = False,
     ) -> None:
-        """Append tokens to a sequence; amortised O(N) a token, whatever the pool holds.
+        """Append tokens to a sequence; amortised O(N) per token, whatever the pool holds.
 
         Args:
             token_ids: integers [num_tokens] from 0 to 2**31 - 1; may be empty.
-            sequence: 0, or a handle of `open_sequence`.
-            is_answer: whether these are tokens that the target chose. From them the pool learns how
-                far to trust its sources; and they are told apart from the sequence's prompt.
+            sequence: 0, or a handle from `open_sequence`.
+            is_answer: whether the target chose these tokens. From them the pool learns how far to
+                trust its sources, and it tells them apart from the sequence's prompt.
 
         Raises:
             TypeError: ids are not integers.
             ValueError: an id is negative or too large, the shape is not one-dimensional, or the
-                sequence is not open. The pool is unchanged after such an error, and where there is
-                no memory to grow. Interrupted, it has observed a front part of the tokens.
+                sequence is not open. The pool is unchanged after such an error, or if there is no
+                memory to grow. After an interrupt, it has observed a first part of the tokens.
         """
         self._observe(token_ids_of("token_ids", token_ids), sequence, is_answer)
 
     @alone
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
-        """Learn what a target finds likely behind contexts of one and two tokens; O(1) each.
+        """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
 
-        The arguments and errors are those of `SuccessorTable.put`. As many contexts are held as a
-        sixteenth of `capacity_tokens`.
+        The arguments and errors are those of `SuccessorTable.put`. There is room for a sixteenth as
+        many contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
         """
         self._harvested.put(contexts, token_ids, probs)
 
@@ -300,24 +300,23 @@ class NGramPool:
         max_candidates: int | None = None,
         sequence: int | None = None,
     ) -> Draft:
-        """Propose how `context` goes on, likeliest nodes first; O(N) lookups a node.
+        """Propose how `context` goes on, likeliest nodes first; O(N) lookups per node.
 
         Every node's own context, of N tokens down to one, is looked up in the text and in the
-        tables, and what followed there becomes its children. `probs` estimates that the target
-        accepts a node, that is, that its whole path is right. The likeliest path goes on as long as
-        anything is known and nodes are left; side branches less likely than 0.1 % are not drafted.
+        tables, and what followed there becomes its children. `probs` estimates the acceptance of
+        each node, that is, of its whole path. The likeliest path goes on as long as anything is
+        known and nodes are left; side branches less likely than 0.1 % are not drafted.
 
         Args:
             context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
                 not have been observed.
-            max_draft_tokens: the most to propose.
-            max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
-            sequence: the open sequence that the context is of, for its table and to tell its own
-                text from others'; None for neither.
+            max_draft_tokens: maximum number of tokens to propose.
+            max_candidates: G, the maximum number of root-to-leaf paths; None for no limit.
+            sequence: the open sequence of the context, for its table and to tell its own text from
+                others'; None for neither.
 
         Returns:
-            A draft of at most `max_draft_tokens` tokens; empty where nothing is known of what may
-            follow.
+            A draft of at most `max_draft_tokens` tokens; empty where no successor is known.
 
         Raises:
             TypeError, ValueError: as for `observe`; sizes must be positive integers.
@@ -342,27 +341,27 @@ class NGramPool:
         max_candidates: int | None = None,
         sequence: int | None = None,
     ) -> SampledDraft:
-        """Propose how `context` goes on by drawing; O(N) lookups a node.
+        """Propose how `context` goes on, drawn at random; O(N) lookups per node.
 
         Every node's token is drawn from the successors that `draft` would choose among, in
         proportion to their probabilities, children of one parent without replacement. The place
-        with the greatest expectation is filled first; further children that expect less than 0.1 %
-        are not drawn. A place never depends on the token drawn there, so rejection sampling by the
-        returned distributions is unbiased (`SampledDraft` says which nodes may be left out).
+        with the greatest expected probability is filled first; further children that expect less
+        than 0.1 % are not drawn. A place never depends on the token drawn there, so rejection
+        sampling by the returned distributions is unbiased (`SampledDraft` says which nodes may be
+        left out).
 
         Args:
             context: integers [num_tokens], oldest first; only the last `max_match` matter. Need
                 not have been observed.
-            max_draft_tokens: the most to propose.
+            max_draft_tokens: maximum number of tokens to propose.
             rng: gives `max_draft_tokens` uniforms, whatever is found, so that equal generators give
                 equal drafts and stay equal.
-            max_candidates: G, the greatest number of root-to-leaf paths; None for no limit.
-            sequence: the open sequence that the context is of, for its table and to tell its own
-                text from others'; None for neither.
+            max_candidates: G, the maximum number of root-to-leaf paths; None for no limit.
+            sequence: the open sequence of the context, for its table and to tell its own text from
+                others'; None for neither.
 
         Returns:
-            A draft of at most `max_draft_tokens` tokens; empty where nothing is known of what may
-            follow.
+            A draft of at most `max_draft_tokens` tokens; empty where no successor is known.
 
         Raises:
             TypeError, ValueError: as for `draft`; `rng` must be a numpy Generator.
@@ -387,7 +386,7 @@ class NGramPool:
         """Verify every invariant of the arrays; O(tokens held * N) in plain Python, for tests.
 
         Raises:
-            AssertionError: an invariant is broken, which only a bug of this package can do.
+            AssertionError: an invariant is broken, which only a bug in this package can cause.
         """
         text, links, heads = self._held
         num_rows, num_orders, first = len(text), self._max_ngram_size, self._first
@@ -456,7 +455,7 @@ class NGramPool:
 
     @property
     def _first(self) -> int:
-        """The oldest position held."""
+        """Oldest position held."""
         return self._counts.item(NEXT_POSITION) - len(self)
 
     def _sequence(self, handle: int) -> _Sequence:
@@ -493,7 +492,7 @@ class NGramPool:
         num_tokens = self._counts.item(NEXT_POSITION) + len(ids)
         if len(self._held.text) < min(num_tokens, self._capacity):
             self._grow(num_tokens)
-        # Longer input than is held is dropped at once, in steps that positions can count.
+        # In pieces that fit the capacity, so that positions can count them.
         piece = min(self._capacity, _PIECE)
         for start in range(0, len(ids), piece):
             self._append(ids[start : start + piece], opened, is_answer)
@@ -541,11 +540,11 @@ class NGramPool:
 
     # --- arrays -----------------------------------------------------------------------------
     #
-    # Each kind is exchanged as a whole, in one store: where memory runs out or an interrupt comes,
-    # the pool stays as it was.
+    # Each group of arrays is replaced as a whole, in one store: if memory runs out or an interrupt
+    # comes, the pool stays as it was.
 
     def _empty(self, num_rows: int) -> _Held:
-        # One bucket a row, rounded down to a power of two: a bucket holds 1 to 2 positions.
+        # One bucket per row, rounded down to a power of two: a bucket holds 1 to 2 positions.
         num_buckets = 1 << (num_rows.bit_length() - 1)
         return _Held(
             np.full((num_rows, 3), NONE, np.int32),
@@ -559,7 +558,7 @@ class NGramPool:
         while num_rows < min(num_tokens, self._capacity):
             num_rows = min(2 * num_rows, self._capacity)
         new = self._empty(num_rows)
-        # Growing happens before the first overwrite, so a position still is its own row.
+        # Arrays grow before the first overwrite, so a position still is its own row.
         new.text[: len(old)] = old
         _kernels.reindex(*new, self._counts)
         self._held = new
@@ -679,7 +678,7 @@ class NGramPool:
         )
 
     def _run_kernels(self) -> None:
-        """Run every kernel on nothing, so that the first token does not wait for a compiler."""
+        """Run every kernel once, so that the first token does not wait for a compiler."""
         self._append(np.empty(0, np.int64), self._no_sequence, False)
         _kernels.reindex(*self._held, self._counts)
         _kernels.rebase(*self._held, self._counts)

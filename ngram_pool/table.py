@@ -1,7 +1,7 @@
-"""`SuccessorTable`: what a target finds likely behind contexts of one and two tokens.
+"""`SuccessorTable`: what a target finds likely after contexts of one and two tokens.
 
-This file checks arguments and owns the arrays; `_kernels.py` does the work. Nothing here knows of
-models or of torch.
+This file checks arguments and owns the arrays; `_kernels.py` does the work. Nothing here depends on
+models or torch.
 """
 
 from collections.abc import Mapping
@@ -27,29 +27,29 @@ class _Rows(NamedTuple):
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
-    num_contexts: Int64Array  # [1], how many rows are taken
+    num_contexts: Int64Array  # [1], number of rows in use
 
     def copy(self) -> "_Rows":
         return _Rows._make(array.copy() for array in self)
 
 
 class SuccessorTable:
-    """Hold the likeliest successors of contexts, as many contexts as it has room for.
+    """A bounded table of the likeliest successors of contexts.
 
     A context is the last token, or the last two. Memory is bounded: the arrays grow by doubling up
-    to the capacity; where a bucket is full, the context of it that was not put for longest goes.
-    Methods may be called from several threads, and copied or pickled a table is one of its own. A
-    pool reads its prewarmed at every draft without waiting for who may write to it.
+    to the capacity; where a bucket is full, its context that was put least recently is dropped.
+    Methods may be called from several threads, and a copied or pickled table is independent. A pool
+    reads a prewarmed table at every draft without waiting for threads that may write to it.
 
     Args:
-        capacity: how many contexts have room; rounded up to a power of two, at least 64. Buckets
-            are of eight, so a few contexts are lost before all room is taken.
-        num_successors: how many are held of each context.
-        averages: whether a context put again is averaged over the last ten times or so; else it is
+        capacity: maximum number of contexts, rounded up to a power of two, at least 64. Buckets
+            hold eight, so a few contexts are lost before the table is full.
+        num_successors: how many to hold per context.
+        averages: whether a context put again is averaged over about the last ten times; else it is
             replaced.
 
     Raises:
-        TypeError: a size is no integer.
+        TypeError: a size is not an integer.
         ValueError: a size is not positive.
 
     >>> table = SuccessorTable(capacity=1000)
@@ -77,7 +77,7 @@ class SuccessorTable:
         return {**state, "_held": self._held.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Arrays that come beside a pickle cannot be written to; these can.
+        # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
         vars(self).update(state, _held=state["_held"].copy(), _lock=lock_of_table())
 
     def __len__(self) -> int:
@@ -89,12 +89,12 @@ class SuccessorTable:
 
     @property
     def capacity(self) -> int:
-        """How many contexts have room."""
+        """Maximum number of contexts."""
         return self._capacity
 
     @property
     def num_successors(self) -> int:
-        """How many successors are held of each context."""
+        """Maximum number of successors per context."""
         return self._num_successors
 
     @property
@@ -104,21 +104,21 @@ class SuccessorTable:
 
     @property
     def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
-        """Keys, successors and costs, as kernels read them; not to be written to."""
+        """Keys, successors and costs, as kernels read them; do not write to them."""
         return self._held[:3]
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
-        """Learn what follows contexts.
+        """Learn successors of contexts.
 
         Args:
             contexts: integers [n, 2]: the token before the last one, or -1, and the last one.
-            token_ids: integers [n, k], different ones in a row, likeliest first; -1 ends a row.
+            token_ids: integers [n, k], distinct within a row, likeliest first; -1 ends a row.
             probs: floats [n, k] from 0 to 1.
 
         Raises:
-            TypeError: contexts or token ids are no integers.
-            ValueError: shapes do not fit together, or a value is out of range. The table is
-                unchanged after such an error. Interrupted, it has learned a front part.
+            TypeError: contexts or token ids are not integers.
+            ValueError: shapes do not match, or a value is out of range. The table is unchanged
+                after such an error. After an interrupt, it has learned a first part.
         """
         self._put(*_checked(contexts, token_ids, probs))
 
@@ -144,7 +144,7 @@ class SuccessorTable:
 
     @alone
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all that is held, to be written to a file."""
+        """Return copies of all that is held, for writing to a file."""
         held = self._held
         is_held = held.keys != NONE
         return {
@@ -158,14 +158,14 @@ class SuccessorTable:
     def from_arrays(
         cls, arrays: Mapping[str, NDArray[Any]], capacity: int | None = None
     ) -> "SuccessorTable":
-        """Return the table whose `arrays` these were.
+        """Return a table restored from its arrays.
 
         Args:
             arrays: as `arrays` returns them.
-            capacity: of the new table; None for twice the contexts there are.
+            capacity: capacity of the new table; None for about twice the number of contexts.
 
         Raises:
-            ValueError: these are not arrays of a table.
+            ValueError: these are not the arrays of a table.
         """
         dtypes = {"keys": np.int64, "counts": np.int32, "token_ids": np.int32, "costs": np.uint16}
         for name, dtype in dtypes.items():
@@ -204,7 +204,7 @@ class SuccessorTable:
         scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
         start = 0
         while start < len(pairs):
-            # Buckets overflow beyond half load, so growing comes before, in pieces.
+            # Buckets overflow beyond half load, so the table grows before each piece is put.
             num_rows = len(self._held.keys)
             room = num_rows // 2 - len(self)
             if room < _LEAST_PIECE and num_rows < self._capacity:
@@ -236,7 +236,7 @@ class SuccessorTable:
         )
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
-        """Hold what `old` holds in so many rows; all or nothing, also where it is interrupted."""
+        """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
         new = self._empty(num_rows)
         _kernels.rehash(
             old.keys,
@@ -259,7 +259,7 @@ def _power_of_two(number: int) -> int:
 def _checked(
     contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike
 ) -> tuple[Int64Array, Int32Array, NDArray[np.float32]]:
-    """Return contiguous arrays of what was given to `put`, or raise."""
+    """Return the arguments of `put` as contiguous arrays, or raise."""
     pairs, ids, floats = np.asarray(contexts), np.asarray(token_ids), np.asarray(probs)
     for name, array in (("contexts", pairs), ("token_ids", ids)):
         if array.size and not np.issubdtype(array.dtype, np.integer):

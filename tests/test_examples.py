@@ -50,14 +50,17 @@ class TestWithTheDefaultModel:
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20
 
+    @pytest.mark.exhaustive
     def test_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "same tokens: True" in run("sampling.py", capsys)
 
+    @pytest.mark.exhaustive
     def test_rejection_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("rejection_sampling.py", capsys)
         named = [line.split()[1] for line in output.splitlines() if line.startswith("->")]
         assert named == ["exact:", "rejection:"]
 
+    @pytest.mark.exhaustive
     def test_batch_of_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("batch_of_samples.py", capsys)
         _, *answers = output.split("-> ")

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         sys.platform != "linux" or not torch.distributed.is_available(),
         reason="transformers cuts a model on CPUs with gloo, on Linux",

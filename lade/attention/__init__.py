@@ -1,1 +1,4 @@
-"""Attention functions and masks for trees; they know nothing of generations or caches."""
+"""Attention functions and masks for trees: packed on a CPU, plain torch, and Triton.
+
+They know nothing of generations or caches.
+"""

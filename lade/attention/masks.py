@@ -1,4 +1,4 @@
-"""Attention masks for trees. Nothing here knows of models."""
+"""Attention masks for trees, independent of models."""
 
 from typing import NamedTuple
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Reach(NamedTuple):
-    """How far back a layer's attention reaches, in slots; at most one of the two is set."""
+    """How far back a layer's attention reaches, in slots; at most one field is set."""
 
     window: int | None = None  # the token itself and the `window - 1` before it
-    chunk: int | None = None  # those of the same chunk of so many tokens, padding not counted
+    chunk: int | None = None  # the token's own chunk of `chunk` tokens, not counting padding
 
     @property
     def num_slots(self) -> int | None:
-        """The greatest number of slots that one token sees."""
+        """Maximum number of slots that a token sees; None for no limit."""
         return self.window or self.chunk
 
 
@@ -22,23 +22,24 @@ FULL = Reach()
 
 
 class TreeSlots:
-    """Which slots of a cache the nodes of a batch of trees see.
+    """The cache slots that the nodes of a batch of trees see.
 
-    The nodes of a row lie behind its cached tokens, so in a ragged batch they start at different
-    columns; what a shorter row has behind its nodes is hidden. A node takes, for windows and
-    chunks, the slot that its token would have in plain decoding: as deep as it is.
+    A row's nodes follow its cached tokens, so in a ragged batch they start at different columns;
+    slots after the nodes of a shorter row are hidden. For windows and chunks, a node is taken to be
+    in the slot that its token would have in plain decoding, given by its depth.
 
-    No shape follows what the tensors hold, and nothing waits for them.
+    No shape depends on the values of the tensors, and nothing waits for them.
 
     Args:
-        visible: bool [rows, num_slots], of the slots from `first_slot` on: False where a slot must
-            not be seen: padding, holes, and whatever lies behind a row's own cached tokens. Among
-            them are those of the nodes, and what it says of these does not count.
-        num_cached: int64 [rows].
+        visible: bool [rows, num_slots], for the slots from `first_slot` on: False for slots that
+            must not be seen: padding, holes, and everything after a row's own cached tokens. The
+            values at the slots of the nodes are ignored.
+        num_cached: int64 [rows], cached tokens of each row.
         ancestors: bool [rows, num_nodes, num_nodes].
         depths: int64 [rows, num_nodes].
-        num_padding: int64 [rows], the slots of padding in front; chunks begin behind them.
-        first_slot: of all rows; an int64 [] where it is known to the device alone.
+        num_padding: int64 [rows], leading padding slots; chunks begin after them.
+        first_slot: slot of the first column of `visible`, the same for all rows; an int64 [] tensor
+            if only the device knows it.
     """
 
     def __init__(
@@ -55,23 +56,24 @@ class TreeSlots:
         self._ancestors = ancestors
         nodes = num_cached[:, None] + torch.arange(num_nodes, device=ancestors.device)
         self._num_cached = num_cached
-        self._nodes = nodes - first_slot  # where they are among the visible
+        self._nodes = nodes - first_slot  # their columns in `visible`
         self._of_nodes = num_cached[:, None] + depths
         self._num_padding = num_padding
         self._first_slot = first_slot
 
     def mask(self, reach: Reach, first_slot: int, additive_dtype: torch.dtype | None) -> Tensor:
-        """Return the 4D mask of the layers that reach so far.
+        """Return the 4D mask for the layers with a given reach.
 
         Args:
-            reach: of their attention.
-            first_slot: which the cache of these layers still holds, counted from the first of all;
-                the mask begins there.
+            reach: reach of their attention.
+            first_slot: column of `visible` where the mask begins: the first slot that the cache of
+                these layers still holds.
             additive_dtype: None for a boolean mask (True sees), as `sdpa` attention takes it; a
                 floating dtype for one that is added to the scores, as `eager` attention takes it.
 
         Returns:
-            [rows, 1, num_nodes, num_slots - first_slot]. No row of it is empty: a node sees itself.
+            [rows, 1, num_nodes, num_slots - first_slot]. No node's row is empty: a node sees
+            itself.
         """
         rows, num_nodes, _ = self._ancestors.shape
         seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
@@ -83,14 +85,14 @@ class TreeSlots:
         seen = seen[:, None, :, first_slot:]
         if additive_dtype is None:
             return seen
-        # The lowest finite value, not -inf: attention code may add to it or rescale it.
+        # The lowest finite value, not -inf: attention code may add to or rescale it.
         lowest = torch.finfo(additive_dtype).min
         return torch.zeros_like(seen, dtype=additive_dtype).masked_fill_(~seen, lowest)
 
     def starts(self, reach: Reach) -> Tensor:
-        """Return the first slot that each node may see, int64 [rows, num_nodes], from `first_slot`.
+        """Return the first slot within reach of each node, int64 [rows, num_nodes].
 
-        Padding is not looked at; what lies before `first_slot` is below 0.
+        Counted from `first_slot`, so slots before it are negative. A slot may be padding.
         """
         if reach.window is not None:
             return self._of_nodes - (reach.window - 1) - self._first_slot
@@ -100,13 +102,13 @@ class TreeSlots:
         return torch.zeros_like(self._of_nodes)
 
     def among_nodes(self, reach: Reach) -> Tensor:
-        """Return which nodes each node sees, bool [rows, num_nodes, num_nodes]."""
+        """Return which nodes see which, bool [rows, num_nodes, num_nodes]."""
         if reach == FULL:
             return self._ancestors
         return self._ancestors & self._within(reach, self._of_nodes)
 
     def _within(self, reach: Reach, slots: Tensor) -> Tensor:
-        """Tell which slots, int64 [rows, n], are near enough to each node."""
+        """Return which slots, int64 [rows, n], are within reach of each node."""
         if reach.window is not None:
             return slots[:, None, :] > self._of_nodes[:, :, None] - reach.window
         assert reach.chunk is not None

@@ -1,9 +1,9 @@
 """Attention over trees on a CPU: transformers' `sdpa`, without copies of keys and values.
 
-Where several query heads share a key head, `sdpa` in transformers copies keys and values to all of
-them as soon as there is a mask. Here the queries that share a head stand in one list instead.
-SmolLM2 (9 heads of 3), 9 tokens, one thread: 0.12 ms a layer for 0.17 behind 300 tokens, 0.32 for
-1.20 behind 900, the same numbers to the last bit.
+If several query heads share a key head, `sdpa` in transformers copies keys and values for each of
+them as soon as there is a mask. Here, the queries that share a key head are packed into one list
+instead. SmolLM2 (9 query heads, 3 key heads), 9 tokens, one thread, per layer: 0.12 ms instead of
+0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results.
 """
 
 from typing import Any
@@ -28,13 +28,13 @@ def packed_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa` does; whatever is not a mask over shared heads is left to that.
+    """Attend as `sdpa` does; calls other than a mask over shared heads are passed on to it.
 
     Args:
         module: the layer.
         query: [rows, num_heads, num_queries, head_dim].
         key, value: [rows, num_key_heads, num_keys, head_dim of each].
-        attention_mask: [rows, 1, num_queries, num_keys], boolean or added to the scores.
+        attention_mask: [rows, 1, num_queries, num_keys], boolean or additive.
         dropout, scaling, is_causal, kwargs: as transformers passes them.
 
     Returns:

@@ -1,10 +1,10 @@
-"""Attention over trees whose keys lie in preallocated slots, under a name of our own.
+"""Attention over trees whose keys lie in preallocated slots, registered under our own name.
 
 A dense mask over all slots would be as large as the scores, and `sdpa` with one copies keys and
-values to all query heads. Here a mask only carries what nodes see (`Seen`): the prefix is an
-interval for each node, less what nobody sees, and only the tree has a mask, of nodes by nodes. This
-file has the version in plain torch, which runs everywhere; on a GPU that of `triton.py`
-takes its place. Masks that carry nothing, and none at all, are left to `sdpa`.
+values for all query heads. Here a mask merely carries what nodes see (`Seen`): of the prefix, one
+interval per node, less slots that no node sees; only the tree has a mask, of nodes by nodes. This
+file has the plain torch version, which runs everywhere; on a GPU, `triton.py` replaces it. Calls
+with other masks, or none, are passed on to `sdpa`.
 """
 
 import functools
@@ -20,13 +20,13 @@ TREE_ATTENTION = "lade_tree"
 STABLE_ATTENTION = "lade_stable_tree"
 
 # Passed by some layers; each changes what is attended to, so none may be dropped. `sdpa` would drop
-# the indices too: models write them into masks only where the attention's name is that or `eager`.
-# And it knows a paged cache only in the newer versions of transformers.
+# the indices, too: models write them into masks only if the attention is named `sdpa` or `eager`.
+# And it supports a paged cache only in newer versions of transformers.
 _NOT_HONOURED = ("indices", "block_indices", "cache")
 _NOT_HONOURED_IN_TREES = (*_NOT_HONOURED, "position_bias")
 _NOT_HONOURED_BY_SDPA = ("softcap", "s_aux")
 
-# What the kernels are written for: the tensor cores they count on came with compute capability 8.0.
+# What the kernels support: the tensor cores they rely on came with compute capability 8.0.
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TRITON_CAPABILITY = (8, 0)
 _TRITON_MAX_DIM = 256
@@ -37,35 +37,33 @@ _sdpa = AttentionInterface()["sdpa"]
 class Seen(NamedTuple):
     """What the nodes of a batch of trees see in one kind of layer.
 
-    All of it is read on the device, so that a captured graph stays valid as these tensors change.
+    Read only on the device, so that a captured graph stays valid as these tensors change.
     """
 
-    num_cached: Tensor  # int32 [rows]: slots of the prefix; the nodes' own keys lie right behind
-    starts: (
-        Tensor  # int32 [rows, num_nodes]: a node sees the slots starts … num_cached - 1, or none
-    )
-    ancestors: (
-        Tensor  # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself too
-    )
-    # bool [rows, num_slots]: False for slots of the prefix that no node sees (padding, masked
-    # tokens); what it says of others does not count. None where all are seen.
+    num_cached: Tensor  # int32 [rows]: prefix slots; the nodes' own keys follow them directly
+    # int32 [rows, num_nodes]: a node sees the slots from `starts` to `num_cached - 1`, if any
+    starts: Tensor
+    # bool [rows, num_nodes, num_nodes]: node (row) sees node (column), itself included
+    ancestors: Tensor
+    # bool [rows, num_slots]: False for prefix slots that no node sees (padding, masked tokens);
+    # the values at other slots are ignored. None if all are seen.
     visible: Tensor | None = None
 
 
 def with_seen(mask: Tensor, seen: Seen) -> Tensor:
-    """Tell our attention what a mask means, and return that mask.
+    """Attach a `Seen` to a mask for our attention, and return that mask.
 
-    It is kept as an attribute of this very tensor: a 4D mask passes through the code of models
-    untouched (also compiled by dynamo, for which the attribute's tensors are inputs as others are);
-    where one is changed on its way, the attribute is lost.
+    It is stored as an attribute of the tensor itself: a 4D mask passes through model code unchanged
+    (even compiled by dynamo, to which the attribute's tensors are ordinary inputs); if it is
+    changed on the way, the attribute is lost.
 
     Args:
-        mask: [rows, 1, num_nodes, num_slots]. Its values count only where the attribute is lost:
-            `tree_attention` then leaves it to `sdpa`, so they should say the same.
-        seen: of the layers that get this mask.
+        mask: [rows, 1, num_nodes, num_slots]. Its values matter only if the attribute is lost:
+            `tree_attention` then passes the call to `sdpa`, so they should mean the same.
+        seen: what nodes see in the layers that get this mask.
 
     Raises:
-        ValueError: the two do not fit each other, or a dtype is another one.
+        ValueError: the two do not fit each other, or a dtype is wrong.
     """
     rows, _, num_nodes, num_slots = mask.shape
     expected = {
@@ -97,17 +95,17 @@ def attend(
 ) -> Tensor:
     """Attend over prefixes and trees, in plain torch.
 
-    Computed in float32, in float64 for float64. No shape follows the data and nothing is read on
-    the host, so this can be captured in a graph; the price is that all slots are looked at.
+    Computes in float32, or float64 for float64 queries. No shape depends on values and nothing is
+    read on the host, so this can be captured in a graph; the price is that all slots are computed.
 
     Args:
         query: [rows, num_heads, num_nodes, head_dim].
         key, value: [rows, num_key_heads, num_slots, head_dim of each], num_slots at least
-            max(num_cached) + num_nodes. What lies where no node looks may be anything, even NaN.
-        seen: where the prefix and the nodes lie, and who sees what.
-        scaling: of the products of queries and keys.
+            max(num_cached) + num_nodes. Slots that no node sees may hold anything, even NaN.
+        seen: where the prefix and the nodes lie, and which node sees what.
+        scaling: factor on the products of queries and keys.
         softcap: scores become softcap * tanh(scores / softcap), as in gemma2.
-        sinks: [num_heads], a score of each head that takes a share and has no value, as in gpt_oss.
+        sinks: [num_heads], a score per head that takes weight but has no value, as in gpt_oss.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
@@ -118,7 +116,7 @@ def attend(
     rows, num_heads, num_nodes, head_dim = query.shape
     num_key_heads = key.shape[1]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # Heads that share keys stand in one list, so that nothing is repeated for them.
+    # Heads that share keys are packed into one list, so that no keys are repeated.
     packed = query.reshape(rows, num_key_heads, -1, head_dim).to(dtype)
     prefix = _sees_prefix(seen, key.shape[2])
     of_nodes = seen.num_cached[:, None] + torch.arange(num_nodes, device=key.device)
@@ -146,23 +144,23 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attend as the mask's `Seen` says; the function that transformers calls.
 
-    Without a `Seen` this is no step of a tree: another thread may prefill a prompt on the same
-    model while this attention is switched on. Such a call is left to transformers' `sdpa`.
+    A call without a `Seen` is not a step over trees: another thread may prefill a prompt on the
+    same model while this attention is active. Such a call is passed on to transformers' `sdpa`.
 
     Args:
         module: the layer.
         query, key, value: as `attend` takes them; without a `Seen`, as `sdpa` does.
-        attention_mask: from `with_seen`; or another, dense one, or None.
+        attention_mask: a mask from `with_seen`, a plain dense mask, or None.
         dropout, scaling: as transformers passes them.
-        kwargs: `softcap` and `s_aux` (sinks) are honoured with a `Seen`, in which windows are
-            already; without one, whatever `sdpa` honours.
+        kwargs: `softcap` and `s_aux` (sinks) are honoured with a `Seen`, which already includes
+            windows; without one, whatever `sdpa` honours.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: the layer passes what this attention (or `sdpa` in its place) cannot
-            honour, or the mask is not that of these queries and keys.
+        NotImplementedError: the layer passes an option that this attention (or `sdpa` in its place)
+            cannot honour, or the mask does not fit the queries and keys.
     """
     seen: Seen | None = getattr(attention_mask, "_lade_seen", None)
     if attention_mask is None or seen is None:
@@ -179,9 +177,8 @@ def tree_attention(
     if not _is_for_triton(query, key, value):
         attended = attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
         return attended, None
-    from lade.attention import (
-        triton as triton_attention,  # here, for triton is not on every machine
-    )
+    # Imported here, because triton is not installed on every machine.
+    from lade.attention import triton as triton_attention
 
     attended = triton_attention.attend(
         query, key, value, *seen, scaling=scaling, softcap=softcap, sinks=sinks
@@ -199,10 +196,10 @@ def stable_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `tree_attention` does, summed in float64 and rounded once.
+    """Attend as `tree_attention` does, summing in float64 and rounding once.
 
-    In which slots and in which steps keys lie, and so in which order they are summed, does not show
-    then: two orders differ by about 1e-16, and round apart about once in 10^12 numbers of bfloat16.
+    This hides the order of summation, which depends on the slots and the steps of the keys: two
+    orders differ by about 1e-16, and round differently in about one of 10^12 bfloat16 numbers.
     """
     if getattr(attention_mask, "_lade_seen", None) is None:
         return tree_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -214,43 +211,42 @@ def stable_attention(
 
 
 class _Part(NamedTuple):
-    """A part of a softmax: exact once divided by the totals of all parts."""
+    """Partial sums of a softmax; `_merged` joins the parts and divides by their totals."""
 
-    summed: (
-        Tensor  # [rows, num_key_heads, num_packed, head_dim], values weighted by exp(score - peak)
-    )
+    # [rows, num_key_heads, num_packed, head_dim], values weighted by exp(score - peak)
+    summed: Tensor
     totals: Tensor  # [rows, num_key_heads, num_packed, 1], sums of these weights
-    peaks: Tensor  # [rows, num_key_heads, num_packed, 1], the greatest scores, always finite
+    peaks: Tensor  # [rows, num_key_heads, num_packed, 1], greatest scores, always finite
 
 
 def _part(
     query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scaling: float, softcap: float | None
 ) -> _Part:
-    """Attend to some of the keys; `sees` is [rows, num_nodes, num_keys]."""
+    """Attend to some of the keys; `sees` is bool [rows, num_nodes, num_keys]."""
     scores = query @ key.to(query.dtype).transpose(2, 3) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     num_sharing = query.shape[2] // sees.shape[1]
     scores = scores.masked_fill(~sees.repeat(1, num_sharing, 1)[:, None], -torch.inf)
-    # Finite also where nothing is seen: the difference of two infinities would be NaN.
+    # Finite even if nothing is seen: the difference of two infinities would be NaN.
     peaks = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - peaks)
     return _Part(weights @ value.to(query.dtype), weights.sum(dim=-1, keepdim=True), peaks)
 
 
 def _merged(parts: list[_Part]) -> Tensor:
-    """Return what attention to all parts at once would be."""
+    """Return the attention to all parts together."""
     peak = functools.reduce(torch.maximum, (part.peaks for part in parts))
     summed, totals = torch.zeros_like(parts[0].summed), torch.zeros_like(peak)
     for part in parts:
         scale = torch.exp(part.peaks - peak)
         summed += part.summed * scale
         totals += part.totals * scale
-    return summed / totals  # no total is 0: a node sees itself
+    return summed / totals  # totals are never 0: a node sees itself
 
 
 def _sees_prefix(seen: Seen, num_slots: int) -> Tensor:
-    """Return bool [rows, num_nodes, num_slots]: which nodes see which slots of their prefix."""
+    """Return which nodes see which slots of their prefix, bool [rows, num_nodes, num_slots]."""
     slots = torch.arange(num_slots, device=seen.starts.device)
     is_there = slots < seen.num_cached[:, None]
     if seen.visible is not None:
@@ -259,12 +255,12 @@ def _sees_prefix(seen: Seen, num_slots: int) -> Tensor:
 
 
 def _zeroed(value: Tensor, sees: Tensor) -> Tensor:
-    """Clear the values that no node sees: what lies there may be NaN, and 0 * NaN is NaN."""
+    """Zero the values that no node sees: they may be NaN, and 0 * NaN is NaN."""
     return value.masked_fill(~sees.any(dim=1)[:, None, :, None], 0)
 
 
 def _at(slots: Tensor, index: Tensor) -> Tensor:
-    """Return the keys or values in the slots [rows, num_nodes] of each row."""
+    """Return the keys or values in the slots `index` [rows, num_nodes] of each row."""
     rows, num_key_heads, _, dim = slots.shape
     return slots.gather(2, index[:, None, :, None].expand(rows, num_key_heads, -1, dim))
 
@@ -283,7 +279,7 @@ def _refuse_options(
 
 
 def _refuse_options_of_sdpa(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse what `sdpa` would ignore."""
+    """Refuse options that `sdpa` would ignore."""
     got = "no mask" if mask is None else f"one of shape {list(mask.shape)} without"
     unless = f" without a mask that carries what nodes see (with_seen), got {got}"
     _refuse_any(module, _NOT_HONOURED, kwargs)
@@ -301,7 +297,7 @@ def _refuse_any(
 
 
 def _refuse_misfit(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor) -> None:
-    """Refuse a mask that is not that of these queries and keys."""
+    """Refuse a mask that does not fit the queries and keys."""
     expected = [query.shape[0], 1, query.shape[2], key.shape[2]]
     if list(mask.shape) != expected:
         raise _refusal(module, f"expected a mask of shape {expected}, got {list(mask.shape)}")
@@ -312,7 +308,7 @@ def _refusal(module: nn.Module, reason: str) -> NotImplementedError:
 
 
 def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    """Tell whether there are kernels for a device and dtype, and heads of so many dims."""
+    """Return whether there are kernels for a device, dtype and head size."""
     return (
         device.type == "cuda"
         and dtype in _TRITON_DTYPES

@@ -1,12 +1,13 @@
-"""Attention over trees on a GPU, in Triton: what `tree_attention.attend` does, without its costs.
+"""Attention over trees on a GPU, in Triton: `attend` of `tree.py` without its costs.
 
 Flash decoding: the keys of a prefix are split among many programs, each of which holds the queries
-of all heads that share these keys; a second kernel merges what they found. A split's bounds come
-from the row's true length, which is read on the device, so a captured graph serves all lengths and
-costs what the length at hand costs. The tree is a split of its own.
+of all heads that share these keys; a second kernel merges the results. A split's bounds follow from
+the row's true length, which is read on the device, so a captured graph serves all lengths, each at
+its own cost. The tree is a split of its own.
 
-Nothing here knows of transformers. Only `tree.py` imports this, and only on a GPU: triton
-is not on every machine. Scores are held in units of log 2, for the device has exp2 and no exp.
+This file is independent of transformers. Only `tree.py` imports it, and only on a GPU: triton is
+not installed on every machine. Scores are in units of log 2, because the device has exp2 but no
+exp.
 """
 
 from collections.abc import Callable
@@ -18,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; -inf - -inf would be NaN
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; not -inf: -inf - -inf is NaN
 
-# A split of fewer slots would cost more to merge than to attend to.
+# A smaller split would cost more to merge than to attend to.
 _MIN_SLOTS = tl.constexpr(128)
-# Two programs on each multiprocessor hide each other's waits. What the splits hand on is then two
-# blocks of float32 a multiprocessor, which stay in the second-level cache, however wide the tree.
+# Two programs per multiprocessor hide each other's latency. The splits then pass on two blocks of
+# float32 per multiprocessor, which stay in the L2 cache however wide the tree is.
 _PROGRAMS_PER_PROCESSOR = 2
 _MAX_SPLITS = 64  # the merge holds the parts of all splits of a query in registers
 
@@ -31,14 +32,14 @@ _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 class _Blocks(NamedTuple):
-    """How much a program of the first kernel holds at once."""
+    """Block sizes of a program of the first kernel."""
 
     queries: int
     keys: int
-    key_dims: int  # a power of two; the rest of the last dims is masked
+    key_dims: int  # a power of two; excess dims are masked
     value_dims: int
     num_warps: int
-    num_stages: int  # blocks of keys and values in shared memory, the one in use included
+    num_stages: int  # blocks of keys and values in shared memory, including the one in use
 
 
 def attend(
@@ -59,15 +60,15 @@ def attend(
 
     Args:
         query: [rows, num_heads, num_nodes, head_dim], float16, bfloat16 or float32.
-        key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; what
-            lies behind a row's own nodes or is hidden is never read.
+        key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; slots
+            that are hidden or after a row's own nodes are never read.
         num_cached: int32 [rows].
         starts: int32 [rows, num_nodes].
         ancestors: bool [rows, num_nodes, num_nodes].
-        visible: bool [rows, num_slots], or None; these four as in `tree_attention.Seen`.
-        scaling, softcap, sinks: as in `tree_attention.attend`.
-        num_processors: how many multiprocessors the work is split for; None for those of the
-            device, which a CPU (in Triton's interpreter) has none of.
+        visible: bool [rows, num_slots], or None; these four as in `Seen` of `tree.py`.
+        scaling, softcap, sinks: as for `attend` of `tree.py`.
+        num_processors: number of multiprocessors to split the work for; None for the device's own,
+            of which a CPU (in Triton's interpreter) has none.
 
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
@@ -121,7 +122,7 @@ def attend(
             block_v=blocks.value_dims,
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
-            enable_fp_fusion=True,  # said, for Triton 3.9 warns that its default will change
+            enable_fp_fusion=True,  # explicit: Triton 3.9 warns that the default will change
         )
         _merge_splits[(num_lists, num_packed)](
             summed,
@@ -143,22 +144,22 @@ def attend(
 
 
 def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Blocks:
-    """Choose blocks that fit the shared memory of all GPUs from compute capability 8.0 on."""
+    """Return blocks that fit the shared memory of every GPU of compute capability 8.0 or above."""
     key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     is_wide = max(key_dims, value_dims) > 128
     queries = min(64, max(16, triton.next_power_of_2(num_packed)))
-    # With these, compiled for 8.0 and 9.0, nearly all is in registers: four warps for 64 queries of
-    # 128 dims spill 300 to 500 bytes a thread, 32 keys in float32 two thousand.
-    if dtype == torch.float32:  # no tensor cores: every product and sum is in registers
+    # Compiled for 8.0 and 9.0, these keep nearly all in registers: four warps for 64 queries of 128
+    # dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand.
+    if dtype == torch.float32:  # no tensor cores: all products and sums are in registers
         return _Blocks(min(queries, 32), 16, key_dims, value_dims, num_warps=8, num_stages=1)
     num_warps = 8 if is_wide or queries == 64 else 4
     return _Blocks(queries, 32 if is_wide else 64, key_dims, value_dims, num_warps, num_stages=2)
 
 
 def _num_splits(num_programs: int, num_slots: int, num_processors: int) -> int:
-    """Return the splits of all keys, that of the tree included, for so many programs in each.
+    """Return the number of splits, the tree's included; each is run by `num_programs` programs.
 
-    It follows from shapes and the device alone, so that a captured graph stays valid.
+    It depends only on shapes and the device, so that a captured graph stays valid.
     """
     wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
     most = min(_MAX_SPLITS - 1, triton.cdiv(num_slots, _MIN_SLOTS.value))
@@ -204,9 +205,9 @@ def _attend_to_split(
     block_k: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """Attend with a block of the queries of one key head to one split of its keys.
+    """Attend with a block of one key head's queries to one split of its keys.
 
-    Program (row and key head, block of queries, split). The last split is the tree.
+    Program ids: row and key head, block of queries, split. The last split is the tree.
     """
     of_list = tl.program_id(0).to(tl.int64)
     row, key_head_id = of_list // num_key_heads, of_list % num_key_heads
@@ -216,8 +217,8 @@ def _attend_to_split(
     node = packed % num_nodes
     key_dims, value_dims = tl.arange(0, block_k), tl.arange(0, block_v)
 
-    # Equal parts of what some of these queries see. All of them end at or before the prefix does,
-    # so the last split, which is one more, has nothing of it.
+    # Equal parts of the prefix slots that any of these queries sees. The other splits cover all of
+    # them, so the last, additional split has none.
     end = tl.load(num_cached + row)
     start = tl.load(starts + row * num_nodes + node, mask=is_query, other=end)
     begin = tl.minimum(tl.min(start, axis=0), end)
@@ -266,7 +267,7 @@ def _attend_to_split(
         some_values = _loaded_values(values, end + others, value_slot, is_value_dim, is_there)
         summed, totals, peaks = _folded(scores, some_values, summed, totals, peaks)
 
-    # Queries that saw nothing here leave a total of 0, and their sum is neither written nor read.
+    # Queries that saw nothing here store a total of 0; their sum is neither written nor read.
     at = (of_list * num_splits + split) * num_packed + packed
     tl.store(totals_of_all + at, totals, mask=is_query)
     tl.store(peaks_of_all + at, peaks, mask=is_query)
@@ -281,7 +282,7 @@ def _attend_to_split(
 def _loaded_keys(
     keys: tl.tensor, slots: tl.tensor, stride: tl.tensor, is_dim: tl.tensor, is_there: tl.tensor
 ) -> tl.tensor:
-    """Return a block [dims, keys]; offsets in a cache may pass 2**31."""
+    """Load a block [dims, keys]; offsets in a cache may exceed 2**31."""
     pointers = keys + (slots.to(tl.int64) * stride)[None, :]
     return tl.load(pointers, mask=is_dim[:, None] & is_there[None, :], other=0.0)
 
@@ -290,7 +291,7 @@ def _loaded_keys(
 def _loaded_values(
     values: tl.tensor, slots: tl.tensor, stride: tl.tensor, is_dim: tl.tensor, is_there: tl.tensor
 ) -> tl.tensor:
-    """Return a block [keys, dims]. What may be NaN is not loaded: 0 * NaN is NaN."""
+    """Load a block [keys, dims], without slots that may hold NaN: 0 * NaN is NaN."""
     pointers = values + (slots.to(tl.int64) * stride)[:, None]
     return tl.load(pointers, mask=is_there[:, None] & is_dim[None, :], other=0.0)
 
@@ -303,10 +304,10 @@ def _scores(
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
 ) -> tl.tensor:
-    """Return the scores [queries, keys] in units of log 2; keys are [dims, keys]."""
+    """Return scores [queries, keys] in units of log 2, for keys [dims, keys]."""
     scores = tl.dot(queries, keys, input_precision="ieee") * scaling
     if has_softcap:
-        # tanh, written so that an overflow of exp is its limit 1.
+        # tanh, written so that overflow of the exponential yields the limit 1.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2_E) / softcap) + 1.0))
     return scores * _LOG2_E
 
@@ -315,7 +316,7 @@ def _scores(
 def _folded(
     scores: tl.tensor, values: tl.tensor, summed: tl.tensor, totals: tl.tensor, peaks: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return sums, totals and peaks with a block of keys more."""
+    """Return sums, totals and peaks with one more block of keys."""
     higher = tl.maximum(peaks, tl.max(scores, axis=1))
     shrink = tl.exp2(peaks - higher)
     weights = tl.exp2(scores - higher[:, None])
@@ -340,7 +341,7 @@ def _merge_splits(
     block_s: tl.constexpr,
     block_v: tl.constexpr,
 ) -> None:
-    """Merge the splits of one query. Program (row and key head, query of that head's list)."""
+    """Merge the splits of one query; program ids: row and key head, query in that head's list."""
     of_list, packed, num_packed = (
         tl.program_id(0).to(tl.int64),
         tl.program_id(1),
@@ -365,7 +366,7 @@ def _merge_splits(
     total = tl.sum(totals * scales, axis=0)
     if has_sinks:
         total += tl.exp2(sink - peak)
-    result = tl.sum(summed * scales[:, None], axis=0) / total  # not 0: a node sees itself
+    result = tl.sum(summed * scales[:, None], axis=0) / total  # total > 0: a node sees itself
     node = (row * num_nodes + packed % num_nodes) * (num_key_heads * num_sharing) + head
     tl.store(
         attended + node * value_dim + dims,

@@ -1,8 +1,7 @@
-"""Measuring: methods against plain `generate` on real prompts, their memory, and the pool alone.
+"""Benchmarks: methods against plain `generate` on real prompts, their memory, and the pool alone.
 
 Reading order: `settings.py`, `baselines.py`, `methods.py`, `run.py`, `tables.py`, `report.py`; for
-recorded answers then `traces.py`, `record.py`, `replay.py`, `replay_report.py`, `project.py`; for
-memory `peak.py` and `memory.py`. `prompts.py`, `batches.py`, `environment.py` and `plots.py` serve
-them; `pool.py` stands alone, and so does `gpu/`.
-The core of lade imports nothing from here.
+recorded answers, `traces.py`, `record.py`, `replay.py`, `replay_report.py`, `project.py`; for
+memory, `peak.py` and `memory.py`. `prompts.py`, `batches.py`, `environment.py` and `plots.py` are
+helpers; `pool.py` and `gpu/` stand alone. The core of lade imports nothing from here.
 """

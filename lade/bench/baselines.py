@@ -1,7 +1,7 @@
-"""What lade is compared with: `generate` as transformers has it, and what every method returns.
+"""Baselines: transformers' own `generate`, and the types that all methods share.
 
-Nothing here imports numba or the pool, so that a process which measures the memory of a baseline
-holds only what a user of transformers would have. Next file: `methods.py`.
+Nothing here imports numba or the pool, so that a process measuring the memory of a baseline holds
+only what a user of transformers would have. Next file: `methods.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,59 +25,59 @@ if TYPE_CHECKING:
 
 _WARM_UP_PROMPT = "Count from one to ten."
 _WARM_UP_TOKENS = 16
-_LOOKUP_TOKENS = 10  # of transformers' prompt lookup: its documented setting
+_LOOKUP_TOKENS = 10  # for transformers' prompt lookup: its documented setting
 
 
 class Answer(NamedTuple):
-    """What one method made of one prompt or batch."""
+    """One method's answer to a prompt or batch."""
 
-    rows: list[list[int]]  # of each sequence, the new tokens up to and including its EOS
+    rows: list[list[int]]  # per sequence, the new tokens up to and including its EOS
     sec: float  # the whole call, prefill included
     num_steps: int  # forwards after the first
-    num_row_steps: int  # the rows that were still decoding, summed over those steps
-    num_draft_tokens: int  # verified in those steps, of all rows
+    num_row_steps: int  # rows still decoding, summed over those steps
+    num_draft_tokens: int  # verified in those steps, over all rows
     stats: DecodeStats | None = None
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows; padding is not counted."""
+        """New tokens of all rows, without padding."""
         return sum(len(row) for row in self.rows)
 
 
 class Method(Protocol):
-    """A way of generating; one object lives for one pass over the prompts."""
+    """A decoding method; one object serves one pass over the prompts."""
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`; `options` are those of `generate`."""
 
 
 class MethodInfo(NamedTuple):
-    """How to get a method for one pass, and what it is."""
+    """What a method is, and how to make it for one pass."""
 
     make: Callable[[Config | None], Method]
     description: str
-    is_single_row: bool = False  # cannot decode a batch or several sequences of a prompt
-    verification: Verification | None = None  # of verifying, where it has one of its own
-    #: What drafts in it, new, from what is known of the target before, if it uses that; None where
-    #: nothing does that can be had without a model.
+    is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
+    verification: Verification | None = None  # if the method fixes one
+    #: Makes a new drafter, given the prewarmed table if there is one; None if the method has no
+    #: drafter that works without a model.
     drafter: "Callable[[SuccessorTable | None], Drafter] | None" = None
     is_fresh: bool = False  # each prompt gets a new drafter
-    is_default: bool = True  # else only run when named
+    is_default: bool = True  # else run only when named
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
     """Run `model.generate`."""
     rows, sec = _timed(model, inputs, options)
-    num_row_steps = sum(len(row) for row in rows) - len(rows)  # prefill brings each row one token
+    num_row_steps = sum(len(row) for row in rows) - len(rows)  # prefill yields one token per row
     return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
 
 
 class PromptLookup:
-    """Run transformers' own prompt lookup, with ten tokens where `config` does not say how many.
+    """Transformers' own prompt lookup, with ten tokens unless `config` says how many.
 
     Its first forward runs the prompt with a draft attached; tokens accepted there are counted as if
     later steps had made them, which flatters its MAT a little. When it samples, it draws for the
-    whole draft at once: its text is as likely as plain's, but not the same for the same seed.
+    whole draft at once: its text is as likely as plain's, but differs for the same seed.
     """
 
     def __init__(self, config: Config | None = None) -> None:
@@ -108,7 +108,7 @@ BASELINES: dict[str, MethodInfo] = {
 
 
 def warm_up(loaded: LoadedModel, method: Method, settings: Settings) -> None:
-    """Let a method answer once, shortly and with batches as large as they will be."""
+    """Run a method once on a short answer, with the batch size of the settings."""
     pad_token_id = find_pad_token_id(loaded)
     inputs = encode_batch(loaded, [_WARM_UP_PROMPT] * settings.batch_size, pad_token_id)
     short = replace(settings, max_new_tokens=min(_WARM_UP_TOKENS, settings.max_new_tokens))
@@ -116,7 +116,7 @@ def warm_up(loaded: LoadedModel, method: Method, settings: Settings) -> None:
 
 
 def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list[int]]:
-    """Return what `generate` added to each row, up to and including its first EOS."""
+    """Return the new tokens of each row, up to and including its first EOS."""
     eos_token_id = model.generation_config.eos_token_id
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     rows: list[list[int]] = sequences[:, num_prompt_tokens:].tolist()
@@ -125,7 +125,7 @@ def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list
 
 
 def synchronise(model: Any) -> None:
-    """Wait until the model's device is done."""
+    """Wait for the model's device to finish."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
@@ -143,7 +143,7 @@ def _timed(
 
 @contextmanager
 def _counting_forwards(model: Any) -> Iterator[list[int]]:
-    """Yield a list that gets the number of tokens of every forward."""
+    """Yield a list that receives the number of tokens of every forward."""
     lengths: list[int] = []
 
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def encode_batch(
 ) -> dict[str, torch.Tensor]:
     """Return `input_ids` and `attention_mask`, int64 [num_prompts, longest], padded on the left.
 
-    Padding is done here and not by the tokenizer, so whichever side it pads on does not matter.
+    Padding is done here, so it does not matter on which side the tokenizer pads.
     """
     rows = [encode(loaded.tokenizer, text, loaded.model.device) for text in texts]
     longest = max(row["input_ids"].shape[1] for row in rows)
@@ -35,9 +35,9 @@ def encode_batch(
 
 
 def find_pad_token_id(loaded: LoadedModel) -> int:
-    """Return the tokenizer's padding token, else the model's, else an EOS token.
+    """Return the tokenizer's padding token, else the model's, else an EOS token, else 0.
 
-    A model without EOS ends all rows at once; in front of a prompt, any token is masked: then 0.
+    0 will do: without EOS, all rows end at once, and before a prompt, padding is masked.
     """
     defaults: Any = loaded.model.generation_config
     token_ids = (loaded.tokenizer.pad_token_id, defaults.pad_token_id, defaults.eos_token_id)

@@ -1,4 +1,4 @@
-"""What a result was measured on: the commit, hardware, versions, date."""
+"""The commit, hardware, versions and date of a measurement."""
 
 import os
 import platform
@@ -11,11 +11,11 @@ from typing import Any
 from lade._version import __version__
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("lade", "ngram_pool")  # what a result depends on; result files change as they come
+_SOURCES = ("lade", "ngram_pool")  # what results depend on; result files change as they are made
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, hardware, versions and date, ready for JSON; no host name and no path."""
+    """Return commit, hardware, versions and date, ready for JSON, without host name or paths."""
     import torch
 
     packages = ("torch", "transformers", "numba", "numpy")
@@ -33,17 +33,17 @@ def environment() -> dict[str, Any]:
 
 
 def commit(package: Path = _PACKAGE) -> str:
-    """Return the commit that the code was checked out at.
+    """Return the commit of the checked-out code.
 
     Args:
         package: the folder of the package `lade`.
 
     Returns:
-        The commit's hash, with `-dirty` behind it where a source file was changed since; "unknown"
+        The commit's hash, followed by `-dirty` if a source file has changed since; "unknown"
         outside a git checkout of this project, as in an installed wheel.
     """
     root = package.parent
-    # A virtual environment may lie in somebody else's checkout, which does not track our files.
+    # A virtual environment may lie in another project's checkout, which does not track our files.
     if _git(root, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
         return "unknown"
     found = _git(root, "rev-parse", "HEAD")
@@ -54,7 +54,7 @@ def commit(package: Path = _PACKAGE) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None where it fails or is not installed."""
+    """Return what git prints, or None if it fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30

@@ -1,11 +1,11 @@
-"""Peak memory of methods, each run in a fresh process, so that no peak hides behind another.
+"""Peak memory of methods, each run in a fresh process so that no peak hides another.
 
 The headline is the peak of the whole process while it generates, since that is what a machine must
-have; how much of it came on top of the loaded and warmed-up model is shown beside it. Loading a
-model may take more than generating with it, and would hide every difference: where the system
-allows (Linux, CUDA), the peak begins anew after it; the one since the start of the process is in
-the JSON. The C allocator is told to give freed memory back at once: by default glibc keeps some of
-it, or not, by chance (the same run of plain `generate` peaked at 1.4 or at 2.0 GiB).
+have; the growth over the loaded and warmed-up model is shown beside it. Loading a model may take
+more than generating with it and would hide every difference, so the peak is reset after loading
+where the system allows it (Linux, CUDA); the peak since the process began is in the JSON. The C
+allocator is told to return freed memory at once: by default glibc keeps some of it, or not, by
+chance (the same run of plain `generate` peaked at 1.4 or at 2.0 GiB).
 """
 
 import json
@@ -25,12 +25,12 @@ from lade.bench.peak import Peak, Work
 from lade.errors import LadeError
 
 _MIB = 2**20
-# Of glibc; both fixed, so that neither grows with what was freed. Other systems ignore them.
+# For glibc; both fixed, so that neither grows with what was freed. Other systems ignore them.
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 class MemoryRun(NamedTuple):
-    """One process and what it needed."""
+    """One process and its peak memory."""
 
     method: str
     num_repeat: int
@@ -38,7 +38,7 @@ class MemoryRun(NamedTuple):
 
 
 class MemorySummary(NamedTuple):
-    """One method over its repeats: medians, in bytes; ratios are of medians, None without plain."""
+    """Medians of one method over its repeats, in bytes; their ratios are None without plain."""
 
     peak_bytes: int
     peak_ratio: float | None  # to plain's
@@ -50,12 +50,12 @@ class MemorySummary(NamedTuple):
 
 
 def measure_in_process(work: Work, on_batch: Callable[[], None]) -> Peak:
-    """Do work in a fresh process, and wait for it; it is ended with us.
+    """Do the work in a fresh process and wait for it; an interruption kills it.
 
     Raises:
         LadeError: the process failed.
     """
-    # It imports what we import: our search path, and no modules that lie in the working folder.
+    # It imports what we import, from our search path, and no modules of the working folder.
     search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
@@ -72,14 +72,14 @@ def measure_in_process(work: Work, on_batch: Callable[[], None]) -> Peak:
         assert process.stdout is not None
         message: dict[str, Any] = {}
         try:
-            with suppress(BrokenPipeError):  # it failed before it read; said below
+            with suppress(BrokenPipeError):  # it failed before reading; reported below
                 process.stdin.write(work.as_json() + "\n")
                 process.stdin.close()
             for line in process.stdout:
                 message = json.loads(line)
                 if "batch" in message:
                     on_batch()
-        except BaseException:  # Ctrl-C, above all: leave no process behind
+        except BaseException:  # above all Ctrl-C: leave no process running
             process.kill()
             raise
         finally:
@@ -92,7 +92,7 @@ def measure_in_process(work: Work, on_batch: Callable[[], None]) -> Peak:
 
 
 def summarise(runs: Sequence[MemoryRun], method: str) -> MemorySummary:
-    """Sum up the repeats of one method, and hold them against plain's."""
+    """Summarise the repeats of one method and compare them with plain's."""
 
     def typical(name: str, of: str) -> int:
         return int(median(getattr(run.peak, name) for run in runs if run.method == of))
@@ -115,12 +115,12 @@ def summarise(runs: Sequence[MemoryRun], method: str) -> MemorySummary:
 
 
 def table(runs: Sequence[MemoryRun], methods: Sequence[str], title: str) -> Table:
-    """Return the table of those methods that have run."""
+    """Return a table of the methods that have run."""
     made = Table(title=title, title_justify="left", caption_justify="left")
     if any(run.peak.includes_loading for run in runs):
         made.caption = "This system cannot forget a peak: that of loading the model is included."
     made.add_column("method")
-    # No ratio of what came on top: plain's may be a megabyte or two, and a ratio to that is noise.
+    # No ratio of the growth: plain's may be a megabyte or two, and a ratio to that is noise.
     for heading in ("peak, MiB", "of plain's", "over loaded model, MiB", "tokens"):
         made.add_column(heading, justify="right")
     for method in methods:
@@ -139,7 +139,7 @@ def table(runs: Sequence[MemoryRun], methods: Sequence[str], title: str) -> Tabl
 def as_json(
     runs: Sequence[MemoryRun], methods: Sequence[str], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all that was measured, ready for JSON."""
+    """Return all measurements, ready for JSON."""
     from lade.bench.environment import environment
 
     done = [method for method in methods if any(run.method == method for run in runs)]

@@ -1,4 +1,4 @@
-"""The methods under comparison, each a way of generating with the same model.
+"""The methods under comparison, all decoding with the same model.
 
 Next file: `run.py`.
 """
@@ -19,7 +19,7 @@ from ngram_pool import NGramPool
 
 
 class Lade:
-    """Run `lade.generate`; a given pool or drafter lives on, else each call has a new pool."""
+    """`lade.generate`; a given pool or drafter is kept, else each call gets a new pool."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ def _verifying_by(verification: Verification) -> MethodInfo:
 
 
 def _drafting_as(rival: Rival) -> MethodInfo:
-    """Return the method of a rival: its own window, and its own budget unless one is asked for."""
+    """Return a rival's method: its own window, and its own budget unless one is set."""
 
     def make(config: Config | None) -> Lade:
         config = config or Config()

@@ -1,9 +1,9 @@
-"""A process of its own that generates and reports its peak memory: `python -m lade.bench.peak`.
+"""Process that generates and reports its peak memory: `python -m lade.bench.peak`.
 
-It reads a `Work` as JSON from standard input and writes JSON lines to standard output: a line for
-each batch it has answered, and at last the `Peak` or an error. Measuring a baseline it never
-imports numba or the pool: their memory counts against lade alone. Next file: `memory.py`, which
-starts such processes.
+It reads a `Work` as JSON from standard input and writes JSON lines to standard output: a line per
+answered batch, and finally the `Peak` or an error. When measuring a baseline it imports neither
+numba nor the pool: their memory counts against lade alone. Next file: `memory.py`, which starts
+such processes.
 """
 
 import gc
@@ -21,7 +21,7 @@ from lade.errors import LadeError
 
 @dataclass(frozen=True)
 class Work:
-    """What to generate, in plain values that travel as JSON."""
+    """What to generate, in plain values that can be sent as JSON."""
 
     method: str
     model: str | None  # as for `lade.models.load`
@@ -39,7 +39,7 @@ class Work:
 
     @classmethod
     def from_json(cls, line: str) -> "Work":
-        """Return what `as_json` made a line of."""
+        """Return the work that `as_json` wrote."""
         values = json.loads(line)
         return cls(**{**values, "settings": Settings(**values["settings"])})
 
@@ -48,25 +48,25 @@ class Work:
 class Peak:
     """Memory of a process, in bytes.
 
-    On a CPU it is what the process has resident in all: weights, interpreter, libraries and the
-    memory they allocated. On a GPU it is what torch has allocated there.
+    On a CPU, it is all resident memory of the process: weights, interpreter, libraries and what
+    they allocated. On a GPU, it is what torch has allocated there.
     """
 
-    peak_bytes: int  # while it answered the prompts, weights and all included
-    resident_bytes: int  # before that, the model loaded and warmed up with one short sequence
+    peak_bytes: int  # while answering the prompts, weights and all included
+    resident_bytes: int  # before that, the model loaded and warmed up on one short sequence
     life_peak_bytes: int  # since the process began: loading may need more than generating
-    includes_loading: bool  # whether `peak_bytes` is that of the whole life, for want of a better
+    includes_loading: bool  # whether `peak_bytes` includes loading, as the peak could not be reset
     num_tokens: int  # emitted
     threads: int
 
     @property
     def growth_bytes(self) -> int:
-        """What answering added to what was resident before."""
+        """Bytes that answering added to the resident memory."""
         return self.peak_bytes - self.resident_bytes
 
 
 def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
-    """Load the model, warm up, answer all prompts, and return the peak of doing so."""
+    """Load the model, warm up, answer all prompts and return the peak memory."""
     import torch
     from transformers.utils import logging
 
@@ -87,7 +87,7 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
     memory = _Memory(loaded.model.device)
     config = Config(max_draft_tokens=work.max_draft_tokens)
     make = _maker(work.method)
-    # Of one row: what larger batches need on top must not be there before the count begins.
+    # With one row: what larger batches need on top must not be allocated before measuring begins.
     warm_up(loaded, make(config), replace(work.settings, batch_size=1, num_return_sequences=1))
     gc.collect()
     life_peak = memory.peak()
@@ -114,9 +114,9 @@ def measure(work: Work, on_batch: Callable[[], None]) -> Peak:
 
 
 def main() -> None:
-    """Do the work that standard input describes."""
+    """Do the work described on standard input."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library may print must not come between the lines
+    os.dup2(2, 1)  # what libraries print must not come between the lines
 
     def tell(**message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 class _Memory:
-    """Peak and present memory on one device."""
+    """Peak and current memory on one device."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class _Memory:
         return _resident("VmRSS")
 
     def peak(self) -> int:
-        """Return the most bytes held at once since the process began or the peak was forgotten."""
+        """Return the most bytes held at once since the process began or the peak was reset."""
         if self._device.type == "cuda":
             import torch
 
@@ -152,7 +152,7 @@ class _Memory:
         return _resident("VmHWM")
 
     def forget_peak(self) -> bool:
-        """Let the peak be what is held now; return False where the system has no way to."""
+        """Reset the peak to what is held now; return False if the system cannot."""
         if self._device.type == "cuda":
             import torch
 
@@ -166,10 +166,10 @@ class _Memory:
 
 
 def _resident(field: str) -> int:
-    """Return resident memory of this process in bytes: VmRSS, now, or VmHWM, at most.
+    """Return resident memory of this process in bytes: current (VmRSS) or peak (VmHWM).
 
-    Linux counts both for this program alone. `getrusage` does not: there, the peak of a process
-    begins with that of the one that started it. Elsewhere it is all there is, for both.
+    Linux counts both for this program alone. `getrusage` does not: its peak starts at that of the
+    process that started this one. On other systems, it is all there is, for both.
     """
     status = Path("/proc/self/status")
     if status.exists():

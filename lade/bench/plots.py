@@ -1,4 +1,4 @@
-"""Plots of results, as PNG and SVG, with matplotlib: the extra `plots`, imported when needed."""
+"""Plots of results as PNG and SVG, by matplotlib: the extra `plots`, imported when needed."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -18,11 +18,11 @@ _DPI = 150
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder for plots, before any work is done.
+    """Create the folder for plots, before any work is done.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     if find_spec("matplotlib") is None:
         raise MissingExtraError("matplotlib", "plots")
@@ -30,12 +30,12 @@ def check_folder(folder: Path) -> None:
 
 
 def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[Path]:
-    """Draw the speed-up of every method in every group of answers as bars; return the files.
+    """Plot the speed-up of every method in every group of answers as bars; return the files.
 
     Args:
         folder: where to write `<name>.png` and `<name>.svg`.
-        name: of the files.
-        summary: as a result file of `lade bench run` has it: by group and method.
+        name: base name of the files.
+        summary: by group and method, as in a result file of `lade bench run`.
 
     Raises:
         ValueError: no method was measured against plain.
@@ -55,12 +55,12 @@ def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[P
 
 
 def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
-    """Draw MAT against draft tokens, a line for each method; return the files.
+    """Plot MAT against draft tokens, one line per method; return the files.
 
     Args:
         folder: where to write `<name>.png` and `<name>.svg`.
-        name: of the files.
-        points: of which those of single categories are left out.
+        name: base name of the files.
+        points: what to plot; points of single categories are left out.
     """
     num_passes = num_passes_of(points)
     lines: dict[str, list[Point]] = {}
@@ -81,7 +81,7 @@ def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
 
 
 def _speedups(summary: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Return bars by place of the group, for each method but plain, or for each pass of it."""
+    """Return speed-ups by label (a method but plain, or a pass of it) and index of the group."""
     bars: dict[str, dict[int, float]] = {}
     for place, of_methods in enumerate(summary.values()):
         for method, entry in of_methods.items():
@@ -96,7 +96,7 @@ def _speedups(summary: Mapping[str, Any]) -> dict[str, dict[int, float]]:
 
 
 def _figure(width: float) -> "tuple[Figure, Axes]":
-    from matplotlib.figure import Figure  # and not pyplot, which keeps figures and wants a display
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and wants a display
 
     figure = Figure(figsize=(width, 4.0), layout="constrained")
     return figure, figure.subplots()

@@ -1,4 +1,4 @@
-"""Timing the pool: what observing a token, drafting a tree and a whole step cost as it fills."""
+"""Timings of the pool: observing a token, drafting a tree and a whole step, by pool size."""
 
 from statistics import median, quantiles
 from time import perf_counter
@@ -16,31 +16,31 @@ from ngram_pool import NGramPool, SuccessorTable
 _NUM_DRAFTS = 1000
 _CHUNK = 100_000
 _VOCAB_SIZE = 49_152
-_NUM_VERIFIED = 8  # nodes of each draft whose successors are harvested, and the root's
-_TABLE_CONTEXTS = 2**16  # of the table known before
+_NUM_VERIFIED = 8  # nodes per draft whose successors are harvested, besides the root
+_TABLE_CONTEXTS = 2**16  # in the prewarmed table
 
 
 class PoolTiming(NamedTuple):
-    """What a full pool of one size costs, on one core."""
+    """Timings of a full pool of one size, on one core."""
 
     num_tokens: int
-    observe_prompt_us: float  # per token, in long calls, the pool full and forgetting
+    observe_prompt_us: float  # per token, in long calls to a full pool that forgets
     observe_step_us: float  # per call of three tokens, as a decoding step makes it
-    draft_us: float  # median of a draft
+    draft_us: float  # median per draft
     draft_p95_us: float
-    step_us: float  # median of drafting with a table, the budget, harvesting 9 nodes, feeding 2
+    step_us: float  # median: drafting with a table, budget, harvesting 9 nodes, observing 2 tokens
     step_p95_us: float
     nodes_per_draft: float
     bytes_per_token: float
 
 
 def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> PoolTiming:
-    """Fill a pool with synthetic text to its capacity, and time it there.
+    """Fill a pool to its capacity with synthetic text and time it.
 
-    The text draws tokens of a 49,152-token vocabulary by Zipf's law and copies a span of 60 tokens
-    from anywhere before in every 400. Contexts of drafts are taken from all over the text, so
-    caches of the processor help as little as they would with a pool that has served many prompts.
-    What the target finds likely is drawn at random.
+    The text draws tokens of a 49,152-token vocabulary by Zipf's law; in every 400 tokens, it copies
+    a span of 60 from anywhere before. The contexts of drafts are taken from all over the text, so
+    processor caches help as little as with a pool that has served many prompts. The target's
+    successors are drawn at random.
     """
     rng = np.random.default_rng(seed)
     text = _text(num_tokens, rng)
@@ -87,7 +87,7 @@ def as_json(timings: list[PoolTiming]) -> list[dict[str, Any]]:
 def _time_steps(
     pool: NGramPool, held: NDArray[np.int64], max_draft_tokens: int, rng: np.random.Generator
 ) -> list[float]:
-    """Time all that a step does but running the target, in microseconds."""
+    """Return the times of steps without the target's forward, in microseconds."""
     prewarmed = SuccessorTable(2 * _TABLE_CONTEXTS)
     last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
     pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)

@@ -1,9 +1,8 @@
-"""Projecting replays to another machine: what the measured MAT would be worth at its step costs.
+"""Project replays to another machine: the speed-up of measured MAT at its step costs.
 
 A step that verifies n draft tokens runs 1 + n tokens and commits MAT tokens, where plain decoding
-runs and commits one. So the speed-up would be MAT x cost(1) / cost(1 + n). That leaves out the
-prefill and our own code (`draft ms/step` of the replay), and counts every step as if its draft had
-n of them.
+runs and commits one. So the speed-up is MAT x cost(1) / cost(1 + n). This leaves out the prefill
+and our own code (`draft ms/step` of the replay), and counts every draft as having n tokens.
 """
 
 import csv
@@ -21,14 +20,14 @@ from lade.bench.tables import Sheet
 
 
 class StepCosts:
-    """Seconds of one forward of some model on some machine, by the number of tokens in it.
+    """Seconds of one forward of a model on a machine, by its number of tokens.
 
     Args:
-        sec_by_size: measured; at least one size.
-        name: of where they come from, for errors.
+        sec_by_size: measured seconds by number of tokens; at least one.
+        name: of their source, for error messages.
 
     Raises:
-        ValueError: a size or a time is not above 0.
+        ValueError: there are none, or a size or a time is not above 0.
     """
 
     def __init__(self, sec_by_size: Mapping[int, float], name: str) -> None:
@@ -44,10 +43,10 @@ class StepCosts:
         self._name = name
 
     def sec(self, num_tokens: int) -> float:
-        """Return the seconds of a forward over so many tokens, interpolated between neighbours.
+        """Return the seconds of a forward over `num_tokens`, interpolated between neighbours.
 
         Raises:
-            ValueError: the size lies outside of those that were measured; nothing is extrapolated.
+            ValueError: `num_tokens` is outside the measured sizes; nothing is extrapolated.
         """
         sizes, secs = self._sizes, self._secs
         if not sizes[0] <= num_tokens <= sizes[-1]:
@@ -63,15 +62,15 @@ class StepCosts:
 
 
 class Projection(NamedTuple):
-    """What one point of a replay would be worth."""
+    """One point of a replay, projected."""
 
     results: str  # the name of its file
-    label: str  # the method, with the pass where there are several
+    label: str  # the method, with the pass if there are several
     max_draft_tokens: int
     mean_accepted_tokens: float
-    step_cost: float  # of 1 + max_draft_tokens tokens, in steps of one token
+    step_cost: float  # of 1 + max_draft_tokens tokens, relative to one token
     speedup: float
-    is_best: bool  # of all draft sizes of this method
+    is_best: bool  # among all draft sizes of this method
 
 
 def read_step_costs(path: Path) -> StepCosts:
@@ -80,7 +79,7 @@ def read_step_costs(path: Path) -> StepCosts:
     The columns may have headings.
 
     Raises:
-        ValueError: it is neither, or a value is out of range.
+        ValueError: the file is neither, or a value is out of range.
     """
     text = path.read_text(encoding="utf-8")
     try:
@@ -102,10 +101,10 @@ def read_step_costs(path: Path) -> StepCosts:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read the points of all answers without loops from a result file of `lade bench replay`.
+    """Read the points over all answers without loops of a `lade bench replay` result file.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file, or has no such points.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -121,7 +120,7 @@ def read_points(path: Path) -> list[Point]:
 
 
 def project(results: str, measured: Sequence[Point], costs: StepCosts) -> list[Projection]:
-    """Return what each point would be worth, and which draft size is the best of each method."""
+    """Return the projection of each point, the best draft size of each method marked."""
     num_passes = num_passes_of(measured)
     plain_sec = costs.sec(1)
     made = []
@@ -142,7 +141,7 @@ def project(results: str, measured: Sequence[Point], costs: StepCosts) -> list[P
 
 
 def table(made: Sequence[Projection], costs_name: str) -> Sheet:
-    """Return the table of projections, a section for each method of a file."""
+    """Return a table of projections, with a section per method of a file."""
     sections: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for each in made:
         cells = (

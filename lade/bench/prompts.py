@@ -1,4 +1,4 @@
-"""Reading prompt files: JSON lines as Spec-Bench has them, or one prompt a line."""
+"""Read prompt files: JSON lines as in Spec-Bench, or one prompt per line."""
 
 import json
 import re
@@ -15,10 +15,10 @@ class Prompt(NamedTuple):
 
 
 class PromptFile(NamedTuple):
-    """The prompts of a file that are to be answered, and how they were chosen."""
+    """The prompts to answer from a file, and how they were chosen."""
 
     path: Path
-    limit: int | None  # as `read_prompts` has it
+    limit: int | None  # as for `read_prompts`
     prompts: list[Prompt]
 
     @classmethod
@@ -35,13 +35,13 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
     Args:
         path: the file.
-        limit: keep so many prompts, spread evenly over the file.
+        limit: number of prompts to keep, spread evenly over the file; None for all.
 
     Raises:
         ValueError: a line cannot be read, or the file has no prompt.
     """
     prompts = []
-    # Not by splitlines: a string of JSON may hold other characters that end lines, as they are.
+    # Not by splitlines: JSON strings may contain other line-ending characters unescaped.
     for number, line in enumerate(re.split(r"\r\n?|\n", _read(path)), start=1):
         if line.strip():
             prompts.append(_parse(line.strip(), number, path.name))
@@ -54,7 +54,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")  # editors on Windows put a mark in front
+        return path.read_bytes().decode("utf-8-sig")  # Windows editors may add a byte order mark
     except UnicodeDecodeError as error:
         byte, number = error.object[error.start], error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(

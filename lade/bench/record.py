@@ -1,4 +1,4 @@
-"""Recording traces: answers of a model, and what it found likely at each of their positions.
+"""Record traces: a model's answers, and its likeliest tokens at each of their positions.
 
 Next file: `replay.py`.
 """
@@ -21,7 +21,7 @@ from lade.hf.doors import generate
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
-_MAX_LOGITS = 2**26  # at once: 256 MiB in float32, over a thousand tokens of most vocabularies
+_MAX_LOGITS = 2**26  # per forward: 256 MiB in float32; 1365 tokens of a 49,152-token vocabulary
 
 
 def record(
@@ -33,16 +33,15 @@ def record(
     traces: list[Trace],
     on_trace: Callable[[Trace], None] = lambda trace: None,
 ) -> None:
-    """Answer all prompts with `lade.generate`, one by one, appending to `traces` as they come.
+    """Answer all prompts with `lade.generate`, one by one, appending to `traces` as each is done.
 
     Args:
         loaded: the model.
-        prompts: to answer.
-        settings: of single rows; the n-th prompt is answered with seed + n, as in `run_methods`.
-        num_successors: how many of the likeliest tokens to keep at each position; a smaller
-            vocabulary has no more than all.
-        traces: gets the traces.
-        on_trace: told of each one.
+        prompts: the prompts to answer.
+        settings: for single rows; the n-th prompt is answered with seed + n, as in `run_methods`.
+        num_successors: likeliest tokens to keep at each position; all of a smaller vocabulary.
+        traces: receives the traces.
+        on_trace: called with each trace.
     """
     assert settings.has_one_row
     pad_token_id = find_pad_token_id(loaded)
@@ -68,18 +67,18 @@ def record(
 
 
 def vocab_size_of(model: Any) -> int:
-    """Return how many tokens a model has; no draft may hold others."""
+    """Return the vocabulary size of a model, which bounds the token ids of drafts."""
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> Successors:
-    """Return the likeliest tokens after each of successive tokens, [num_tokens, num_successors].
+    """Return the likeliest tokens after each token of a text, [num_tokens, num_successors].
 
-    The text is run in as many tokens at a time as bound the memory of their logits.
+    The text is run in chunks, to bound the memory of their logits.
 
     Raises:
-        UnsupportedModelError: the text is longer than that, and the model has no cache to run the
-            rest with.
+        UnsupportedModelError: the text is longer than a chunk, and the model has no cache to run
+            the rest with.
     """
     vocab_size = vocab_size_of(model)
     size = max(1, _MAX_LOGITS // vocab_size)

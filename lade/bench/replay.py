@@ -1,10 +1,10 @@
-"""Replaying traces: what a drafter would have had accepted, without running a model.
+"""Replay traces: what a drafter would have had accepted, without running a model.
 
-The loop is that of `lade/decoder.py` for one row that takes the recorded tokens for the target's
-choices, every step verifying all nodes that it may. One thing differs: a recording knows what the
-target found likely along the answer, and not behind tokens that were drafted and rejected. Drafters
-that harvest those, too, learn less here than they do live, and so their replayed numbers are too
-low. Next file: `replay_report.py`.
+The loop is that of `lade/decoder.py` for one row, with the recorded tokens as the target's choices
+and every step verifying as many nodes as it may. One thing differs: a recording has the target's
+successors along the answer, but not after draft tokens that were rejected. Drafters that harvest
+those too learn less here than live, so their replayed numbers are too low. Next file:
+`replay_report.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from lade.stats import DecodeStats, Step
 from lade.tree import Tree
 from ngram_pool import Draft, SuccessorTable
 
-#: Of a prompt, the last tokens whose successors decoding harvests: the very last, and those before.
+#: Number of last prompt tokens whose successors decoding harvests, the very last one included.
 NUM_HARVESTED_PROMPT_TOKENS = MAX_PROMPT_TOKENS + 1
 
 _ROW = 0
@@ -48,7 +48,7 @@ class Replay(NamedTuple):
 
 
 def replayable() -> list[str]:
-    """Return the names of all methods whose drafters can be had without a model."""
+    """Return the names of all methods whose drafters work without a model."""
     return [name for name, info in METHODS.items() if info.drafter is not None]
 
 
@@ -62,22 +62,22 @@ def replay(
     replays: list[Replay],
     on_replay: Callable[[Replay], None] = lambda replay: None,
 ) -> None:
-    """Replay all traces with every method and node count, appending to `replays` as they come.
+    """Replay all traces with every method and draft size, appending to `replays`.
 
-    Each method begins anew with every node count, and goes on from what it has learned in further
-    passes, but for those that begin anew with every prompt.
+    Each method starts afresh with every draft size and keeps what it has learned from pass to pass,
+    except for those that start afresh with every prompt.
 
     Args:
-        recorded: what to replay.
-        methods: of `replayable`.
-        node_counts: the greatest numbers of nodes in a draft.
-        num_passes: how often to replay all of it.
+        recorded: the traces to replay.
+        methods: names from `replayable`.
+        node_counts: draft sizes, each the maximum draft tokens of a step.
+        num_passes: how often to replay everything.
         prewarmed: the table that `lade.prewarm` made for the target, for methods that use one.
-        replays: gets the results.
-        on_replay: told of each one.
+        replays: receives the results.
+        on_replay: called with each result.
 
     Raises:
-        ValueError: a drafter wants to know more successors than were recorded.
+        ValueError: a drafter needs more successors than were recorded.
     """
     for name in methods:
         for max_draft_tokens in node_counts:
@@ -99,15 +99,14 @@ def replay_trace(
     recorded: Traces,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> DecodeStats:
-    """Let a drafter draft along one answer; return what would have been accepted.
+    """Draft along one recorded answer; return what would have been accepted.
 
     Args:
-        trace: of `recorded`.
-        drafter: is fed the prompt and the answer.
-        max_draft_tokens: the most that a draft may have; all that the drafter proposes are
-            verified.
-        recorded: has the limits of the recording.
-        on_step: told of every step after prefill.
+        trace: a trace of `recorded`.
+        drafter: drafts, and observes the prompt and the answer.
+        max_draft_tokens: maximum draft tokens of a step; all that are proposed are verified.
+        recorded: the recording, for its limits.
+        on_step: called with every step after the prefill.
     """
     stats = DecodeStats(num_prefills=1)
     proposer = Proposer(drafter, recorded.vocab_size)
@@ -142,7 +141,7 @@ def replay_trace(
 
 
 def _verified(draft: Draft, token_ids: Sequence[int], length: int) -> Step:
-    """Walk down a draft along the answer; `length` tokens of it are committed."""
+    """Verify a draft against the recorded text, of which `length` tokens are committed."""
     parents = draft.parents.tolist()
     children = {
         place: node
@@ -161,7 +160,7 @@ def _verified(draft: Draft, token_ids: Sequence[int], length: int) -> Step:
 
 
 def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
-    """Tell the drafter of tokens `start` up to `stop` of a trace, all run in one forward."""
+    """Feed the successors at tokens `start` up to `stop` of a trace, as if run in one forward."""
     if start == stop:
         return
     tree = Tree.build(trace.token_ids[start], chain(trace.token_ids[start + 1 : stop]))
@@ -180,7 +179,7 @@ def _make(name: str, prewarmed: SuccessorTable | None) -> Drafter:
 
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:
-    """Raise if the drafter wants more of the target's likeliest tokens than are known."""
+    """Raise if the drafter needs more successors than were recorded."""
     wanted = num_successors_of(drafter)
     known = recorded.num_successors
     if wanted > known and known < recorded.vocab_size:

@@ -1,4 +1,4 @@
-"""What replays came to, as a table and as JSON: one curve over draft sizes for each method.
+"""Results of replays as a table and as JSON: a curve over draft sizes for each method.
 
 Next file: `project.py`.
 """
@@ -21,9 +21,9 @@ _COLUMNS = (
 class Point(NamedTuple):
     """One method with one draft size, over the answers of one group, in one pass."""
 
-    group: str  # a category, or all answers but those that loop, or those
+    group: str  # a category, `OVERALL` (all answers without loops) or `LOOPS`
     method: str
-    max_draft_tokens: int  # draft tokens
+    max_draft_tokens: int
     num_pass: int
     num_answers: int
     num_tokens: int
@@ -34,12 +34,12 @@ class Point(NamedTuple):
     draft_sec_per_step: float
 
     def label(self, num_passes: int) -> str:
-        """Return the method's name, with the pass where there are several."""
+        """Return the method's name, with the pass if there are several."""
         return self.method if num_passes == 1 else f"{self.method}, pass {self.num_pass + 1}"
 
 
 def points(replays: Sequence[Replay]) -> list[Point]:
-    """Sum replays up, group by group; methods, draft sizes and passes keep their order."""
+    """Sum up replays by group; methods, draft sizes and passes keep their order."""
     made = []
     for group, part in groups(replays).items():
         by_run: dict[tuple[str, int, int], list[Replay]] = {}
@@ -67,7 +67,7 @@ def points(replays: Sequence[Replay]) -> list[Point]:
 
 
 def table(made: Sequence[Point], caption: str | None = None) -> Sheet:
-    """Return the table of all answers together, and of those that loop, apart."""
+    """Return a table of all answers without loops and, in a section apart, of those with loops."""
     num_passes = num_passes_of(made)
     sections = [
         [_cells(point, num_passes) for point in made if point.group == group]
@@ -88,7 +88,7 @@ def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_passes_of(made: Sequence[Point]) -> int:
-    """Return how many passes there are."""
+    """Return the number of passes."""
     return 1 + max(point.num_pass for point in made)
 
 

@@ -19,7 +19,7 @@ _SUMMARY_COLUMNS = (
     *("tokens/s", "speed-up", "MAT", "draft tokens/step", "same text"),
     *("accepted", "corrected", "draft ms/step"),
 )
-_DIGITS = 6  # behind the point, in files
+_DIGITS = 6  # decimal places, in files
 
 LOOPS = "ending in a loop"
 OVERALL = "overall"
@@ -37,9 +37,9 @@ _G = TypeVar("_G", bound=_Grouped)
 
 
 def groups(results: Sequence[_G]) -> dict[str, list[_G]]:
-    """Return results by category, then all of them, then those that loop, kept apart.
+    """Return results without loops by category, then all of these, then those with loops.
 
-    A batch is among those that loop if one of its rows does.
+    A batch counts as one with loops if one of its rows has one.
     """
     clean = [result for result in results if not result.loops]
     by_name: dict[str, list[_G]] = {}
@@ -60,10 +60,10 @@ def table(
     *,
     keep: bool = False,
 ) -> Sheet:
-    """Return the table of all groups and methods, with each pass apart if pools were kept.
+    """Return a table of all groups and methods, with each pass apart if pools were kept.
 
-    Where there are several passes, the last column is the share of sequences with the same text in
-    all of them, or, of a pass apart, with the text of the first.
+    With several passes, the last column is the share of sequences with the same text in all of them
+    or, for a pass apart, with the text of the first.
     """
     sections = []
     for name, part in groups(results).items():
@@ -94,10 +94,10 @@ def table(
 
 
 def table_of_files(paths: Sequence[Path]) -> Sheet:
-    """Return one table of several result files of `run`, the answers without loops of each.
+    """Return one table of several result files of `lade bench run`, loops left out.
 
     Raises:
-        ValueError: a file is no such result file.
+        ValueError: a file is not such a result file.
     """
     sections, captions = [], []
     for path in paths:
@@ -117,7 +117,7 @@ def table_of_files(paths: Sequence[Path]) -> Sheet:
         )
         hardware = environment["gpu"] if "cuda" in settings["device"] else environment["cpu"]
         parts = [settings["model"], settings["dtype"], hardware, f"{settings['threads']} threads"]
-        if settings.get("verification") is not None:  # older results do not know
+        if settings.get("verification") is not None:  # older results lack it
             parts.append(f"verification: {settings['verification']}")
         captions.append(f"{path.stem}: {', '.join(parts)}, {environment['date']}")
     headings = ("results", "decoding", "prompts", "method", *_SUMMARY_COLUMNS)
@@ -125,7 +125,7 @@ def table_of_files(paths: Sequence[Path]) -> Sheet:
 
 
 def cells(summary: Summary) -> tuple[str, ...]:
-    """Return a summary's numbers as text, but for that of its prompts."""
+    """Return a summary's numbers as text, except its number of prompts."""
     return (
         f"{summary.tokens_per_sec:.1f}",
         speedup_text(summary.speedup),
@@ -153,14 +153,14 @@ def share_text(share: float | None) -> str:
 
 
 def msec_text(sec: float | None) -> str:
-    """Return a short time as tables show it."""
+    """Return seconds as milliseconds, as tables show them."""
     return "" if sec is None else f"{1000 * sec:.3f}"
 
 
 def as_json(
     results: Sequence[Result], methods: Sequence[str], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return everything a reader needs to judge the numbers, and to check them."""
+    """Return everything that a reader needs to judge and check the numbers."""
     summary: dict[str, Any] = {}
     for name, part in groups(results).items():
         summary[name] = {}
@@ -169,7 +169,7 @@ def as_json(
             each = [rounded(summarise(p, method)._asdict()) for p in passes_of(part)]
             entry["speedup_of_each_pass"] = [of_pass["speedup"] for of_pass in each]
             entry |= rounded({"share_repeated": share_repeated(part, method)})
-            if settings.get("keep"):  # passes are no repeats of each other then
+            if settings.get("keep"):  # then passes are not repeats of each other
                 entry["each_pass"] = each
             summary[name][method] = entry
     return {
@@ -181,7 +181,7 @@ def as_json(
 
 
 def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry of a file with floating-point numbers of a few digits."""
+    """Return an entry of a file with its floating-point numbers rounded."""
     return {
         name: round(value, _DIGITS) if isinstance(value, float) else value
         for name, value in entry.items()
@@ -189,12 +189,12 @@ def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_fingerprint(path: Path) -> dict[str, str]:
-    """Return the name and digest of a file that results came from and are not stored with."""
+    """Return name and digest of a file that results depend on but do not include."""
     return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file, one prompt, batch or run a line."""
+    """Write a result file, with one prompt, batch or run per line."""
     lists = {name: content[name] for name in ("prompts", "runs") if name in content}
     text = json.dumps({name: content[name] for name in content if name not in lists}, indent=1)
     for name, entries in lists.items():
@@ -211,7 +211,7 @@ def _decoding(settings: Settings) -> str:
 class _ResultFile(NamedTuple):
     environment: dict[str, Any]
     settings: dict[str, Any]
-    overall: dict[str, Summary]  # of all answers without loops, by method, or by method and pass
+    overall: dict[str, Summary]  # over all answers without loops, by method or by method and pass
 
 
 def _read_result(path: Path) -> _ResultFile:
@@ -232,7 +232,7 @@ def _read_result(path: Path) -> _ResultFile:
 
 
 def _summary_from(entry: Mapping[str, Any]) -> Summary:
-    defaults = Summary._field_defaults  # of what older files do not have
+    defaults = Summary._field_defaults  # for what older files lack
     return Summary(
         *(
             entry.get(name, defaults[name]) if name in defaults else entry[name]

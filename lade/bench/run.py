@@ -1,4 +1,4 @@
-"""Running methods in turn over prompts, and summing up what they did.
+"""Run methods in turn over prompts and summarise the results.
 
 Next file: `report.py`.
 """
@@ -19,7 +19,7 @@ from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
-#: The category of a batch whose prompts are of several.
+#: The category of a batch with prompts of several categories.
 MIXED = "mixed"
 
 _LOOP_MAX_PERIOD = 32
@@ -28,13 +28,13 @@ _LOOP_MIN_REPEATS = 3
 
 
 class Result(NamedTuple):
-    """All answers to one prompt, or to one batch of them, in one pass."""
+    """All methods' answers to one prompt or batch, in one pass."""
 
     prompts: Sequence[Prompt]
     num_pass: int
-    num_prompt_tokens: int  # of all of them, without padding
+    num_prompt_tokens: int  # of all prompts, without padding
     answers: dict[str, Answer]  # by method
-    loops: bool  # plain's answer (or the first method's) ends in a loop, in one row at least
+    loops: bool  # whether a row of plain's (or the first method's) answer ends in a loop
 
     @property
     def category(self) -> str:
@@ -49,10 +49,10 @@ class Summary(NamedTuple):
     num_prompts: int
     tokens_per_sec: float
     speedup: float | None  # over plain, in the same pass; None without plain
-    mean_accepted_tokens: float  # per step of a row, so that plain is 1.00 at any batch size
-    draft_tokens_per_step: float  # per step of a row, too
+    mean_accepted_tokens: float  # per row and step, so that plain is 1.00 at any batch size
+    draft_tokens_per_step: float  # per row and step, too
     same_text: float | None  # share of sequences with plain's text; None without plain
-    # As `DecodeStats` counts them; None for methods that do not have it.
+    # As `DecodeStats` counts them; None for methods without it.
     acceptance_rate: float | None = None
     correction_rate: float | None = None
     draft_sec_per_step: float | None = None
@@ -61,9 +61,9 @@ class Summary(NamedTuple):
 def warm_up_methods(
     loaded: LoadedModel, methods: Sequence[str], settings: Settings, config: Config | None = None
 ) -> dict[str, str]:
-    """Let every method answer once, shortly; return which of them the model cannot do, and why.
+    """Warm up every method; return those that the model cannot do, with the reasons.
 
-    Only methods with a way of verifying of their own are left out like this.
+    Only methods that fix a verification method are left out like this.
 
     Raises:
         UnsupportedModelError: no method is left, or `config` asks for what the model cannot do.
@@ -91,13 +91,13 @@ def run_methods(
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
-    """Answer all prompts with every method, batch by batch, appending to `results` as they come.
+    """Answer all prompts with every method, batch by batch, appending to `results`.
 
-    The methods have been warmed up (`warm_up_methods`).
-    Methods take turns at every batch, beginning with another one each time, so that a machine that
-    slows down slows all alike. A pass begins with the same seeds: all passes, and with exact
-    arithmetic all methods, make the same texts. It also begins with new methods, and so with empty
-    pools, unless `keep`: then each pass goes on from the pools that the one before has filled.
+    The methods must have been warmed up (`warm_up_methods`). They take turns at every batch, each
+    time starting with another one, so that a machine that slows down slows all alike. Every pass
+    uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
+    It also starts with new methods and so with empty pools, unless `keep` is set: then each pass
+    goes on with the pools that the one before has filled.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
@@ -127,10 +127,10 @@ def run_methods(
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Tell whether the text ends in the same few tokens over and over.
+    """Return whether a text ends in the same few tokens over and over.
 
-    That is: its end is a block of at most 32 tokens three times or more, 24 tokens or more in all.
-    Greedy decoding of small models often does so, which flatters every n-gram method.
+    That is, it ends in a block of at most 32 tokens, three times or more, over 24 tokens or more.
+    Small models often loop in greedy decoding, which flatters every n-gram method.
     """
     for period in range(1, _LOOP_MAX_PERIOD + 1):
         length = max(_LOOP_MIN_REPEATS * period, _LOOP_MIN_TOKENS)
@@ -149,15 +149,15 @@ def passes_of(results: Iterable[Result]) -> list[list[Result]]:
 
 
 def summarise(results: Iterable[Result], method: str) -> Summary:
-    """Sum one method up: within each pass, then the median over passes."""
+    """Summarise one method: within each pass, then the median over passes."""
     passes = [_summarise_pass(part, method) for part in passes_of(results)]
     return Summary(*(_median(values) for values in zip(*passes, strict=True)))
 
 
 def share_repeated(results: Iterable[Result], method: str) -> float | None:
-    """Return the share of sequences with the same text in all passes; None where there is one.
+    """Return the share of sequences with the same text in all passes; None for a single pass.
 
-    Passes differ in what pools hold, if those live on (`run_methods`, keep), and in timing.
+    Passes differ in timing and, if pools are kept (`keep` of `run_methods`), in what those hold.
     """
     texts = [[row for r in part for row in r.answers[method].rows] for part in passes_of(results)]
     if len(texts) < 2:
@@ -195,7 +195,7 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
 
 
 def _stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
-    """Add up what was counted, where the method counts."""
+    """Return the sum of the answers' stats; None if the method has none."""
     total = DecodeStats()
     for answer in answers:
         if answer.stats is None:

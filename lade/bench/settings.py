@@ -1,4 +1,4 @@
-"""`Settings`: how every method of a run decodes.
+"""`Settings`: the decoding settings of a run.
 
 Next file: `baselines.py`.
 """
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """How every method of a run decodes; all of them get the same.
+    """Decoding settings of a run, the same for every method.
 
     Raises:
         ValueError: a value is out of range, or would have no effect.
     """
 
     max_new_tokens: int
-    temperature: float = 0.0  # 0 is greedy; above, plain sampling at this temperature
+    temperature: float = 0.0  # 0 is greedy; above it, plain sampling at this temperature
     top_p: float = 1.0  # 1 is off
     seed: int = 0  # the n-th batch of every pass is answered with seed + n, by each method
     batch_size: int = 1  # prompts per call
-    num_return_sequences: int = 1  # samples of each prompt
+    num_return_sequences: int = 1  # samples per prompt
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size", "num_return_sequences"):
@@ -46,7 +46,7 @@ class Settings:
 
     @property
     def num_rows(self) -> int:
-        """How many sequences a call decodes."""
+        """Number of sequences that a call decodes."""
         return self.batch_size * self.num_return_sequences
 
     @property
@@ -66,7 +66,7 @@ class Settings:
         return options
 
     def describe(self) -> str:
-        """Return the settings in words, all that differ from greedy decoding of one sequence."""
+        """Describe in words what differs from greedy decoding of one sequence."""
         parts = [f"sampling at temperature {self.temperature:g}" if self.temperature else "greedy"]
         if self.top_p < 1:
             parts.append(f"top-p {self.top_p:g}")

@@ -13,29 +13,29 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-_NUMBER = re.compile(r"[-+]?\d")  # what a cell of numbers begins with
+_NUMBER = re.compile(r"[-+]?\d")  # the start of a numeric cell
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What stands in a table; each row has a cell for every heading."""
+    """Content of a table; each row has a cell for every heading."""
 
     title: str
     headings: Sequence[str]
-    num_words: int  # the first columns say what a row is of
+    num_words: int  # number of leading columns, which identify a row
     sections: Sequence[Sequence[Sequence[str]]]  # of rows
     caption: str | None = None  # may have several lines
-    num_notes: int = 0  # the last columns hold sentences
-    warn_of: Sequence[str] = ()  # rows with a cell of these are red
+    num_notes: int = 0  # number of trailing columns, which hold sentences
+    warn_of: Sequence[str] = ()  # rows with one of these cells are red
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        """Draw the table for a terminal, which few columns of numbers fill already.
+        """Draw the table for a terminal, which a few columns of numbers already fill.
 
-        So headings are folded, and all words but a row's last are a line above the rows that share
-        them; sentences stand below their row, and columns without any cell are left out. The others
-        are as wide as what they hold; a terminal that is narrower wraps their lines.
+        So headings are folded; all words of a row but the last are a line above the rows that share
+        them; sentences are below their row; and empty columns are left out. The others are as wide
+        as their content; a narrower terminal wraps their lines.
         """
         first, end = self.num_words - 1, len(self.headings) - self.num_notes
         every_row = [row for rows in self.sections for row in rows]

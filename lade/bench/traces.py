@@ -1,8 +1,8 @@
-"""Traces: recorded answers with what the target found likely at every position, in a file.
+"""Traces: recorded answers with the target's likeliest tokens at every position, in a file.
 
-The file is in the safetensors format, which holds numbers and text and never code. It has
+The file is in the safetensors format, which holds numbers and text but never code. It has
 
-    token_ids              int32   [num_tokens]                  all traces, one after the other
+    token_ids              int32   [num_tokens]                  all traces, one after another
     starts                 int64   [num_traces + 1]              where each begins; then num_tokens
     prompt_lengths         int64   [num_traces]                  the rest of a trace is the answer
     successor_token_ids    int32   [num_tokens, num_successors]  likeliest next tokens, best first
@@ -39,18 +39,18 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class Trace(NamedTuple):
-    """One prompt, the answer to it, and what the target found likely after each token."""
+    """One prompt, its answer, and the target's successors of each token."""
 
     id: str
     category: str
-    loops: bool  # the answer ends in a loop
+    loops: bool  # whether the answer ends in a loop
     token_ids: list[int]  # prompt and answer, at least one token each
     num_prompt_tokens: int
     successors: Successors  # [num_tokens, num_successors]
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
@@ -64,22 +64,22 @@ class Traces:
 
     @property
     def max_new_tokens(self) -> int:
-        """How long an answer could get; shorter ones ended in an EOS token."""
+        """Maximum length of an answer; shorter ones ended in an EOS token."""
         return int(self.settings["max_new_tokens"])
 
     @property
     def vocab_size(self) -> int:
-        """What no token id reaches."""
+        """Vocabulary size; every token id is below it."""
         return int(self.settings["vocab_size"])
 
     @property
     def num_successors(self) -> int:
-        """How many of the likeliest tokens are known at each position."""
+        """Number of the likeliest tokens that are known at each position."""
         return int(self.traces[0].successors.token_ids.shape[1])
 
 
 def write_traces(path: Path, recorded: Traces) -> None:
-    """Write a file of traces; it is whole or not there, whatever comes between."""
+    """Write a file of traces, completely or, whatever goes wrong, not at all."""
     from safetensors.numpy import save
 
     traces = recorded.traces
@@ -115,10 +115,10 @@ def write_traces(path: Path, recorded: Traces) -> None:
 
 
 def read_traces(path: Path) -> Traces:
-    """Read a file of traces, and check all of it.
+    """Read a file of traces and check all of it.
 
     Raises:
-        ValueError: it is no such file, of another version, or damaged; says where.
+        ValueError: it is not such a file, of another version, or damaged; says where.
         OSError: it cannot be read.
     """
     try:
@@ -152,13 +152,13 @@ _Arrays = dict[str, NDArray[Any]]
 
 
 class _TraceFileError(Exception):
-    """What is wrong with a file."""
+    """A fault in a file of traces."""
 
 
 def _load(path: Path) -> tuple[_Arrays, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
-    with path.open("rb"):  # so that a missing file is told apart from a wrong one
+    with path.open("rb"):  # to tell a missing file from a wrong one
         pass
     try:
         with safe_open(path, framework="numpy") as file:

@@ -1,1 +1,4 @@
-"""How much of a draft to verify, by measured costs and measured trust; no tensor and no model."""
+"""How many draft tokens to verify, by measured step costs and by measured trust in the drafter.
+
+Nothing here sees a tensor or a model.
+"""

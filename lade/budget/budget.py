@@ -1,7 +1,7 @@
-"""How many draft tokens to verify now.
+"""Budgets: how many draft tokens a step verifies.
 
-`MeasuredBudget` joins what forwards cost (`costs.py`) and how far to believe a drafter
-(`trust.py`).
+`MeasuredBudget` combines the measured costs of forwards (`costs.py`) with the measured trust in a
+drafter (`trust.py`).
 """
 
 from bisect import bisect_right
@@ -15,18 +15,18 @@ from lade.budget.trust import Outcome, Trust
 
 
 class Budget(Protocol):
-    """Decides the size of the tree; it can change the speed of decoding, never the text."""
+    """Policy for the size of the tree; it can change the speed of decoding, never the text."""
 
     @property
     def max_draft_tokens(self) -> int:
-        """The greatest number of draft nodes worth asking for."""
+        """Maximum number of draft tokens worth asking a drafter for."""
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
-        """Return how many of the best nodes of each row's draft to verify.
+        """Return how many nodes of each row's draft to verify, best first.
 
         Args:
-            probs: for each row of the batch the probabilities of its draft, best first.
-            num_pending: tokens of each row that the forward runs besides the root and the draft.
+            probs: for each row of the batch, the probabilities of its draft's nodes, best first.
+            num_pending: tokens per row that the forward runs besides the root and the draft.
         """
 
     def record(
@@ -41,15 +41,16 @@ class Budget(Protocol):
 
         Args:
             num_rows: rows of the batch.
-            num_nodes: draft nodes it verified in each row, pending tokens included.
-            forward_sec: time of its forward; None where that says nothing of others.
-            outcomes: of the rows that emitted.
-            num_emitted: tokens so far, by row, of the rows that the next step asks about, in order.
+            num_nodes: tokens per row that the forward ran besides the root, pending ones included.
+            forward_sec: seconds of the forward; None where not representative of others.
+            outcomes: one for each row that emitted.
+            num_emitted: by row, tokens emitted so far; the rows that the next step asks about, in
+                that order.
         """
 
 
 class FixedBudget:
-    """Verify up to a given number of nodes, whatever they cost: for runs that repeat exactly."""
+    """Budget of a fixed number of nodes, whatever they cost, for reproducible runs."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
@@ -69,18 +70,18 @@ class FixedBudget:
         """Learn nothing."""
 
 
-_FADING = 0.9  # of what was verified before, a step
+_FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
 
 
 class PricedBudget:
-    """Verify as many nodes as pay by given costs and the drafter's own word: runs repeat exactly.
+    """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
 
     Args:
-        step_costs: by tokens of a whole forward, all rows together, what a step costs, in any unit;
-            at least two sizes. Those between are interpolated, those beyond the largest go on as
-            between the last two.
+        step_costs: cost of a step, in any unit, by the number of tokens in the whole forward, all
+            rows together; at least two sizes. Sizes between them are interpolated, larger ones
+            extrapolated from the last two.
     """
 
     max_draft_tokens = _MAX_DRAFT_TOKENS
@@ -90,7 +91,7 @@ class PricedBudget:
         self._costs = np.array([step_costs[size] for size in sorted(step_costs)], np.float64)
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
-        """Return the number of nodes with the best ratio of expected tokens to given cost."""
+        """Return the number of nodes with the best ratio of expected tokens to the given cost."""
         gains = _gains(probs, [1 / len(probs)] * len(probs))
         tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
         return int((gains / interpolated(tokens, self._sizes, self._costs)).argmax())
@@ -106,57 +107,55 @@ class PricedBudget:
         """Learn nothing."""
 
 
-# A batch is done when its slowest row is done. So most of the weight lies on the rows that are
-# behind, e times less for each `_LEAD` tokens that another one is ahead; rows ahead keep a share,
-# for a batch that has lost them is cheaper to run. Replay of recorded answers by 8 rows, measured
-# costs, against plain decoding: 1.00 with equal weights, 1.03 with these; shares of 0 to 0.3 and
-# leads of 2 to 8 differ little.
+# A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e
+# times less for each `_LEAD` tokens that a row is ahead of the last one. Rows ahead keep a share,
+# because a batch that has lost them is cheaper to run. Replay of recorded answers with 8 rows and
+# measured costs, relative to plain decoding: 1.00 with equal weights, 1.03 with these; shares of 0
+# to 0.3 and leads of 2 to 8 differ little.
 _LEAD = 4.0
 _SHARE_OF_ALL = 0.2
-# Rows differ in how well they can be foreseen; so quickly is that learned, beside what all rows
-# teach. (A factor for the text at hand gains nothing where there is one row.)
+# Rows differ in how predictable they are: each learns a factor on top of what all rows teach, with
+# this memory and prior. (With a single row, such a factor gains nothing.)
 _MEMORY_OF_ROW = 0.95
 _PRIOR_OF_ROW = 1.0
 
 
 class _Row(NamedTuple):
-    """How one row of a batch is doing."""
+    """Progress and predictability of one row of a batch."""
 
     num_emitted: int = 0
-    expected: float = 0.0  # next tokens foreseen, the past fading away
-    came: float = 0.0  # how many really were
+    expected: float = 0.0  # expected number of steps whose next token was drafted, decayed
+    came: float = 0.0  # actual number of them, decayed
 
     @property
     def trust(self) -> float:
-        """How much better its promises are than those of all rows."""
+        """Ratio of actual to expected, smoothed: how the row compares with all rows."""
         return (_PRIOR_OF_ROW + self.came) / (_PRIOR_OF_ROW + self.expected)
 
 
 class MeasuredBudget:
-    """Verify as many nodes as maximise the expected tokens per second, down to none.
+    """Budget that maximises the expected tokens per second, with no nodes at all if need be.
 
-    The cost of a forward is measured per size as decoding goes, apart for each doubling of the
-    batch; the state is some hundred numbers for each. Decisions follow from what was recorded, and
+    The cost of a forward is measured per size during decoding, separately for each doubling of the
+    batch; the state is some hundred numbers for each. Decisions depend only on what was recorded;
     nothing is drawn at random.
     """
 
     def __init__(self) -> None:
-        self._recent_most = float(
-            _MAX_DRAFT_TOKENS
-        )  # nodes that were verified lately, the most of them
-        self._costs: dict[int, Costs] = {}  # by the batch size's number of bits
+        self._recent_most = float(_MAX_DRAFT_TOKENS)  # most nodes verified lately, decayed
+        self._costs: dict[int, Costs] = {}  # by the bit length of the batch size
         self._trust = Trust()
-        self._rows: dict[int, _Row] = {}  # those that the next step asks about
+        self._rows: dict[int, _Row] = {}  # the rows that the next step asks about
 
     @property
     def max_draft_tokens(self) -> int:
-        """Twice what was verified lately: every node that is asked for takes time, used or not."""
+        """A little over twice what was verified lately: nodes cost time to draft, used or not."""
         return min(_MAX_DRAFT_TOKENS, _LEAST_ASKED + int(2 * self._recent_most))
 
     def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""
         costs = self._costs_of(len(probs))
-        # Sizes of the whole forward; the smallest has no draft.
+        # Sizes of the whole forward, in tokens per row; the smallest has no draft.
         smallest, longest = 1 + num_pending, 1 + num_pending + max(map(len, probs))
         if costs.must_begin() or longest == smallest:
             return 0
@@ -185,7 +184,7 @@ class MeasuredBudget:
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
     ) -> None:
-        """Learn what a forward of this size costs, and how often nodes of each promise came."""
+        """Learn the cost of a forward of this size and how far to trust drafted probabilities."""
         if forward_sec is not None:
             self._costs_of(num_rows).record(num_nodes + 1, forward_sec)
         if num_rows > 1:
@@ -194,18 +193,18 @@ class MeasuredBudget:
             self._trust.record(outcomes)
 
     def _rows_of(self, num_rows: int) -> list[_Row]:
-        """Return what is known of the rows; nothing in a call that begins, or where some wait."""
-        rows = [*self._rows.values()]  # at once: calls of other threads replace them
+        """Return what is known of the rows; nothing as a call begins or while some rows wait."""
+        rows = [*self._rows.values()]  # read once: calls of other threads replace it
         if num_rows == 1 or len(rows) != num_rows:
             return [_Row()] * num_rows
         return rows
 
     def _record_rows(self, outcomes: Sequence[Outcome], num_emitted: Mapping[int, int]) -> None:
-        """Learn how far each row is, and how well its next token was foreseen."""
+        """Learn how far each row is, and how well its next token was predicted."""
         rows = {}
         for row, num in num_emitted.items():
             known = self._rows.get(row, _Row())
-            # One that has become shorter belongs to another call.
+            # A row that has become shorter belongs to another call.
             rows[row] = known._replace(num_emitted=num) if known.num_emitted <= num else _Row(num)
         for row, draft, token_ids in outcomes:
             if row in rows:
@@ -222,7 +221,7 @@ class MeasuredBudget:
     def _costs_of(self, num_rows: int) -> "Costs":
         num_bits = num_rows.bit_length()
         if num_bits not in self._costs:
-            # Learn from the batch size next to this one: what counts is mostly all rows' tokens.
+            # Start from the nearest batch size: costs depend mostly on the tokens of all rows.
             known = [bits for bits, costs in dict(self._costs).items() if not costs.are_unknown]
             nearest = min(known, key=lambda bits: abs(bits - num_bits), default=None)
             if nearest is None:
@@ -234,7 +233,7 @@ class MeasuredBudget:
 
 
 def _weights(rows: Sequence[_Row]) -> Floats:
-    """Return how much a token is worth in each row; they sum to 1."""
+    """Return the worth of a token in each row; the weights sum to 1."""
     if len(rows) == 1:
         return np.ones(1)
     num_emitted = np.array([row.num_emitted for row in rows])
@@ -244,11 +243,11 @@ def _weights(rows: Sequence[_Row]) -> Floats:
 
 
 def _gains(probs: Sequence[Sequence[float] | Floats], weights: Sequence[float] | Floats) -> Floats:
-    """Return how many tokens a step is expected to emit by nodes verified in each row, from 0.
+    """Return the expected tokens of a step for 0, 1, … nodes verified in each row.
 
     Args:
-        probs: of the nodes of each row.
-        weights: of the rows; they sum to 1.
+        probs: probabilities of each row's nodes, best first.
+        weights: one for each row; they sum to 1.
     """
     gains = np.zeros(1 + max(map(len, probs)))
     for of_row, weight in zip(probs, weights, strict=True):

@@ -1,4 +1,4 @@
-"""How far to believe the drafter: what became of nodes that were promised so much."""
+"""How far to trust a drafter's probabilities, by what became of its nodes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,38 +14,39 @@ class Outcome(NamedTuple):
 
     row: int
     draft: Draft  # all that was proposed, verified or not
-    token_ids: Sequence[int]  # what the step emitted
+    token_ids: Sequence[int]  # emitted by the step
 
 
-# What nodes are promised is told apart in these intervals; lower ends but the first.
+# Promised probabilities are grouped into intervals; these are the lower bounds but the first.
 _PROMISES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
 )
-# Weight that the past keeps per step: short, for the worst is a text that stops being predictable.
+# Weight that the past keeps per step: a short memory, because the worst case is a text that stops
+# being predictable.
 _MEMORY = 0.9
-_PRIOR_WEIGHT = 2.0  # as if so many tokens had been promised, and had come
+_PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
 
 
 class Trust:
-    """How often nodes are accepted, by what their drafter promises.
+    """How often nodes are accepted, by the probability that their drafter promised.
 
-    Nodes that were not verified teach as well, wherever the emitted tokens show what would have
-    become of them: learned from verified drafts alone, a few early failures switch drafting off for
-    good. For the same reason text that becomes predictable again is noticed without any probing.
+    Nodes that were not verified count as well, wherever the emitted tokens show what would have
+    become of them: with verified nodes alone, a few early failures would switch drafting off for
+    good. This is also how text that becomes predictable again is noticed without any probing.
     """
 
     def __init__(self) -> None:
-        self._promised = np.zeros(len(_PROMISES) + 1)  # sums over nodes, the past fading away
+        self._promised = np.zeros(len(_PROMISES) + 1)  # decayed sums over nodes, by interval
         self._came = np.zeros(len(_PROMISES) + 1)
-        self._worth = np.ones(len(_PROMISES) + 1)  # of a promise
+        self._worth = np.ones(len(_PROMISES) + 1)  # acceptance over promise
 
     def believed(self, probs: Sequence[float] | Floats, factor: float = 1.0) -> Floats:
-        """Return what to expect of nodes with these promises, times a factor."""
+        """Return the corrected probabilities of nodes, times a factor, at most 1."""
         worth: Floats = self._worth[_PROMISES.searchsorted(probs, "right")]
         return np.minimum(1.0, factor * worth * probs)
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Hold promises against what came; rows together weigh as one."""
+        """Compare promises with what was emitted; all rows together weigh as one."""
         probs = np.concatenate([outcome.draft.probs for outcome in outcomes])
         came = [part for outcome in outcomes for part in _what_came(outcome)]
         places = _PROMISES.searchsorted(probs, "right")
@@ -57,15 +58,15 @@ class Trust:
 
 
 def _what_came(outcome: Outcome) -> list[float]:
-    """Return 1 for each node whose path was emitted and 0 for the others.
+    """Return whether the path of each node was emitted: 1, 0, or a probability if unknown.
 
-    Of a node beyond the last emitted token, all of whose known ancestors came, nobody knows: then
-    the drafter's word is taken, given those that came. Left out, the failures beside it would
-    stand alone and teach that long drafts are worth nothing.
+    The fate of a node beyond the last emitted token is unknown if its path up to there was emitted.
+    It counts with the drafter's probability, given that path. If it were left out, only the
+    failures beside it would count, and teach that long drafts are worth nothing.
     """
     draft, token_ids = outcome.draft, outcome.token_ids
     came: list[float] = []
-    known_prob: list[float] = []  # of the last node on each path that is known to have come
+    known_prob: list[float] = []  # of the last node on each path whose fate is known
     nodes = zip(
         draft.token_ids.tolist(),
         draft.parents.tolist(),

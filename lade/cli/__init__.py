@@ -1,7 +1,7 @@
 """The command line: generate, prewarm, demo, bench, check, support.
 
-`app.py` and `bench_app.py` define commands and options; what a command does is in a file of its
-own, imported with all that is heavy only when it runs.
+`app.py` and `bench_app.py` define commands and options. The implementations are in other modules,
+imported with their heavy dependencies only when a command runs.
 """
 
 import signal
@@ -13,12 +13,12 @@ from typing import Any
 
 from lade.errors import LadeError, MissingExtraError
 
-_INTERRUPTED = 130  # exit code of what Ctrl-C has ended, as shells have it
+_INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 _PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Run the command line; errors of use and of the machine print one line, not a traceback."""
+    """Run the command line; usage and system errors print one line, not a traceback."""
     _leave_at_the_second_interrupt()
     _show_warnings_as_notes()
     try:
@@ -34,29 +34,29 @@ def main() -> None:
         _say_stopped()
         sys.exit(_INTERRUPTED)
     except SystemExit as end:
-        if end.code == _INTERRUPTED:  # typer has caught the interrupt
+        if end.code == _INTERRUPTED:  # typer caught the interrupt
             _say_stopped()
         raise
 
 
 def _say_stopped() -> None:
-    # Terminals show what was typed, ^C, in the line that the cursor is in.
+    # Terminals echo ^C on the cursor's line.
     print("\nstopped" if sys.stderr.isatty() else "stopped", file=sys.stderr)
 
 
 def _leave_at_the_second_interrupt() -> None:
-    """Let the first Ctrl-C end a command in order, results written, and the next one at once."""
+    """Let the first Ctrl-C end a command in order, results written, and the second at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
         signal.signal(signal.SIGINT, interrupt)
 
 
 def _show_warnings_as_notes() -> None:
-    """Print what lade itself warns of as one line, once, without the place in its code."""
+    """Print each of lade's own warnings once, on one line, without its source location."""
     shown: set[str] = set()
     usual: Any = warnings.showwarning
 

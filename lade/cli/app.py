@@ -1,6 +1,6 @@
-"""Commands, their options and help texts. What a command does stands in a file of its own.
+"""Commands, their options and help texts; the implementations are in other modules.
 
-The commands of `lade bench` are in `bench_app.py`, the options that several share in `options.py`.
+The commands of `lade bench` are in `bench_app.py`, shared options in `options.py`.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
-    rich_markup_mode="markdown",  # whose paragraphs flow
+    rich_markup_mode="markdown",  # in which paragraphs flow
 )
 
 # Panels of the list of commands.
@@ -47,7 +47,7 @@ _INSPECT = "Inspect"
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options given before a command."""
     if version:
         from lade._version import __version__
 
@@ -104,7 +104,7 @@ def generate(
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     config = make_config(max_draft_tokens, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    from lade.cli.generate import run  # imports transformers, which a wrong name need not wait for
+    from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
     run(asked, loaded, settings, config)
 

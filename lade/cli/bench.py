@@ -1,4 +1,4 @@
-"""`lade bench`: running measurements with a progress bar, and printing their tables."""
+"""`lade bench`: run measurements with a progress bar and print their tables."""
 
 import json
 from collections.abc import Sequence
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 
 def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dict[str, str]]:
-    """Return which methods to run, and which of all are left out and why.
+    """Return the methods to run, and those left out with the reasons.
 
     Args:
-        text: a comma-separated list; None for all that can do what `settings` ask for, but for
-            rivals and those with a way of verifying of their own.
-        settings: batches and several sequences are not for every method.
+        text: a comma-separated list; None for all default methods that support `settings`.
+        settings: some methods support neither batches nor several sequences per prompt.
 
     Raises:
-        ValueError: a method is unknown, named twice, or cannot do it.
+        ValueError: a method is unknown, named twice, or does not support `settings`.
     """
     from lade.bench.methods import METHODS
 
@@ -67,7 +66,7 @@ def run(
     config: Config,
     files: "ResultFiles",
 ) -> None:
-    """Run methods over prompts; print and write what was measured, also after an interruption."""
+    """Run methods over prompts; print and write the results, even after an interruption."""
     import torch
 
     from lade.bench.baselines import BASELINES
@@ -102,7 +101,7 @@ def run(
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
             )
-        except BaseException as error:  # what was measured so far is shown and written all the same
+        except BaseException as error:  # still show and write what was measured so far
             stopped_by = error
     if stopped_by is not None and not results:
         raise stopped_by
@@ -121,7 +120,7 @@ def run(
         "keep": keep,
         "interrupted": stopped_by is not None,
         "config": asdict(config),
-        "verification": target,  # of lade where the method fixes none; else None
+        "verification": target,  # lade's, for methods that fix none; else None
     }
     notes = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
     if target is not None:
@@ -141,15 +140,15 @@ def run(
 
 
 def _of_whole_passes(results: "list[Result]", num_batches: int) -> "list[Result]":
-    """Leave out a pass that was broken off, unless there is no other.
+    """Drop an unfinished pass, unless it is the only one.
 
-    Passes are compared with each other, and medians of different prompts would mislead.
+    Passes are compared with each other; medians over different prompts would mislead.
     """
     return results[: len(results) // num_batches * num_batches] or results
 
 
 def show(paths: list[Path], files: "ResultFiles") -> None:
-    """Print result files as one table, and plot each."""
+    """Print result files as one table and plot each."""
     from lade.bench.plots import plot_speedups
     from lade.bench.report import table_of_files
 
@@ -171,7 +170,7 @@ class ResultFiles:
     plot: Path | None = None  # a folder
 
     def check(self) -> None:
-        """Raise before any work is done if one of them could not be written after it."""
+        """Raise now, before any work is done, if the results could not be written later."""
         for path in (self.json, self.markdown):
             check_writable(path)
         if self.plot is not None:
@@ -180,7 +179,7 @@ class ResultFiles:
             check_folder(self.plot)
 
     def write(self, content: dict[str, Any], sheet: "Sheet") -> None:
-        """Write what is wanted of a table and the JSON beside it; plots are drawn elsewhere."""
+        """Write the JSON and the table as Markdown, where asked for; plots are drawn elsewhere."""
         write_result(self.json, content)
         if self.markdown is not None:
             self.markdown.write_text(sheet.as_markdown(), encoding="utf-8")
@@ -188,18 +187,18 @@ class ResultFiles:
 
 
 def print_sheet(sheet: "Sheet") -> None:
-    """Print a table whole; on a narrow terminal, lines may wrap."""
+    """Print a table uncropped; lines may wrap on a narrow terminal."""
     Console(highlight=False).print(sheet, crop=False)
 
 
 def progress_bar() -> Progress:
-    """Return a bar that counts what is done and tells the time left."""
+    """Return a progress bar with a count and the time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
 
 
 def write_result(json_path: Path | None, content: dict[str, Any]) -> None:
-    """Write a result file where one is wanted, and say so."""
+    """Write a result file if a path is given, and say so."""
     from lade.bench.report import write_json
 
     if json_path is not None:
@@ -208,20 +207,20 @@ def write_result(json_path: Path | None, content: dict[str, Any]) -> None:
 
 
 def say_written(paths: Sequence[Path]) -> None:
-    """Tell which files hold results."""
+    """Print where results were written."""
     for path in paths:
         console.print(f"[dim]written to {path}[/dim]")
 
 
 def check_writable(json_path: Path | None) -> None:
-    """Raise before any work is done if a result file could not be written after it."""
+    """Raise now, before any work is done, if a result file could not be written later."""
     if json_path is not None:
         with json_path.open("a", encoding="utf-8"):
             pass
 
 
 def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> None:
-    """Time pools of 10^4 tokens and ten times more, up to `max_tokens`."""
+    """Time pools of 10^4, 10^5, … tokens, up to `max_tokens`."""
     from lade.bench.environment import environment
     from lade.bench.pool import PoolTiming, as_json, time_pool
     from lade.bench.tables import Sheet
@@ -235,7 +234,7 @@ def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> 
         for size in sizes:
             with console.status(f"filling a pool with {size:,} tokens"):
                 timings.append(time_pool(size, max_draft_tokens))
-    except BaseException as error:  # what was timed so far is shown and written all the same
+    except BaseException as error:  # still show and write what was timed so far
         if not timings:
             raise
         stopped_by = error

@@ -1,4 +1,4 @@
-"""`lade bench gpu`: every stage's table as soon as it is done, and its results on disk."""
+"""`lade bench gpu`: run the stages, and print and save each as soon as it is done."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +29,10 @@ def run(
     traces_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Run all stages; print each, and write what there is after each and after an interruption.
+    """Run all stages; print and save each as it is done, and save after an interruption.
 
     Raises:
-        ValueError: this machine or these options will not do; nothing was measured.
+        ValueError: the machine or the options are unsuitable; nothing was measured.
         LadeError: a stage failed; the others were run.
     """
     from lade.bench.gpu.acceptance import RECORDED, recorded_in
@@ -48,7 +48,7 @@ def run(
     status = console.status("")
 
     def load_real() -> LoadedModel:
-        status.stop()  # only one thing at a time may move on a terminal
+        status.stop()  # only one live display at a time on a terminal
         try:
             return load_with_progress(None, str(device), None, None)
         finally:
@@ -65,7 +65,7 @@ def run(
         load_real=load_real,
         real_prompts=prompts,
     )
-    for shape in shapes:  # a MAT that cannot be had is refused before any work is done
+    for shape in shapes:  # refuse an unreachable MAT before any work is done
         plan.counts_for(shape)
     settings = {
         "device": device.type,
@@ -122,10 +122,10 @@ def choose_shapes(text: str) -> "list[Shape]":
 
 
 def choose_device(name: str | None, shapes: "Sequence[Shape]") -> "torch.device":
-    """Return the device to measure: a CUDA one, or a CPU where only tiny models are to run.
+    """Return the device to measure: CUDA, or the CPU if only the tiny shape is to run.
 
     Raises:
-        ValueError: there is no such device, or it is no device for this.
+        ValueError: there is no such device, or it is unsuitable.
     """
     from lade.models.loading import device_of
 

@@ -1,4 +1,4 @@
-"""`lade check`: what lade does with a model, why no better, and what it gains on this machine."""
+"""`lade check`: the verification a model gets, the reasons, and its speed-up on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,12 +27,9 @@ from lade.models.loading import LoadedModel
 from lade.probing.report import Probe, probe
 
 _WARM_UP_TOKENS = 8
-_MIN_TOKENS, _MAX_TOKENS = (
-    16,
-    128,
-)  # of an answer: long enough to have a rate, as long as the demo's
-# Of plain generate: half of the time is lade's, which is about as fast or faster, and prompts are
-# run as well.
+# Per answer: enough to measure a rate; as long as the demo's.
+_MIN_TOKENS, _MAX_TOKENS = 16, 128
+# Share of the time for plain generate: lade needs about as much or less, and prefills add some.
 _SHARE_OF_PLAIN = 0.4
 
 _LABELS = {
@@ -46,22 +43,22 @@ _LABELS = {
 
 @dataclass(slots=True)
 class Measured:
-    """Both answers to one prompt, each as often as there was time for."""
+    """Measurements of both methods on one prompt, repeated while there is time."""
 
     title: str
     difference: Difference | None
-    plain_rates: list[float] = field(default_factory=list)  # tokens a second
+    plain_rates: list[float] = field(default_factory=list)  # tokens per second
     lade_rates: list[float] = field(default_factory=list)
-    speedups: list[float] = field(default_factory=list)  # of answers that were made in turn
+    speedups: list[float] = field(default_factory=list)  # of lade over plain, per pair of answers
 
     @property
     def speedup(self) -> float:
-        """The median over repeats."""
+        """Median speed-up over the repeats."""
         return median(self.speedups)
 
 
 def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
-    """Check a model and print what is found, also of what an interruption has left of it."""
+    """Check a model and print the findings, partial ones too after an interruption."""
     check_writable(json_path)
     out = Console(highlight=False)
     made = environment()
@@ -79,9 +76,9 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
     if why_not is None:
         try:
             why_not = measure(loaded, seconds, measured)
-        except KeyboardInterrupt as interrupt:  # what was measured so far is shown all the same
+        except KeyboardInterrupt as interrupt:  # still show what was measured so far
             stopped_by = interrupt
-        except Exception as error:  # memory may be short, for one; the rest is worth telling
+        except Exception as error:  # too little memory, for one; still report the rest
             stopped_by = error
             why_not = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     _tell_speed(out, loaded.model, measured, why_not)
@@ -93,15 +90,15 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
 
 
 def measure(loaded: LoadedModel, seconds: float, measured: list[Measured]) -> str | None:
-    """Answer prompts by plain generate and by lade in turn until the time is up.
+    """Answer prompts with plain generate and lade in turn until the time is up.
 
     Args:
         loaded: the model.
-        seconds: of all answers; nothing new is begun after that, but for the first prompt.
-        measured: gets what was measured, prompt by prompt, also before an interruption.
+        seconds: after this time, no answer is begun; the first prompt is always answered.
+        measured: receives the measurements as they are made, so an interruption loses none.
 
     Returns:
-        Why nothing was measured; None where something was.
+        Why nothing was measured; None if something was.
     """
     prompts = _fitting(loaded)
     if not prompts:
@@ -130,7 +127,7 @@ def measure(loaded: LoadedModel, seconds: float, measured: list[Measured]) -> st
 
 
 def _fitting(loaded: LoadedModel) -> list[tuple[str, dict[str, Any]]]:
-    """Return the encoded prompts that leave a model room for an answer."""
+    """Return the encoded prompts that leave the model room for an answer."""
     config = loaded.model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     encoded = [(title, encode_prompt(loaded, text)) for title, text in DEMO_PROMPTS]
@@ -144,8 +141,8 @@ def _fitting(loaded: LoadedModel) -> list[tuple[str, dict[str, Any]]]:
 def _answer_length(
     loaded: LoadedModel, inputs: dict[str, Any], seconds: float, num_prompts: int
 ) -> int:
-    """Return how long answers may be for all prompts to have their turn; warms up both ways."""
-    for _ in range(2):  # the first has to compile, and to find out what steps cost
+    """Return the answer length at which every prompt gets a turn; warms up both methods."""
+    for _ in range(2):  # the first compiles, and measures what steps cost
         answers = _both(loaded.model, inputs, _WARM_UP_TOKENS, plain_first=True)
     rate = answers[0].num_tokens / answers[0].sec
     return int(min(_MAX_TOKENS, max(_MIN_TOKENS, seconds * _SHARE_OF_PLAIN * rate / num_prompts)))
@@ -154,7 +151,7 @@ def _answer_length(
 def _both(
     model: Any, inputs: dict[str, Any], num_tokens: int, *, plain_first: bool
 ) -> tuple[Answer, Answer]:
-    """Answer a prompt both ways; which one is first alternates, in case the machine slows down."""
+    """Answer a prompt with both methods; the caller alternates the order, as machines slow down."""
     options = Settings(num_tokens).options()
     if plain_first:
         expected = plain(model, inputs, options)
@@ -163,7 +160,7 @@ def _both(
     return plain(model, inputs, options), got
 
 
-# --- what is told ---------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------
 
 
 def _described(loaded: LoadedModel) -> str:

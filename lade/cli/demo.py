@@ -1,4 +1,4 @@
-"""`lade demo`: plain generate and lade on the same prompts, seen and measured."""
+"""`lade demo`: compare plain generate and lade on the same prompts, streaming lade's answers."""
 
 import sys
 from pathlib import Path
@@ -34,11 +34,11 @@ _HEADINGS = (
 
 
 class Difference(NamedTuple):
-    """Where two answers part."""
+    """Where two answers diverge."""
 
-    place: int  # of the first token that differs, counted from 1
-    gap: float  # between the model's two best logits there, computed from the whole text anew
-    is_tie: bool  # whether so small a gap may close by rounding alone
+    place: int  # of the first different token, counted from 1
+    gap: float  # between the model's top two logits there, recomputed from the whole text
+    is_tie: bool  # whether rounding alone may close the gap
 
 
 class Row(NamedTuple):
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     plain_sec: float
     stats: DecodeStats
     lade_sec: float
-    difference: Difference | None  # None for the same text
+    difference: Difference | None  # None if the texts are the same
 
 
 def run(
@@ -59,7 +59,7 @@ def run(
     config: Config,
     json_path: Path | None,
 ) -> None:
-    """Answer each prompt both ways, stream lade's answer, and end with the table."""
+    """Answer each prompt with both methods, streaming lade's answer, and print a table."""
     check_writable(json_path)
     titled = [(f"prompt {i + 1}", read_typed(prompt)) for i, prompt in enumerate(prompts)]
     titled = titled or DEMO_PROMPTS
@@ -81,7 +81,7 @@ def run(
     stopped_by: BaseException | None = None
     try:
         _answer_all(loaded, titled, max_new_tokens, config, out, rows)
-    except BaseException as error:  # what was measured so far is shown and written all the same
+    except BaseException as error:  # still show and write what was measured so far
         if not rows:
             raise
         stopped_by = error
@@ -111,7 +111,7 @@ def _answer_all(
     out: Console,
     rows: list[Row],
 ) -> None:
-    """Answer each prompt both ways, appending to `rows` as they are done."""
+    """Answer each prompt with both methods, appending to `rows` as each is done."""
     model = loaded.model
     options = Settings(max_new_tokens).options()
     pool = NGramPool()
@@ -132,9 +132,9 @@ def _answer_all(
 
 
 class TokenPrinter:
-    """Prints tokens as text as they come, drafted ones in a colour of their own."""
+    """Printer of tokens as text as they come, drafted ones in a colour of their own."""
 
-    # So many tokens before a new one are decoded with it: tokenizers join and space neighbours.
+    # Number of tokens decoded before a new one: tokenizers join and space neighbours.
     _CONTEXT = 6
 
     def __init__(self, tokenizer: Any, out: Console) -> None:
@@ -151,7 +151,7 @@ class TokenPrinter:
             before = self._decode(self._token_ids[start : self._num_printed])
             text = self._decode(self._token_ids[start:])
             if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue  # half of a character: wait for the rest
+                continue  # an incomplete character: wait for the rest
             style = _DRAFTED if i < step.num_accepted else _OWN
             self._out.print(Text(text[len(before) :], style=style), end="", soft_wrap=True)
             self._num_printed = len(self._token_ids)
@@ -165,7 +165,7 @@ class TokenPrinter:
 def find_difference(
     model: Any, inputs: dict[str, Any], expected: list[int], got: list[int]
 ) -> Difference | None:
-    """Return where two answers part, and whether the model's choice there was a tie."""
+    """Return where two answers diverge and whether it was a tie; None if they are the same."""
     if expected == got:
         return None
     shared = 0
@@ -182,7 +182,7 @@ def find_difference(
 
 
 def why_different(model: Any) -> str:
-    """Say why two answers may differ, in a model's number format."""
+    """Explain why two answers may differ in the model's dtype."""
     dtype = str(model.dtype).removeprefix("torch.")
     if is_exact_in(model):
         return f"The text should be the same in {dtype}: this is a fault of lade, please report it."
@@ -194,7 +194,7 @@ def why_different(model: Any) -> str:
 
 
 def verdict(difference: Difference | None) -> str:
-    """Say in a few words whether two answers are the same."""
+    """Describe in a few words whether two answers are the same."""
     if difference is None:
         return "same"
     why = "tie" if difference.is_tie else f"gap {difference.gap:.3g}"

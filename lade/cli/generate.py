@@ -39,7 +39,7 @@ def run(asked: Asked, loaded: LoadedModel, settings: Settings, config: Config) -
             return_dict_in_generate=True,
         )
     except KeyboardInterrupt:
-        streamer.end()  # what was held back of the last word, and the line
+        streamer.end()  # prints the part of the last word that was held back, and ends the line
         raise
     sec = perf_counter() - start
     stats = output.stats
@@ -52,10 +52,10 @@ def run(asked: Asked, loaded: LoadedModel, settings: Settings, config: Config) -
 
 
 def _check(model: Any, inputs: dict[str, Any], config: Config) -> None:
-    """Have done now what is done once for a model, so that the answer's time is the answer's.
+    """Do the work now that is done once per model, so that the answer's time is the answer's own.
 
-    That is the check of how drafts are verified, reading the table of `lade prewarm` and compiling
-    the pool. `lade.probe` would do the first alone, and not for a verification that was asked for.
+    It is checking how drafts are verified, reading the table of `lade prewarm` and compiling the
+    pool. `lade.probe` would do only the first, and not for a verification that was asked for.
     """
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     first = {name: tensor[:, :1] for name, tensor in inputs.items()}

@@ -1,4 +1,4 @@
-"""Loading a model while saying so, and saying in one line why it could not be loaded."""
+"""Load a model with progress output, and explain in one line why it could not be loaded."""
 
 import json
 import re
@@ -21,16 +21,16 @@ from lade.errors import LadeError
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.loading import LoadedModel, load
 
-# What a command says of its work goes to standard error; standard output is for its results.
+# Progress and notes go to standard error; standard output is for results.
 console = Console(stderr=True, highlight=False)
 
-# A folder with a tokenizer has a file like one of these.
+# A folder with a tokenizer has a file that matches one of these.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 _JSON_FILES = ("*config.json", "*token*.json", "*vocab*.json", "*.index.json")
 
 
 def note(text: str) -> None:
-    """Tell what the user should know, and what changes nothing about what was asked for."""
+    """Print something that the user should know but that is no error."""
     console.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
@@ -41,18 +41,18 @@ def load_with_progress(
     threads: int | None,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """Load a model; show what takes long, with a bar for a download.
+    """Load a model, showing progress, with a bar for a download.
 
     Raises:
-        ValueError: it cannot be loaded; the message says in one line what is wrong with it.
+        ValueError: it cannot be loaded; the message says why in one line.
     """
-    name = find_model(model)  # before torch is waited for
+    name = find_model(model)  # before the slow import of torch
     import torch
     from transformers.utils import logging
 
     if threads is not None:
         torch.set_num_threads(threads)
-    logging.disable_progress_bar()  # the bar of loading weights, which takes a second
+    logging.disable_progress_bar()  # of loading weights, which takes a second
     try:
         with _showing_progress() as show:
             return load(
@@ -64,7 +64,7 @@ def load_with_progress(
             )
     except LadeError:
         raise
-    except Exception as error:  # damaged files raise whatever their readers do
+    except Exception as error:  # readers of damaged files may raise anything
         reason = None if name is None else _why_not_loaded(name, error)
         if reason is None:
             raise
@@ -72,10 +72,10 @@ def load_with_progress(
 
 
 def find_model(model: str | None) -> str | None:
-    """Return the name that a model is loaded by; an embedded one may be written in any case.
+    """Return the name to load a model by; names of embedded models ignore case.
 
     Raises:
-        ValueError: it is a folder that is not there, or that has no tokenizer.
+        ValueError: it is a folder that does not exist, or has a model but no tokenizer.
     """
     if model is None:
         return None
@@ -83,7 +83,7 @@ def find_model(model: str | None) -> str | None:
     if not folder.is_dir():
         if model.lower() in EMBEDDED_MODELS:
             return model.lower()
-        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # no id of the hub
+        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
             raise ValueError(f"no such folder: {model}")
     elif (folder / "config.json").is_file() and not any(
         any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
@@ -93,7 +93,7 @@ def find_model(model: str | None) -> str | None:
 
 
 def fetch_with_progress(model: str | None) -> None:
-    """Make sure that an embedded model is there, if it is one, and load nothing."""
+    """Fetch the model if it is an embedded one and missing; load nothing."""
     name = DEFAULT_MODEL if model is None else model
     if name in EMBEDDED_MODELS:
         with _showing_progress() as show:
@@ -101,8 +101,8 @@ def fetch_with_progress(model: str | None) -> None:
 
 
 def _why_not_loaded(name: str, error: Exception) -> str | None:
-    """Return what is wrong with a model, or None where its own error says it best."""
-    # What transformers says of any other kind of model; the names of all causal LMs follow.
+    """Return what is wrong with a model, or None where the original error says it best."""
+    # transformers' message for any other kind of model; it goes on to list all causal LMs.
     other_kind = re.search(r"configuration class <class '[\w.]*\.(\w+)'> for this kind", str(error))
     if other_kind is not None:
         return f"{name} is no causal LM, it has a {other_kind[1]}; lade decodes causal LMs"
@@ -122,7 +122,7 @@ def _why_not_loaded(name: str, error: Exception) -> str | None:
 
 
 def _folder_of(name: str) -> Path | None:
-    """Return where the files of a model lie: its own folder, or that of the hub's cache."""
+    """Return the folder of a model's files, its own or that in the Hub cache; None without one."""
     from huggingface_hub import try_to_load_from_cache
 
     if Path(name).is_dir():
@@ -132,7 +132,7 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _is_damaged(path: Path) -> bool:
-    """Tell whether a file of a checkpoint cannot be read as what it is."""
+    """Return whether a checkpoint file cannot be read in its format."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -165,7 +165,7 @@ def _showing_progress() -> Iterator[Progress]:
             if not total:
                 console.print(f"[dim]{what} …[/dim]")
                 return
-            if bars is None or task is None:  # most models are there already
+            if bars is None or task is None:  # only now, as most models need no download
                 bars = stack.enter_context(Bars(*columns, console=console, transient=True))
                 task = bars.add_task(what, total=total)
             bars.update(task, completed=done)

@@ -1,4 +1,4 @@
-"""`lade bench memory`: each method in processes of its own, and a table of their peaks."""
+"""`lade bench memory`: measure each method in processes of its own, and print their peaks."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ def run(
     max_draft_tokens: int | None,
     json_path: Path | None,
 ) -> None:
-    """Measure methods in turn; print and write the results, also after an interruption."""
+    """Measure methods in turn; print and write the results, even after an interruption."""
     from lade.bench.batches import in_batches
     from lade.bench.memory import MemoryRun, as_json, measure_in_process, table
     from lade.bench.methods import METHODS
@@ -34,7 +34,7 @@ def run(
     from lade.bench.prompts import read_prompts
     from lade.bench.report import prompts_fingerprint
 
-    # Here and not in the process: finding these out imports what a baseline should not hold.
+    # Here, not in the process: finding these out imports what a baseline should not hold.
     from lade.models.loading import device_of, native_dtype
 
     check_writable(json_path)
@@ -68,7 +68,7 @@ def run(
                     )
                     peak = measure_in_process(work, lambda: bars.advance(task))
                     runs.append(MemoryRun(name, num_repeat, peak))
-        except BaseException as error:  # what was measured so far is shown and written all the same
+        except BaseException as error:  # still show and write what was measured so far
             stopped_by = error
     if stopped_by is not None and not runs:
         raise stopped_by

@@ -1,6 +1,6 @@
-"""The options that commands share, and what becomes of them.
+"""Options that several commands share, and what commands build from them.
 
-Names of values are short, so that on a terminal of 80 columns the help texts have room.
+Metavars are short, to leave the help texts room on a terminal of 80 columns.
 """
 
 from enum import StrEnum
@@ -21,7 +21,7 @@ RESULTS = "Results"
 
 
 class Dtype(StrEnum):
-    """Number formats a model can be loaded in."""
+    """Dtypes that a model can be loaded in."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -30,7 +30,7 @@ class Dtype(StrEnum):
 
 
 class Verification(StrEnum):
-    """Ways of verifying drafts, as `lade.config.VERIFICATIONS` has them."""
+    """Verification methods, those of `lade.config.VERIFICATIONS`."""
 
     tree = "tree"
     rows = "rows"
@@ -184,11 +184,11 @@ PlotOption = Annotated[
 ]
 
 
-# --- what becomes of them -------------------------------------------------------------------
+# --- built from them ------------------------------------------------------------------------
 
 
 def make_config(max_draft_tokens: int | None, verification: Verification | None) -> "Config":
-    """Return what a user has fixed by hand."""
+    """Return a configuration with what the user has set."""
     from lade.config import Config
 
     return Config(
@@ -203,7 +203,7 @@ def load(
     threads: int | None,
     trust_remote_code: bool,
 ) -> "LoadedModel":
-    """Load a model inside a command, where waiting for torch is due."""
+    """Load a model; torch is imported only now, inside a command."""
     from lade.cli.loading import load_with_progress
 
     name = dtype.value if dtype else None

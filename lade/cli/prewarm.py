@@ -1,4 +1,4 @@
-"""`lade prewarm`: making a model's table of successors with a progress bar."""
+"""`lade prewarm`: build a model's table of successors with a progress bar."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
-    """Make or go on with the table of a model; say what there is, also after an interruption."""
+    """Build or extend a model's table; print what it holds, even after an interruption."""
     from lade.prewarming.run import prewarm
 
     _refuse_plain(loaded.model)
@@ -38,7 +38,7 @@ def run(loaded: LoadedModel, seconds: float) -> None:
 
 
 def _refuse_plain(model: Any) -> None:
-    """Raise before any work is done if lade would not draft from the table.
+    """Raise, before any work is done, if lade would not draft from the table.
 
     Raises:
         UnsupportedModelError: the model is decoded plainly.

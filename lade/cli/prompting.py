@@ -1,4 +1,4 @@
-"""Prompts that a user has typed or piped: read, encoded, and held against the model's positions."""
+"""Read and encode the user's prompts, and check them against the model's positions."""
 
 import re
 import secrets
@@ -10,31 +10,31 @@ from typing import Any
 from lade.cli.loading import note
 from lade.models.loading import LoadedModel, encode
 
-# What models call their tables of positions; those of distances have fewer rows than positions.
+# Names of position tables in models; tables of distances have fewer rows than positions.
 _POSITIONS = re.compile(r"position|pos_|wpe")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt and how it is to be put to a model.
+    """A prompt and how to present it to a model.
 
     Raises:
-        ValueError: one thing leaves no room for another.
+        ValueError: `system` is combined with `is_raw`, or a stop is empty.
     """
 
     text: str
-    system: str | None = None  # a prompt that chat templates put before it
-    is_raw: bool = False  # whether the chat template is left out
-    stops: Sequence[str] = ()  # the answer ends with the first of these
+    system: str | None = None  # a prompt that chat templates place before it
+    is_raw: bool = False  # whether to leave out the chat template
+    stops: Sequence[str] = ()  # the answer ends with the first of these found in it
 
     @classmethod
     def read(
         cls, prompt: str, *, system: str | None, is_raw: bool, stops: Sequence[str]
     ) -> "Asked":
-        """Return what was typed, and piped where the prompt is `-`.
+        """Read the arguments, and standard input where the prompt is `-`.
 
         Raises:
-            ValueError: it is not UTF-8, or as for the constructor.
+            ValueError: a text is not UTF-8, or as for the constructor.
         """
         system = None if system is None else read_typed(system)
         return cls(read_prompt(prompt), system, is_raw, [*map(read_typed, stops)])
@@ -47,12 +47,12 @@ class Asked:
 
 
 def new_seed() -> int:
-    """Return a seed that is short enough to be typed."""
+    """Return a random seed short enough to type."""
     return secrets.randbelow(10**6)
 
 
 def read_prompt(argument: str) -> str:
-    """Return a prompt, from standard input where the argument is `-`.
+    """Return a prompt, read from standard input if the argument is `-`.
 
     Raises:
         ValueError: it is not UTF-8.
@@ -63,12 +63,12 @@ def read_prompt(argument: str) -> str:
 
 
 def read_typed(argument: str) -> str:
-    """Return a prompt of the command line itself.
+    """Return a text given on the command line.
 
     Raises:
         ValueError: it is not UTF-8.
     """
-    # Bytes that are not come as surrogates, of which no tokenizer knows anything.
+    # Bytes that are not UTF-8 arrive as surrogates, which no tokenizer knows.
     return _decoded(argument.encode(errors="surrogateescape"), "as prompt")
 
 
@@ -85,7 +85,7 @@ def encode_prompt(loaded: LoadedModel, asked: Asked | str) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
     Raises:
-        ValueError: there is no token in it to go on from, or no place for a system prompt.
+        ValueError: the prompt has no token, or there is no place for a system prompt.
     """
     if isinstance(asked, str):
         asked = Asked(asked)
@@ -101,10 +101,10 @@ def encode_prompt(loaded: LoadedModel, asked: Asked | str) -> dict[str, Any]:
 
 
 def _encode_with_system(loaded: LoadedModel, text: str, system: str) -> dict[str, Any]:
-    """Encode a prompt behind a system prompt.
+    """Encode a prompt after a system prompt.
 
     Raises:
-        ValueError: the chat template has no place for one, or there is none.
+        ValueError: there is no chat template, or it has no place for a system prompt.
     """
     from jinja2 import TemplateError
 
@@ -124,13 +124,13 @@ def _encode_with_system(loaded: LoadedModel, text: str, system: str) -> dict[str
 
 
 def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
-    """Return how many tokens the answer may have, and say so where the model's positions end.
+    """Return how many tokens the answer may have; print a note if the positions run out.
 
-    A model that computes its positions goes on beyond those that it was trained with, if not well;
-    one that has them in a table cannot.
+    A model that computes its positions can go beyond those it was trained with, if poorly; one that
+    looks them up in a table cannot.
 
     Raises:
-        ValueError: the prompt alone is too long for a table.
+        ValueError: the prompt alone is too long for the table.
     """
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     # The last new token is never fed.
@@ -154,10 +154,10 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
 
 
 def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int) -> None:
-    """Raise where a prompt has no token, or answers as long as wanted do not fit the model.
+    """Check that every prompt has a token and leaves room for the longest answer.
 
     Raises:
-        ValueError: that is so; nothing was generated.
+        ValueError: one does not; nothing was generated.
     """
     longest = max(encode_prompt(loaded, text)["input_ids"].shape[1] for text in texts)
     room = room_for(loaded.model, longest, max_new_tokens)
@@ -169,7 +169,7 @@ def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
 
 
 def _has_table(model: Any, limit: int) -> bool:
-    """Tell whether positions are looked up in a table, learned or not, that ends."""
+    """Return whether positions are looked up in a finite table, learned or not."""
     from torch.nn import Embedding
 
     modules = model.named_modules()

@@ -1,4 +1,4 @@
-"""`lade bench record`, `replay`, `project`: traces of answers, and what drafters make of them."""
+"""`lade bench record`, `replay` and `project`: record answers, and replay drafters on them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ def record(
     settings: Settings,
     num_successors: int,
 ) -> None:
-    """Answer prompts and write the traces, also after an interruption."""
+    """Answer prompts and write the traces, even after an interruption."""
     import torch
 
     from lade.bench.environment import environment
@@ -45,7 +45,7 @@ def record(
                 traces=traces,
                 on_trace=lambda trace: bars.advance(task),
             )
-        except BaseException as error:  # what was recorded so far is written all the same
+        except BaseException as error:  # still write what was recorded so far
             stopped_by = error
     if stopped_by is not None and not traces:
         raise stopped_by
@@ -71,7 +71,7 @@ def record(
 
 
 def choose_methods(text: str | None) -> list[str]:
-    """Return which methods to replay: those in a comma-separated list, or all that can be.
+    """Return the methods to replay: those in a comma-separated list, or all replayable ones.
 
     Raises:
         ValueError: a method is unknown, named twice, or has no drafter to replay.
@@ -91,10 +91,10 @@ def choose_methods(text: str | None) -> list[str]:
 
 
 def choose_draft_sizes(text: str) -> list[int]:
-    """Return the numbers of draft tokens in a comma-separated list.
+    """Return the draft sizes, in draft tokens, of a comma-separated list.
 
     Raises:
-        ValueError: they are not different numbers of 1 or more.
+        ValueError: a size is not a number of 1 or more, or is listed twice.
     """
     parts = [part.strip() for part in text.split(",")]
     sizes = [int(part) for part in parts if part.isdecimal()]
@@ -113,7 +113,7 @@ def replay(
     table_path: Path | None,
     files: ResultFiles,
 ) -> None:
-    """Replay traces; print and write what came of it, also after an interruption."""
+    """Replay traces; print and write the results, even after an interruption."""
     from lade.bench.methods import METHODS
     from lade.bench.plots import plot_curves
     from lade.bench.replay import Replay
@@ -140,7 +140,7 @@ def replay(
                 replays=replays,
                 on_replay=lambda each: bars.advance(task),
             )
-        except BaseException as error:  # what was replayed so far is shown and written all the same
+        except BaseException as error:  # still show and write what was replayed so far
             stopped_by = error
     if stopped_by is not None and not replays:
         raise stopped_by
@@ -167,7 +167,7 @@ def replay(
 
 
 def project(step_cost_path: Path, mat_paths: list[Path], files: ResultFiles) -> None:
-    """Print and write what measured MAT would be worth at the step costs of another machine."""
+    """Print and write replays projected to the step costs of another machine."""
     from lade.bench.project import as_json, read_points, read_step_costs, table
     from lade.bench.project import project as project_all
     from lade.bench.report import prompts_fingerprint

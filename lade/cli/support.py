@@ -1,4 +1,4 @@
-"""`lade support`: checking every architecture with a progress bar, and printing the table."""
+"""`lade support`: check every architecture with a progress bar and print the table."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ def run(
     json_path: Path | None,
     markdown_path: Path | None,
 ) -> bool:
-    """Check architectures; print and write what was found, also after an interruption.
+    """Check architectures; print and write the findings, even after an interruption.
 
     Returns:
         Whether none of them is wrong or failed.
@@ -36,7 +36,7 @@ def run(
     rows: list[Row] = []
     stopped_by: BaseException | None = None
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are so small that more would wait for each other
+    torch.set_num_threads(1)  # for models so small, more threads would wait for each other
     with progress_bar() as bars:
         task = bars.add_task("", total=len(names))
         try:
@@ -47,7 +47,7 @@ def run(
                 rows=rows,
                 on_start=lambda name: bars.update(task, description=name, completed=len(rows)),
             )
-        except BaseException as error:  # what was found so far is shown and written all the same
+        except BaseException as error:  # still show and write what was found so far
             stopped_by = error
         finally:
             torch.set_num_threads(num_threads)
@@ -67,7 +67,7 @@ def run(
 
 
 def show(paths: list[Path], markdown_path: Path | None) -> bool:
-    """Print result files, and write all of them as one document.
+    """Print result files, and write them all as one document.
 
     Returns:
         Whether none of their rows is wrong or failed.
@@ -86,7 +86,7 @@ def show(paths: list[Path], markdown_path: Path | None) -> bool:
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:
-    """Write a file where one is wanted, and say so."""
+    """Write a file if a path is given, and say so."""
     if path is not None:
         write(path)
         console.print(f"[dim]written to {path}[/dim]")

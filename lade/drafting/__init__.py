@@ -1,4 +1,4 @@
-"""What may come next: drafters, the pool as one, grammars, lookahead windows, and what a row gets.
+"""Drafts: the drafters, the pool among them, grammars, the lookahead window, and harvesting.
 
-Nothing here runs the model; how much of a draft is verified is decided in `lade.budget`.
+Nothing here runs the model; how many draft tokens are verified is decided in `lade.budget`.
 """

@@ -1,4 +1,4 @@
-"""Who proposes tokens: the `Drafter` protocol and what a drafter may do besides."""
+"""The `Drafter` protocol and its optional extensions."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from ngram_pool import Draft, SampledDraft
 
 
 class Drafter(Protocol):
-    """Proposes how sequences go on. It can change the speed of decoding, never the text.
+    """Source of drafts; it can change the speed of decoding, never the text.
 
     One object serves any number of sequences; each begins with `open` and ends with `close`.
     """
@@ -20,9 +20,10 @@ class Drafter(Protocol):
         """Begin a sequence with its prompt and return a handle for it."""
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Propose at most `max_draft_tokens` tokens after `committed`, prompt included; best first.
+        """Propose at most `max_draft_tokens` tokens after `committed`, best first.
 
-        Where a grammar forces the next tokens, `committed` ends with those, observed or not.
+        `committed` includes the prompt. Where a grammar forces the next tokens, it ends with those,
+        whether observed or not.
         """
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
@@ -34,7 +35,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class SamplingDrafter(Drafter, Protocol):
-    """Can also draw its drafts at random and tell the distribution of each token."""
+    """Drafter that can also draw drafts at random, with the distribution of each token."""
 
     def sample(
         self,
@@ -43,16 +44,20 @@ class SamplingDrafter(Drafter, Protocol):
         max_draft_tokens: int,
         rng: np.random.Generator,
     ) -> SampledDraft:
-        """Draw at most `max_draft_tokens` tokens after `committed`, in an order fair to `first`."""
+        """Draw at most `max_draft_tokens` tokens after `committed`.
+
+        Node i may depend only on the draws of nodes before i, so that `SampledDraft.first` is
+        unbiased.
+        """
 
 
 @runtime_checkable
 class HarvestingDrafter(Drafter, Protocol):
-    """Also learns what the target found likely behind every node it ran, accepted or not."""
+    """Drafter that also learns what the target found likely after every node, accepted or not."""
 
     @property
     def num_successors(self) -> int:
-        """How many of the target's likeliest tokens to be told of at each node; 0 for none."""
+        """Top-k target tokens to report per node; 0 for none."""
 
     def harvest(
         self,
@@ -62,34 +67,35 @@ class HarvestingDrafter(Drafter, Protocol):
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Learn of nodes that were run; called after what they led to was observed.
+        """Learn the successors of nodes that were run.
 
-        Learned before, the very answer would teach how far to trust what was known.
+        Called after the tokens that they led to were observed. Otherwise what is harvested would
+        contain the very answer from which `observe` learns how far to trust what was known.
 
         Args:
-            sequence: whose.
-            committed: the text up to and including the first node; not to be kept.
-            token_ids: of the nodes [num_nodes], the first of which is committed: the root of a
-                tree, or the first of several successive tokens of a prompt.
-            parents: of the nodes [num_nodes], -1 for the first; parents[i] < i.
-            successors: [num_nodes, num_successors].
+            sequence: handle of the sequence.
+            committed: the text up to and including the first node; keep no reference to it.
+            token_ids: tokens of the nodes [num_nodes]. The first is committed: the root of a tree,
+                or the first of several successive tokens of a prompt.
+            parents: parents of the nodes [num_nodes], -1 for the first; parents[i] < i.
+            successors: the target's likeliest tokens after each node [num_nodes, num_successors].
         """
 
 
 @runtime_checkable
 class NgramDrafter(Drafter, Protocol):
-    """Also learns n-grams that are no text: what the target would write behind such tokens."""
+    """Drafter that also learns n-grams that the target produced outside of any text."""
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Learn n-grams [num_ngrams, ngram_size] that a lookahead window has come to.
+        """Learn n-grams [num_ngrams, ngram_size] of a lookahead window.
 
-        The first token of each is what was assumed there; the others are the target's likeliest,
-        each from one step later than the one before it.
+        The first token of each is the one that was assumed there; the others are the target's
+        likeliest, each found one step later than the one before it.
         """
 
 
 class NoDrafter:
-    """Drafts nothing."""
+    """Drafter that proposes nothing."""
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
@@ -107,5 +113,5 @@ class NoDrafter:
 
 
 def num_successors_of(drafter: Drafter) -> int:
-    """Return how many of the target's likeliest tokens a drafter wants to know at each node."""
+    """Return the number of top target tokens that a drafter wants per node; 0 for none."""
     return drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0

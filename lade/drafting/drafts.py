@@ -1,4 +1,4 @@
-"""Drafts put together, narrowed, and checked where they come from somebody else."""
+"""Functions that build, narrow and validate drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ngram_pool import Draft, SampledDraft
 
 
 def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
-    """Return the draft of one path, each node as likely as the others."""
+    """Return a draft of one path, all of whose nodes have the same probability."""
     num_nodes = len(token_ids)
     return Draft(
         np.array(token_ids, np.int32).reshape(num_nodes),
@@ -21,7 +21,7 @@ def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
 
 
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:
-    """Return a draft that begins with a chain, all of whose tokens must come, and goes on so."""
+    """Prepend a chain of tokens, each of probability 1, to a draft."""
     first = chain(token_ids)
     whole = Draft(
         np.concatenate([first.token_ids, draft.token_ids]),
@@ -31,7 +31,7 @@ def after(token_ids: Sequence[int], draft: Draft) -> Draft:
     )
     if not isinstance(draft, SampledDraft):
         return whole
-    # A token that was not drawn has a support of its own.
+    # A token that was not drawn is its own support, with probability 1.
     support_size = max(1, draft.support_token_ids.shape[1])
     ids = np.zeros((len(whole), support_size), np.int32)
     probs = np.zeros(ids.shape)
@@ -41,7 +41,7 @@ def after(token_ids: Sequence[int], draft: Draft) -> Draft:
 
 
 def narrowed(draft: Draft, max_candidates: int) -> Draft:
-    """Return the first nodes of a draft that make no more paths than so many."""
+    """Return a draft without the nodes that would open more than `max_candidates` paths."""
     kept: dict[int, int] = {-1: -1}  # node -> node of the new draft
     leaves: set[int] = set()
     for node, parent in enumerate(draft.parents.tolist()):
@@ -62,16 +62,16 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
 
 
 def checked(draft: object, max_draft_tokens: int) -> Draft:
-    """Return the draft of a drafter, its depths counted anew, or raise where it is none.
+    """Validate a drafter's draft and return it with its depths recomputed.
 
     Args:
         draft: what a drafter returned.
-        max_draft_tokens: nodes beyond so many are left out.
+        max_draft_tokens: maximum number of nodes; later ones are dropped.
 
     Raises:
-        TypeError: it is no `Draft`, or its arrays are not of numbers.
-        ValueError: the arrays do not fit each other, parents do not stand before their children,
-            a probability is none, or what was drawn is not in its support.
+        TypeError: it is not a `Draft`, or an array has the wrong dtype.
+        ValueError: the shapes of the arrays do not match, a parent does not come before its child,
+            a probability is not from 0 to 1, or a drawn token is not in its support.
     """
     if not isinstance(draft, Draft):
         raise TypeError(f"expected a Draft, got {type(draft).__name__}")
@@ -98,7 +98,7 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
     depths: list[int] = []
     for parent in parents.tolist():
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    # Ids beyond any vocabulary are cut off later; here they only have to fit.
+    # Ids outside the vocabulary are cut off later; here they only have to fit into int32.
     ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
     whole = Draft(ids, parents, np.array(depths, np.int32), probs)
     if not isinstance(draft, SampledDraft):

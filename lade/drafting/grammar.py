@@ -1,6 +1,6 @@
-"""Which next tokens a grammar leaves no choice about, so that they can be drafted for nothing.
+"""Tokens that a grammar forces, so that they can be drafted for nothing.
 
-A forecast is a draft like any other: a wrong one costs time, never text.
+A forecast is a draft like any other: a wrong one costs time and never changes the text.
 """
 
 import sys
@@ -12,34 +12,34 @@ import torch
 from numpy.typing import NDArray
 from transformers import PrefixConstrainedLogitsProcessor
 
-# Forced text leaves few tokens: the pieces that it begins with. SmolLM2's 49152 tokens left at
-# most 6 inside the keys of a JSON schema, and 28 or more where a free string begins.
+# Forced text allows few tokens: the pieces that it begins with. Of SmolLM2's 49152 tokens, at most
+# 6 were allowed inside the keys of a JSON schema, and 28 or more where a free string begins.
 _MAX_PIECES = 16
 
 
 @runtime_checkable
 class ForcedTokens(Protocol):
-    """Knows what a logits processor will enforce. Any processor may have this method itself."""
+    """Foresight of what a logits processor will enforce; a processor may implement it itself."""
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Return the tokens that must follow, as far as that is known.
+        """Return the tokens that must follow, as far as they are known.
 
         Called between steps: the processor was called once for each emitted token, so it has seen
-        all of `committed` but the last token. What it does at its later calls must not change.
+        all of `committed` but the last token. This must not change what the processor does later.
 
         Args:
-            row: the sequence's row among those that the processor is called with.
+            row: the sequence's row in the batch that the processor is called with.
             committed: that row of its next `input_ids`: padding, prompt and emitted tokens.
-            max_tokens: how many tokens are wanted at most.
+            max_tokens: maximum number of tokens to return.
         """
 
 
 def forced_tokens_of(processors: Iterable[object]) -> ForcedTokens | None:
-    """Return the grammar of the first processor that has any, None if there is none.
+    """Return the grammar of the first processor that has one, or None.
 
-    Known are `forced_tokens` methods, `prefix_allowed_tokens_fn` and `xgrammar.contrib.hf`.
+    Supported are `forced_tokens` methods, `prefix_allowed_tokens_fn` and `xgrammar.contrib.hf`.
     """
-    # Whoever holds such a processor has imported its module.
+    # If there is such a processor, its module has been imported.
     xgrammar = sys.modules.get("xgrammar.contrib.hf")
     for processor in processors:
         if isinstance(processor, ForcedTokens):
@@ -52,9 +52,10 @@ def forced_tokens_of(processors: Iterable[object]) -> ForcedTokens | None:
 
 
 class _PrefixForesight:
-    """Asks a `prefix_allowed_tokens_fn`, a function of row and prefix alone, about longer prefixes.
+    """Forced tokens by asking a `prefix_allowed_tokens_fn` about longer prefixes.
 
-    It gives token ids without their text, so only a single allowed token counts as forced.
+    It is a function of row and prefix alone. It returns token ids without their text, so only a
+    single allowed token counts as forced.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -62,7 +63,7 @@ class _PrefixForesight:
         self._num_beams: int = processor._num_beams
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Follow the prefix for as long as exactly one token may come next."""
+        """Extend the prefix for as long as exactly one token is allowed next."""
         num_known = len(committed)
         prefix = torch.empty(num_known + max_tokens, dtype=torch.int64)
         prefix[:num_known] = torch.tensor(committed)
@@ -73,7 +74,7 @@ class _PrefixForesight:
                     row // self._num_beams, prefix[: num_known + len(forced)]
                 )
                 (token_id,) = (int(token_id) for token_id in allowed)
-            except Exception:  # more than one, or past what plain decoding might ever ask
+            except Exception:  # not exactly one, or a prefix that plain decoding would never ask of
                 break
             prefix[num_known + len(forced)] = token_id
             forced.append(token_id)
@@ -81,10 +82,10 @@ class _PrefixForesight:
 
 
 class _XGrammarForesight:
-    """Walks a copy of the processor's matcher for as long as the text is forced.
+    """Forced tokens by walking a copy of the processor's matcher while the text is forced.
 
     A grammar forces text, and several tokens can begin the same text (`n`, `na`, `name`). The
-    longest is taken, unless one reaches past the forced text. In two JSON answers of SmolLM2-135M,
+    longest is taken, unless it reaches past the forced text. In two JSON answers of SmolLM2-135M,
     of 37 and 33 tokens, this foresaw 7 and 17; single allowed tokens were 2 and 5.
     """
 
@@ -93,7 +94,7 @@ class _XGrammarForesight:
         self._bitmask: Any = None
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Walk on from `committed`; its last token, too, is news to the processor."""
+        """Walk on from `committed`, whose last token the processor has not seen yet."""
         matcher = self._matcher_after(row, committed)
         forced: list[int] = []
         while matcher is not None and len(forced) < max_tokens and not matcher.is_terminated():
@@ -104,8 +105,8 @@ class _XGrammarForesight:
         return forced
 
     def _matcher_after(self, row: int, committed: Sequence[int]) -> Any:
-        """Return a matcher of our own after `committed`, None if the text left the grammar."""
-        if not self._processor.matchers:  # not called yet: nothing is emitted
+        """Return our own matcher after `committed`; None if the text left or ended the grammar."""
+        if not self._processor.matchers:  # not called yet: nothing was emitted
             grammars = self._processor.compiled_grammars
             grammar = grammars[row] if len(grammars) > 1 else grammars[0]
             return sys.modules["xgrammar"].GrammarMatcher(grammar)
@@ -117,27 +118,27 @@ class _XGrammarForesight:
     def _forced_token(self, matcher: Any) -> int | None:
         try:
             text: bytes | None = matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError:  # the forced text begins or ends inside of a character
+        except UnicodeDecodeError:  # the forced text begins or ends inside a character
             text = None
-        # Asking this takes a microsecond, a bitmask inside of a free string takes milliseconds. At
-        # its end a grammar forces no text, and perhaps the end-of-sequence token.
+        # This check takes a microsecond; a bitmask inside a free string takes milliseconds. A
+        # completed grammar forces no text, but perhaps the end-of-sequence token.
         if text == b"" and not matcher.is_completed():
             return None
         allowed = self._allowed_tokens(matcher)
         if len(allowed) <= 1 or text is None:
             return allowed[0] if len(allowed) == 1 else None
         pieces = self._pieces()
-        # Of two tokens with the same text, bytes come first in vocabularies that have both.
+        # Of two tokens with the same text take the higher id: byte tokens have the lower ones.
         longest = max(allowed, key=lambda token_id: (len(pieces[token_id]), token_id))
         return longest if text.startswith(pieces[longest]) else None
 
     def _allowed_tokens(self, matcher: Any) -> list[int]:
-        """Return the tokens that may come next, none if they are too many to be forced."""
+        """Return the tokens allowed next; none if there are too many for forced text."""
         if self._bitmask is None:
             allocate = sys.modules["xgrammar"].allocate_token_bitmask
             self._bitmask = allocate(1, self._processor.full_vocab_size)
         if not matcher.fill_next_token_bitmask(self._bitmask):
-            return []  # the bitmask says nothing then: every token may
+            return []  # every token is allowed, and the bitmask is meaningless
         words: NDArray[np.uint32] = self._bitmask[0].numpy().view(np.uint32)
         if np.bitwise_count(words).sum() > _MAX_PIECES:
             return []
@@ -146,7 +147,7 @@ class _XGrammarForesight:
         return token_ids
 
     def _pieces(self) -> list[bytes]:
-        """Return the text of every token, kept with the grammar: 0.1 s for 50 000 tokens."""
+        """Return the text of every token, cached on the grammar: 0.1 s for 50 000 tokens."""
         grammar = self._processor.compiled_grammars[0]
         if not hasattr(grammar, "_lade_pieces"):
             grammar._lade_pieces = grammar.tokenizer_info.decoded_vocab

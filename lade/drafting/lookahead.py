@@ -1,16 +1,16 @@
-"""The Jacobi window of lookahead decoding: n-grams that the target comes to, text or not.
+"""The Jacobi window of lookahead decoding: n-grams that the target produces beside the text.
 
     place       0     1     2     3     4     5     6
     iteration 0 root  a1    a2    a3    a4                 W = 5 columns, N = 4: cell (j, i) lies at
-    iteration 1       b1    b2    b3    b4    b5           place i + j, behind the root
+    iteration 1       b1    b2    b3    b4    b5           place i + j, after the root
     iteration 2             c2    c3    c4    c5    c6
 
 A cell sees the first iteration up to its own column and its own column from there on, and nothing
-of the draft: c4 sees root a1 a2 b3. The target's likeliest token behind every cell of the newest
-iteration is the next iteration, and each column with the token behind it is an n-gram: root b1 c2
-d3, a1 b2 c3 d4, …. Then the oldest iteration leaves, and all cells are one place nearer to the
+of the draft: c4 sees root a1 a2 b3. The target's likeliest tokens after the cells of the newest
+iteration form the next one, and each column with the token after it is an n-gram: root b1 c2 d3, a1
+b2 c3 d4, …. Then the oldest iteration is dropped, and all cells move one place closer to the
 root. All this follows from the text and a fixed seed, so processes that run a model together have
-the same windows. Whether the target would really go on so, only verified drafts of it show.
+the same windows. Only verification shows whether the target really goes on like that.
 
 Source: Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding", ICML
 2024, section 3.
@@ -30,41 +30,41 @@ from lade.tree import SideNodes
 class Window:
     """The window of one row, from step to step.
 
-    It begins with random tokens alone, so wide that W columns are left when N-2 steps have brought
+    It begins with random tokens only, wide enough that W columns are left when N-2 steps have added
     the other iterations. Every step moves it on by one place, however many tokens were committed,
-    as the authors' code does by default. Moved on by all of them, its last columns would be random
-    again in every iteration, and their n-grams nothing that the target came to: over 12 answers of
-    64 tokens of SmolLM2-135M-Instruct, mean accepted tokens of 1.97 instead of 2.07 (W = 7, N = 5,
-    at most 8 draft tokens; 1.62 without a window).
+    as the authors' code does by default. If it moved on by all of them, the last columns of every
+    iteration would be random again, and their n-grams would not be the target's: over 12 answers of
+    64 tokens of SmolLM2-135M-Instruct, mean accepted tokens were 1.97 instead of 2.07 (W = 7,
+    N = 5, at most 8 draft tokens; 1.62 without a window).
 
     Args:
-        lookahead: its size.
-        context: the row's prompt; first tokens are drawn from it, or from the vocabulary if it has
-            none.
-        vocab_size: no cell holds a token id that reaches it.
-        seed: of a generator of the window's own, so that runs repeat, processes agree, and the
-            random state that sampling goes by is left alone.
+        lookahead: size of the window.
+        context: the row's prompt; the first tokens are drawn from it, or from the vocabulary if it
+            is empty.
+        vocab_size: exclusive upper bound of the token ids in the window.
+        seed: of the window's own generator, so that runs repeat, processes agree, and the random
+            state used for sampling is left alone.
     """
 
     def __init__(
         self, lookahead: Lookahead, context: Sequence[int], vocab_size: int, seed: int
     ) -> None:
         self._ngram_size = lookahead.ngram_size
-        #: Places behind the root that the last cell takes, the same in every step.
+        #: Places from the root to the last cell, the same in every step.
         self.depth = lookahead.window_size + lookahead.ngram_size - 3
         known = [token_id for token_id in context if token_id < vocab_size]
         first = random.Random(seed).choices(known or range(vocab_size), k=self.depth)
-        self._iterations = [first]  # oldest first, and it has no cell in the root's column
+        self._iterations = [first]  # oldest first; the oldest has no cell in the root's column
 
     @property
     def num_cells(self) -> int:
-        """How many cells the next step runs; (N-1)·W - 1 once all iterations are there."""
+        """Cells that the next step runs; (N-1)·W - 1 once all iterations are there."""
         return sum(map(len, self._iterations))
 
     @property
     def newest(self) -> list[int]:
-        """The cells behind which the target's tokens are the next iteration, in order."""
-        # An iteration that none leaves for has no use for the first: that place is the root's next.
+        """Indices of the cells after which the target's tokens form the next iteration."""
+        # While the window fills, every step drops the first column instead of an iteration.
         num_columns = len(self._iterations[0]) + (not self._is_filling)
         return [*range(self.num_cells - num_columns, self.num_cells)]
 
@@ -73,7 +73,7 @@ class Window:
         return len(self._iterations) < self._ngram_size - 1
 
     def cells(self) -> SideNodes:
-        """Lay the window out as nodes behind the root."""
+        """Lay the window out as nodes after the root."""
         sizes = [*map(len, self._iterations)]
         iterations = np.repeat(np.arange(len(sizes)), sizes)
         columns = np.concatenate([np.arange(size) for size in sizes])
@@ -84,14 +84,14 @@ class Window:
         return SideNodes(token_ids, (iterations + columns).tolist(), before | above)
 
     def advance(self, root_token_id: int, token_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Take in the next iteration and move on by one place.
+        """Add the next iteration, move on by one place and return the complete n-grams.
 
         Args:
-            root_token_id: of the step that was run.
-            token_ids: the target's likeliest tokens behind the cells of `newest`.
+            root_token_id: token of the root in the step that was run.
+            token_ids: the target's likeliest tokens after the cells of `newest`.
 
         Returns:
-            The n-grams that are complete, int32 [W, N], or [0, N] in the first steps.
+            The complete n-grams, int32 [W, N]; [0, N] in the first steps.
         """
         if self._is_filling:
             self._iterations = [*(old[1:] for old in self._iterations), [*token_ids]]
@@ -105,12 +105,12 @@ class Window:
 def likeliest_tokens(
     logits: Tensor, places: Sequence[tuple[int, int]], vocab_size: int
 ) -> list[int]:
-    """Return the likeliest token behind each place, the first of equals, with one wait.
+    """Return the likeliest token after each place, the first of equals, in one transfer.
 
     Args:
         logits: [rows, width, vocab_size or more].
-        places: row of `logits`, and node.
-        vocab_size: no token id reaches it.
+        places: pairs of a row and a node of `logits`.
+        vocab_size: exclusive upper bound of the token ids.
     """
     rows, nodes = zip(*places, strict=True)
     token_ids: list[int] = logits[rows, nodes, :vocab_size].float().argmax(dim=-1).tolist()

@@ -11,11 +11,11 @@ from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool, SampledDraft, S
 
 
 class PoolDrafter:
-    """Drafts from an `NGramPool`, which is fed the prompt first and every committed token after.
+    """Drafter on an `NGramPool`, which is fed the prompt and then every committed token.
 
     Args:
         pool: learns from all sequences.
-        max_candidates: G, the greatest number of paths of a draft; None for no limit.
+        max_candidates: G, the maximum number of paths in a draft; None for no limit.
         prewarmed: the successors that the target finds likely after single tokens and pairs, as
             `lade.prewarm` found them.
     """
@@ -35,14 +35,15 @@ class PoolDrafter:
 
     @property
     def has_prewarmed(self) -> bool:
-        """Whether a table is known that was made before."""
+        """Whether there is a prewarmed table."""
         return self._prewarmed is not None
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Feed the prompt as a sequence of its own.
 
-        Of a prompt that is being answered already, as where several samples are asked for, only
-        the end is fed again, to tie the new answer to it: more would drown what follows elsewhere.
+        If the same prompt is being answered already, as when several samples are asked for, only
+        its end is fed again, to tie the new answer to it: more would drown out what follows
+        elsewhere.
         """
         prompt = tuple(prompt_ids)
         new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
@@ -56,7 +57,7 @@ class PoolDrafter:
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Look the last tokens up in all that the pool holds."""
+        """Look up the last tokens in all that the pool holds."""
         context = committed[-self.pool.max_match :]
         return self.pool.draft(context, max_draft_tokens, self._max_candidates, sequence)
 
@@ -67,7 +68,7 @@ class PoolDrafter:
         max_draft_tokens: int,
         rng: np.random.Generator,
     ) -> SampledDraft:
-        """Draw from what may follow the last tokens by all that the pool holds."""
+        """Draw from what may follow the last tokens, by all that the pool holds."""
         context = committed[-self.pool.max_match :]
         return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
 
@@ -79,14 +80,14 @@ class PoolDrafter:
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Feed what the target found likely behind the nodes."""
+        """Feed the successors of the nodes."""
         last = np.array(token_ids)
         previous = last[parents]
         previous[0] = committed[-2] if len(committed) > 1 else -1
         pairs = np.stack([previous, last], axis=1)
         singles = pairs.copy()
         singles[:, 0] = -1
-        # The likeliest nodes stand first in a tree; of equal contexts the one put last stays.
+        # The likeliest nodes come first in a tree; of equal contexts the one put last is kept.
         contexts = np.concatenate([pairs, singles])[::-1]
         ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
         self.pool.harvest(contexts, ids, probs)
@@ -105,7 +106,7 @@ class PoolDrafter:
                 self.pool.close_sequence(own)
 
     def close(self, sequence: int) -> None:
-        """Let the sequence's handle go; its text stays."""
+        """Close the sequence; its text stays in the pool."""
         self._open_prompts.pop(sequence, None)
         self.pool.close_sequence(sequence)
 
@@ -114,9 +115,9 @@ class PoolDrafter:
 
 
 def has_table(drafter: Drafter) -> bool:
-    """Tell whether a drafter has a table that was made before.
+    """Return whether a drafter has a prewarmed table.
 
-    Then it learns nothing from the ends of prompts: that took more time (0.7 % of an answer) than
+    If it has, the ends of prompts are not harvested: that took more time (0.7 % of an answer) than
     it saved.
     """
     return isinstance(drafter, PoolDrafter) and drafter.has_prewarmed

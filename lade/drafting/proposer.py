@@ -1,4 +1,4 @@
-"""What each row of a batch is proposed: by the drafter, by a grammar, within what can be run."""
+"""Drafts for each row of a batch: from the drafter and the grammar, cut to what can be run."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,31 +27,30 @@ _T = TypeVar("_T")
 
 
 class _Proposal(NamedTuple):
-    """What a row was proposed last, and how it came about."""
+    """The last proposal for a row, and how it came about."""
 
     draft: Draft
-    forced: list[int]  # tokens at its beginning that a grammar leaves no choice about
-    room: int  # the greatest depth that the target can run
+    forced: list[int]  # its first tokens, where a grammar forces them
+    room: int  # maximum depth that the target can run
 
 
 class Proposer:
-    """Gathers the drafts of every row of a batch, in two turns.
+    """Source of the drafts of every row of a batch, in two phases.
 
     `propose` asks for all there is, so that a budget can decide how much of it to verify; `draw`
-    returns so much of it, drawn anew where drafts are to be drawn at random. How many nodes are
-    drawn must not depend on the tokens drawn, or the text would no longer have the distribution it
-    should.
+    returns that much of it, or draws it anew where drafts are random. The number of nodes drawn
+    must not depend on the tokens drawn, or the text would no longer have the right distribution.
 
-    A drafter can never fail the call that it drafts for: what it raises, and a draft that is none,
-    is told in a warning, and from then on it is not asked any more.
+    A drafter can never fail the call that it drafts for: an exception or an invalid draft becomes a
+    warning, and the drafter is not asked again.
 
     Args:
         drafter: fed by the caller through `open` and `observe`.
-        vocab_size: no token id of a draft may reach it.
-        max_candidates: paths of a draft that the target can verify at once; None for any number.
-        grammar: of the grammar that constrains the text, if there is one.
+        vocab_size: exclusive upper bound of the token ids in a draft.
+        max_candidates: paths of a draft that the target can verify at once; None for no limit.
+        grammar: tokens forced by the grammar that constrains the text, if there is one.
         rngs: one for each row, to draw drafts with; None to take the likeliest.
-        is_strict: let what the drafter raises through, for those who write one.
+        is_strict: let the drafter's exceptions through, for authors of drafters.
     """
 
     def __init__(
@@ -69,18 +68,18 @@ class Proposer:
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._grammar = grammar
-        # Asked once: to look for the methods of a protocol takes 30 µs.
+        # Checked once: looking for the methods of a protocol takes 30 µs.
         self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
         self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
         self._learning = drafter if isinstance(drafter, NgramDrafter) else None
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
-        self._proposals: dict[int, _Proposal] = {}  # of each row
+        self._proposals: dict[int, _Proposal] = {}  # by row
 
     @property
     def num_successors(self) -> int:
-        """How many of the target's likeliest tokens the drafter wants to be told of."""
+        """Top-k target tokens to report to the drafter per node; 0 for none."""
         return 0 if self._has_failed else self._num_successors
 
     def open(self, row: int, context: Sequence[int]) -> None:
@@ -92,20 +91,20 @@ class Proposer:
         self._asked(begin, None)
 
     def is_open(self, row: int) -> bool:
-        """Tell whether a row has begun and not ended."""
+        """Return whether a row has begun and not ended."""
         return row in self._sequences
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        """Let the drafter learn what was emitted."""
+        """Feed the drafter a row's emitted tokens."""
         self._asked(lambda: self._drafter.observe(self._sequences[row], token_ids), None)
 
     def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
-        """Let the drafter learn what the target found likely behind the nodes of a row's tree."""
+        """Feed the drafter harvested successors of the nodes of a row's tree."""
         parents = [-1, *(tree.draft.parents + 1).tolist()]
         self._harvest(row, context, tree.token_ids, parents, successors)
 
     def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
-        """Let the drafter learn what follows the last tokens of a prompt but the very last one."""
+        """Feed the drafter harvested successors of a prompt's last tokens but the very last one."""
         num = successors.num_nodes
         tokens = context[-1 - num : -1]
         committed = context[: len(context) - num]
@@ -127,7 +126,7 @@ class Proposer:
         self._asked(tell, None)
 
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
-        """Let the drafter learn n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
+        """Feed the drafter n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
 
         def tell() -> None:
             assert self._learning is not None
@@ -142,13 +141,13 @@ class Proposer:
             self._asked(lambda: self._drafter.close(sequence), None, even_if_failed=True)
 
     def close_all(self) -> None:
-        """End all rows that are open."""
+        """End all open rows."""
         with ExitStack() as stack:  # one that raises does not keep the others open
             for row in [*self._sequences]:
                 stack.callback(self.close, row)
 
     def _asked(self, ask: Callable[[], _T], instead: _T, *, even_if_failed: bool = False) -> _T:
-        """Return what the drafter answers, or something else where it fails or has failed."""
+        """Return what `ask` returns, or `instead` where the drafter fails or has failed."""
         if self._has_failed and not even_if_failed:
             return instead
         try:
@@ -175,13 +174,13 @@ class Proposer:
         room: int,
         max_draft_tokens: int,
     ) -> Draft:
-        """Return what could follow, likeliest first.
+        """Return a draft of what may follow, likeliest nodes first.
 
         Args:
-            committed: the row, padding included, as logits processors see it.
+            committed: the row as logits processors see it, padding included.
             context: the row as the drafter sees it.
-            room: the greatest depth that the target can run.
-            max_draft_tokens: the most to propose.
+            room: maximum depth that the target can run.
+            max_draft_tokens: maximum number of draft tokens.
         """
         forced: list[int] = []
         draft = Draft.empty()
@@ -199,7 +198,7 @@ class Proposer:
         return draft
 
     def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
-        """Return so many nodes of what was proposed, or drawn in their place."""
+        """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
         proposed, forced, room = self._proposals[row]
         proposed = proposed.first(num_nodes)
         num_drawn = len(proposed) - len(forced)
@@ -224,9 +223,9 @@ class Proposer:
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.
 
-        That is one beyond the longest text, or, from a pool that learned from another model's text,
-        a token that this model does not have. Of a node that was drawn, what it could have become
-        decides, not what it became.
+        Such a node is deeper than `room`, or its token is outside the vocabulary, as from a pool
+        that learned from another model's text. For a drawn node, the tokens that it could have
+        become decide, not the one that it became.
         """
         if isinstance(draft, SampledDraft):
             outside = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)

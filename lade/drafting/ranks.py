@@ -1,4 +1,4 @@
-"""Several processes that run one model together must verify the same drafts."""
+"""Agreement on drafts: processes that run one model together must verify the same ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from ngram_pool import Draft
 
 
 class Ranks:
-    """The processes of a tensor-parallel model; the first one's drafts are everybody's.
+    """The processes of a tensor-parallel model, which all use the first one's drafts.
 
-    Pools may differ from process to process, and measured costs always do.
+    Pools may differ between processes, and measured costs always do.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -22,12 +22,12 @@ class Ranks:
 
     @classmethod
     def of(cls, model: Model) -> "Ranks | None":
-        """Return the processes that share a model, or None if this one runs it alone."""
+        """Return the processes that share a model; None if this one runs it alone."""
         mesh = mesh_of(model)
         return None if mesh is None else cls(mesh)
 
     def agree(self, drafts: Mapping[int, Draft]) -> dict[int, Draft]:
-        """Return the first process's drafts, by row; called by all of them, at every step."""
+        """Return the first process's drafts by row; every process must call this at every step."""
         agreed = [dict(drafts)]
         torch.distributed.broadcast_object_list(agreed, src=self._first, group=self._group)
         return agreed[0]

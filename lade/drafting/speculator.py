@@ -1,4 +1,4 @@
-"""What each step verifies, and what is learned of it: all that a decoder does about drafts."""
+"""What a decoder does about drafts: what each step verifies, and what is learned from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from ngram_pool import Draft
 
 
 class Runner(Protocol):
-    """What a target says of its next forward."""
+    """What a target reports about its next forward."""
 
-    vocab_size: int  # no token id of a draft may reach it
+    vocab_size: int  # exclusive upper bound of the token ids in a draft
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens that the next forward runs once more."""
+        """Committed tokens that the next forward runs again."""
 
     @property
     def must_catch_up(self) -> bool:
@@ -43,32 +43,32 @@ class Plan:
     """What one step runs."""
 
     trees: dict[int, Tree]  # by row, the root and the draft to verify
-    proposed: Mapping[int, Draft]  # by row, all that there was to verify
+    proposed: Mapping[int, Draft]  # by row, the whole proposal, verified or not
     windows: Mapping[int, Window]  # by row, those run beside the drafts
-    context_lengths: Mapping[int, int]  # by row that is not finished, before the step
+    context_lengths: Mapping[int, int]  # by unfinished row, before the step
 
     @property
     def width(self) -> int:
-        """Nodes of the largest tree, its root included."""
+        """Nodes of the largest tree, root included."""
         return max(map(len, self.trees.values()))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the largest row, its window included."""
+        """Tokens of the largest row, window included."""
         return max(
             len(tree) + (self.windows[row].num_cells if row in self.windows else 0)
             for row, tree in self.trees.items()
         )
 
     def nodes(self) -> list[Tree]:
-        """Return the trees, and behind them the windows, which only the target sees."""
+        """Return the trees followed by the windows, which only the target sees."""
         return [
             tree.beside(self.windows[row].cells()) if row in self.windows else tree
             for row, tree in self.trees.items()
         ]
 
     def without_drafts(self) -> "Plan":
-        """Return the roots alone."""
+        """Return the plan with the roots alone."""
         roots = {row: tree.without_draft() for row, tree in self.trees.items()}
         return replace(self, trees=roots, windows={})
 
@@ -77,29 +77,30 @@ class Cost(NamedTuple):
     """What a forward took."""
 
     num_rows: int
-    num_tokens: int  # of each row, besides the root
-    sec: float | None  # None where that says nothing of other forwards
+    num_tokens: int  # per row, besides the root
+    sec: float | None  # None where not representative of other forwards
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was committed, and what is still to be learned of it."""
+    """A committed step, and what is still to be learned from it."""
 
     plan: Plan
     steps: Sequence[Step]
     successors: SuccessorsCopy | None
-    cost: Cost | None  # None of the prefill
+    cost: Cost | None  # None for the prefill
 
 
 class Speculator:
-    """Proposes, sizes and draws drafts, runs lookahead windows, and learns what became of them.
+    """The drafts and lookahead windows of a batch: what to run, and what became of it.
 
     Args:
         batch: the rows.
         proposer: asks the drafter.
         budget: decides how many draft tokens to verify.
         runner: the target.
-        lookahead: of the windows to run beside the drafts; the target must verify trees.
+        lookahead: size of the windows to run beside the drafts, which takes verification by tree;
+            None for no windows.
         ranks: the processes that run the target together, if there are several.
     """
 
@@ -117,7 +118,7 @@ class Speculator:
         self._budget = budget
         self._runner = runner
         self._ranks = ranks
-        # Each begins with tokens of its own: samples of one prompt would see the same otherwise.
+        # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
         self._windows = {
             row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
             for row in batch.rows
@@ -127,7 +128,7 @@ class Speculator:
     # --- before a forward -------------------------------------------------------------------
 
     def open_all(self) -> None:
-        """Let the drafter see the prompts."""
+        """Feed the drafter the prompts."""
         for row in self._batch.rows:
             self._proposer.open(row, self._batch.contexts[row])
 
@@ -142,7 +143,7 @@ class Speculator:
         return Plan(trees, {}, {}, self._context_lengths())
 
     def plan(self, emitting: Sequence[int]) -> Plan:
-        """Return what the next step runs for rows that emit, and the roots of the others."""
+        """Return what the next step runs: drafts of the rows that emit, roots of the others."""
         proposed = self._proposals(emitting)
         windows = self._open_windows(emitting)
         num_nodes = self._num_nodes(proposed, windows)
@@ -175,7 +176,7 @@ class Speculator:
             for row in working
         }
         if len(working) < len(emitting):
-            # Known padding keeps step with the others and asks for no token more.
+            # Padding is known: draft it as deep as the other rows' drafts, and no deeper.
             deepest = max(
                 (len(draft) and int(draft.depths.max()) for draft in proposed.values()),
                 default=max_draft_tokens,
@@ -186,7 +187,7 @@ class Speculator:
         return proposed
 
     def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:
-        """Ask the budget how many draft tokens of each row to verify; padding has no say."""
+        """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""
         if self._runner.must_catch_up:
             return 0
         probs = [
@@ -198,13 +199,13 @@ class Speculator:
             return self._budget.max_draft_tokens
         num_beside = max((window.num_cells for window in windows.values()), default=0)
         num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
-        # What a forward of that size runs anyway may as well be draft tokens.
+        # The slots that pad a forward to its width may as well hold draft tokens.
         return self._runner.width_of(1 + num_nodes + num_beside) - 1 - num_beside
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.
 
-        What a window found that had to be cut could hardly be used any more.
+        What a cut window found could hardly be used any more.
         """
         return {
             row: self._windows[row]
@@ -219,29 +220,29 @@ class Speculator:
             return proposed.first(num_nodes)
         return self._proposer.draw(row, self._batch.contexts[row], num_nodes)
 
-    # --- behind a forward -------------------------------------------------------------------
+    # --- after a forward --------------------------------------------------------------------
 
     def rank(self, logits: Tensor, ranked: Ranked | None) -> SuccessorsCopy | None:
-        """Let the device find the likeliest tokens behind each node, for drafters that harvest.
+        """Find the likeliest tokens after each node on the device, for drafters that harvest.
 
         Args:
             logits: [rows, width, vocab_size or more].
-            ranked: those that a choice has ranked already.
+            ranked: ranks of these logits that are known already, or None.
         """
         num_successors = self._proposer.num_successors
         if num_successors == 0:
             return None
         known = logits[..., : self._runner.vocab_size]
-        # Ranks of wider logits may name tokens that the model has no embeddings for.
+        # Ranks of wider logits may contain tokens that the model has no embeddings for.
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
 
     def advance_windows(self, plan: Plan, logits: Tensor) -> int:
-        """Move the plan's windows on, and let the drafter learn the n-grams that they came to.
+        """Move the plan's windows on and feed the drafter the n-grams that they produced.
 
         Returns:
-            How many tokens the windows ran.
+            The number of tokens that the windows ran.
         """
         windows = plan.windows
         if not windows:
@@ -262,16 +263,16 @@ class Speculator:
         return num_tokens
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
-        """Let the drafter see what a row has emitted."""
+        """Append emitted tokens to a row's context and feed them to the drafter."""
         self._batch.contexts[row] += token_ids
         self._proposer.observe(row, token_ids)
 
     def harvest_prompts(self, plan: Plan, successors: Successors | None) -> None:
-        """Let the drafter learn what the target finds likely behind the prompts' last tokens.
+        """Feed the drafter harvested successors of the prompts' last tokens.
 
         Args:
-            plan: of the prefill.
-            successors: [rows, num_tokens, num_successors], the very last tokens' left out.
+            plan: plan of the prefill.
+            successors: [rows, num_tokens, num_successors], without those of the very last tokens.
         """
         if successors is None:
             return
@@ -279,7 +280,7 @@ class Speculator:
         for row, length in plan.context_lengths.items():
             context = self._batch.contexts[row][:length]
             prompt = text.token_ids[row][: text.num_prompt]
-            shared = 0  # the end of both, before anything that is masked
+            shared = 0  # tokens that both end with, up to anything that is masked
             for token_id, seen in zip(reversed(prompt), reversed(context), strict=False):
                 if token_id != seen or shared > successors.num_nodes:
                     break
@@ -288,7 +289,7 @@ class Speculator:
                 self._proposer.harvest_prompt(row, context, successors.last(row, shared - 1))
 
     def learn(self, done: Done) -> None:
-        """Learn what the target finds likely behind all nodes, and what the step took."""
+        """Feed the drafter the successors of all nodes, and the budget the step's cost."""
         batch = self._batch
         of_rows = None if done.successors is None else done.successors.get()
         for index, (row, tree) in enumerate(done.plan.trees.items()):
@@ -315,5 +316,5 @@ class Speculator:
             self._proposer.close(row)
 
     def close_all(self) -> None:
-        """End all rows that are open."""
+        """End all open rows."""
         self._proposer.close_all()

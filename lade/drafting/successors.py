@@ -1,4 +1,4 @@
-"""What the target itself finds likely after every node it ran, for drafters that learn from it."""
+"""The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ from lade.view import counterpart, keep_attributes, with_own_hooks
 
 
 class Successors(NamedTuple):
-    """The target's likeliest next tokens behind each of several nodes, likeliest first."""
+    """The target's likeliest next tokens after each of several nodes, likeliest first."""
 
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
     def of_row(self, row: int, num_nodes: int) -> "Successors":
-        """Return those of the first nodes of one row, where the first axis counts rows."""
+        """Return those of the first nodes of one row; the first axis must be rows."""
         return Successors(self.token_ids[row, :num_nodes], self.probs[row, :num_nodes])
 
     def last(self, row: int, num_nodes: int) -> "Successors":
@@ -29,7 +29,7 @@ class Successors(NamedTuple):
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes there are, or in each row."""
+        """Number of nodes, or of nodes per row."""
         return int(self.token_ids.shape[-2])
 
 
@@ -41,11 +41,11 @@ class Ranked(NamedTuple):
 
 
 def rank(logits: Tensor, num_ranked: int) -> Ranked:
-    """Return the highest logits, and whose they are, on the device.
+    """Return the highest logits and their token ids, on the device.
 
     Args:
         logits: [..., vocab_size].
-        num_ranked: how many; fewer come back from a smaller vocabulary.
+        num_ranked: how many; at most the size of the vocabulary is returned.
     """
     return Ranked(*logits.topk(min(num_ranked, logits.shape[-1]), dim=-1))
 
@@ -54,8 +54,8 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
     """Return the lowest of the token ids that share the highest logit, as `argmax` does.
 
     Returns:
-        int64 [...]; None where the ranks do not tell, because more tokens than there are ranks may
-        share it, or it is no number.
+        int64 [...]; None where the ranks do not tell, because more tokens than were ranked may
+        share it, or it is NaN.
     """
     is_highest = ranked.logits == ranked.logits[..., :1]
     if bool((is_highest[..., -1] | ~is_highest[..., 0]).any()):
@@ -63,8 +63,8 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
     return ranked.token_ids.where(is_highest, torch.iinfo(torch.int64).max).amin(dim=-1)
 
 
-# Of the tokens that are not ranked, every so many-th is looked at for the sum of all. Logarithms of
-# probabilities differ by about 0.2 from those with all of them, which take four times as long.
+# Estimate the softmax sum from every 16th logit. Log-probabilities differ by about 0.2 from those
+# with all logits, which take four times as long.
 _SAMPLED = 16
 
 
@@ -75,49 +75,50 @@ class SuccessorsCopy:
         self._sent = HostCopy(token_ids, probs)
 
     def get(self) -> Successors:
-        """Return them, after waiting until they are there."""
+        """Wait for the successors and return them."""
         token_ids, probs = self._sent.get()
         return Successors(token_ids.to(torch.int32).numpy(), probs.numpy())
 
 
 def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> SuccessorsCopy:
-    """Return the likeliest tokens of each row of logits, with about their probabilities.
+    """Return ranked tokens with their approximate probabilities.
 
     Args:
-        ranked: of these logits.
+        ranked: ranks of these logits.
         logits: [..., vocab_size].
-        sampled: see `_SAMPLED`; with 1, probabilities are exact.
+        sampled: step between the logits summed, see `_SAMPLED`; with 1, probabilities are exact.
     """
     highest = ranked.logits.float()
     top, least = highest[..., :1], highest[..., -1:]
     powers = (highest - top).exp_()
     step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
-    # Those ranked are among them, too; they count as no more than the least of themselves.
+    # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
     others = logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
     least_powers = powers[..., -1:]
     of_others = step * others - highest.shape[-1] * least_powers
-    # What is no number is not likely: a drafter may learn nothing of it, and must not fail by it.
+    # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
     return SuccessorsCopy(ranked.token_ids, probs)
 
 
-# The last tokens of a prompt whose successors are harvested. All of them accepted 1 % more tokens
-# than these in answers of 128 tokens (2 % where there is no table), and took 4 % of the time.
+# Maximum number of last prompt tokens, in all rows together, whose successors are harvested.
+# Harvesting all accepted 1 % more tokens in answers of 128 tokens (2 % without a prewarmed table),
+# and took 4 % of the time.
 MAX_PROMPT_TOKENS = 64
 
 
 class PromptHarvester:
-    """Finds what the target finds likely behind the last tokens of prompts, beside the prefill.
+    """Harvest of the prompts' last tokens, taken along with the prefill.
 
     `generate` computes logits of the last token alone, and so does the prefill. Those of the tokens
-    before it come from the last hidden states, which pass by anyhow, through the model's output
-    embeddings. Where that does not give the last token's logits, because the model scales or bends
-    them afterwards, nothing is harvested.
+    before it are computed from the last hidden states, which are there anyway, with the model's
+    output embeddings. Where this does not give the last token's logits, because the model scales or
+    transforms them afterwards, nothing is harvested.
 
     Args:
-        model: the target; one whose hidden states cannot be seen is left alone.
-        num_successors: how many to find.
-        vocab_size: no token id found reaches it, though the embeddings may have more.
+        model: the target; if its hidden states cannot be seen, nothing is harvested.
+        num_successors: how many to harvest per token.
+        vocab_size: exclusive upper bound of the token ids, though the embeddings may have more.
     """
 
     def __init__(self, model: Any, num_successors: int, vocab_size: int) -> None:
@@ -130,7 +131,7 @@ class PromptHarvester:
 
     @contextmanager
     def watching(self) -> Iterator[Any]:
-        """Yield a view of the model, whose hidden states are seen; None if they cannot be."""
+        """Yield a view of the model whose hidden states are watched; None if they cannot be."""
         if self._head is None or self._body is None:
             yield None
             return
@@ -141,14 +142,14 @@ class PromptHarvester:
 
     @torch.no_grad()
     def successors(self, logits: Tensor) -> Successors | None:
-        """Return what follows the last tokens before the very last one, and forget the states.
+        """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
             logits: of the prompts' last tokens, [rows, 1, vocab_size].
 
         Returns:
-            [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens of all rows
-            together; None where it cannot be told.
+            [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens in all rows
+            together; None where they cannot be computed.
         """
         states, self._states = self._states, None
         num_rows = logits.shape[0]
@@ -168,7 +169,7 @@ class PromptHarvester:
                 return None
             before = self._head(states[:, -1 - num_tokens : -1])[..., : self._vocab_size]
             return with_probs(rank(before, self._num_successors), before).get()
-        except RuntimeError:  # more layers in between, of other sizes or dtypes, or no memory left
+        except RuntimeError:  # more layers in between, of other sizes or dtypes, or out of memory
             return None
 
     def _see(self, module: Any, args: Any, output: Any) -> None:

@@ -1,1 +1,5 @@
-"""Steps of fixed shape on memory that lives between calls, recorded as CUDA graphs and replayed."""
+"""Steps of fixed shape, on memory kept between calls: recorded as CUDA graphs and replayed.
+
+Trees of the exact size are run by `lade.targets`; which execution a call gets is decided in
+`lade.probing`.
+"""

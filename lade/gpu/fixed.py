@@ -1,8 +1,8 @@
-"""Whole trees verified in forwards of a few fixed shapes, on memory that stays where it is.
+"""Tree verification in forwards of a few fixed shapes, on memory that stays in place.
 
-A tree is padded to one of a few widths, keys and values lie in slots taken at first, masks and
-positions are made on the device from one small buffer that the host fills, so a step can be
-recorded as a CUDA graph and replayed (`graphs.py`). On other devices the same path runs eagerly.
+Trees are padded to one of a few widths, keys and values lie in preallocated slots, and masks and
+positions are computed on the device from one small buffer that the host fills. A step can therefore
+be recorded as a CUDA graph and replayed (`graphs.py`). On other devices the same path runs eagerly.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -36,16 +36,16 @@ from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
 
-# Tokens of a row in a forward; trees in between are padded. On a GPU a step costs about the same
-# up to 16 or 32 tokens, and each width is a recording of its own.
+# Tokens per row of a forward; trees are padded to the next width. On a GPU a step costs about the
+# same up to 16 or 32 tokens, and each width needs a recording of its own.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-# New tokens that memory is taken for at first, however many may come; then it grows, and what was
-# recorded is recorded anew.
+# New tokens that memory is first allocated for, however many may come. Beyond that it grows, and
+# steps are recorded again.
 _FIRST_NEW = 2048
 
 
 def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
-    """Return what decides the dtype of keys and values, and the order in which memory is used."""
+    """Return the autocast state, which decides the dtype of keys and values, and the stream."""
     kind = device.type
     stream = torch.cuda.current_stream(device).cuda_stream if kind == "cuda" else None
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), stream
@@ -57,7 +57,7 @@ class _Step(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """What a step gives back; a replay overwrites the logits of the one before."""
+    """The output of a step; a replay overwrites the logits of the previous step."""
 
     logits: Tensor
     hidden_states: None = None
@@ -65,17 +65,17 @@ class _Logits(NamedTuple):
 
 
 class FixedTarget(TreeTarget):
-    """Verifies trees as `TreeTarget` does, in forwards of a few fixed shapes.
+    """A `TreeTarget` whose forwards have a few fixed shapes.
 
     Args:
-        model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as of
-            a `TreeTarget`. Hidden states and attentions cannot be asked for.
-        workspace_store: where memory and recordings of earlier calls are kept.
-        new_graphs: makes what records steps; None to run all of them eagerly.
-        why_not_recorded: the reason for that, where they were to be recorded.
-        call: runs the steps; what `torch.compile` made of the model, None for the model itself.
-        variant: what tells recordings of one kind from those of others.
-        widths: to pad trees to; multiples of the last one beyond it.
+        model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as for
+            `TreeTarget`. Hidden states and attentions cannot be asked for.
+        workspace_store: keeps memory and recordings of earlier calls.
+        new_graphs: returns an empty `Graphs` to record steps with; None to run all steps eagerly.
+        why_not_recorded: why steps are not recorded although that was asked for.
+        call: the compiled model that runs the steps; None for the model itself.
+        variant: kind of recordings; a workspace of another variant is not reused.
+        widths: widths to pad trees to; beyond the last one, its multiples.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FixedTarget(TreeTarget):
         variant: Hashable = None,
         widths: Sequence[int] = WIDTHS,
     ) -> None:
-        self._shelf = workspace_store
+        self._store = workspace_store
         self._variant = variant
         self._new_graphs = new_graphs
         self._why_not_recorded = why_not_recorded
@@ -113,7 +113,7 @@ class FixedTarget(TreeTarget):
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
         self._must_show_rows = True
-        # Our own attention on a GPU looks at no more keys than there are, however many are shown.
+        # Our Triton attention reads only the keys that exist, however many slots are shown.
         self._shows_all = attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
         self._reach_windows = {
             reach: reach.num_slots if reach.num_slots in self.cache.windows else None
@@ -124,19 +124,19 @@ class FixedTarget(TreeTarget):
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         num_rows = self._input_ids.shape[0]
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        fit = WorkspaceKey(num_rows, (*kinds,), _dependencies_of_cache(self.device), self._variant)
-        kept = self._shelf.take(fit, room)
+        key = WorkspaceKey(num_rows, (*kinds,), _dependencies_of_cache(self.device), self._variant)
+        kept = self._store.take(key, room)
         if kept is None:
             cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
-            kept = Workspace(fit, cache)
+            kept = Workspace(key, cache)
         self._workspace = kept
         return kept.cache
 
     def _choose_graphs(self) -> None:
-        """Go on with the steps recorded in earlier calls, if all that they depend on is as it was.
+        """Keep the steps recorded in earlier calls if nothing they depend on has changed.
 
-        The model may have got, or lost, what keeps it from being recorded; and where its weights
-        have changed, what failed before may do now.
+        The model may have gained or lost something that prevents recording, and once its weights
+        have changed, a recording that failed before may succeed.
         """
         workspace = self._workspace
         if self._new_graphs is None:
@@ -148,41 +148,41 @@ class FixedTarget(TreeTarget):
 
     @property
     def is_timing_valid(self) -> bool:
-        """Whether the last forward was neither recorded nor will be replayed faster."""
+        """Whether the last forward took as long as later ones of its shape will."""
         graphs = self._workspace.graphs
         return graphs is None or graphs.is_timing_valid
 
     @property
     def records(self) -> bool:
-        """Whether steps are recorded, or were."""
+        """Whether steps are recorded; remains true after recording has failed."""
         return self._workspace.graphs is not None
 
     @property
     def why_not_recorded(self) -> str | None:
-        """Why steps are not recorded, or no more of them, where they were to be."""
+        """Why steps, or further steps, are not recorded although that was asked for, or None."""
         graphs = self._workspace.graphs
         return self._why_not_recorded if graphs is None else graphs.reason
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the next of the widths."""
+        """Return the padded width of a forward over `num_tokens`."""
         for width in self._widths:
             if width >= num_tokens:
                 return width
         return -(-num_tokens // self._widths[-1]) * self._widths[-1]
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Tell the device about the trees behind the committed tokens."""
+        """Send the device one tree per row, each after its committed tokens; return the step."""
         self._trees = trees
         if self._must_show_rows:
             self._show_rows()
         width = self.width_of(max(map(len, trees)))
         shape = self._shape(len(trees), width)
         inputs = self._workspace.inputs(shape, self.device)
-        host = inputs.host  # which waits until the step before has been told
+        host = inputs.host  # waits until the previous step's copy is done
         for row, tree in enumerate(trees):
             size = len(tree)
             if size < width:
-                # A padding node sees itself alone: attention over nothing is NaN.
+                # A padding node sees only itself: attention over nothing is NaN.
                 host["ancestors"][row] = inputs.alone
                 host["token_ids"][row, size:] = 0
                 host["depths"][row, size:] = 0
@@ -191,7 +191,7 @@ class FixedTarget(TreeTarget):
             host["token_ids"][row, 1 : num_drafted + 1] = tree.draft.token_ids
             host["depths"][row, 0] = 0
             host["depths"][row, 1 : num_drafted + 1] = tree.draft.depths
-            if num_drafted + 1 < size:  # cells beside the draft
+            if num_drafted + 1 < size:  # side nodes of a lookahead window
                 host["token_ids"][row, num_drafted + 1 : size] = tree.token_ids[num_drafted + 1 :]
                 host["depths"][row, num_drafted + 1 : size] = tree.depths[num_drafted + 1 :]
             host["ancestors"][row, :size, :size] = tree.ancestors
@@ -206,7 +206,7 @@ class FixedTarget(TreeTarget):
         return _Step(shape, inputs)
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on such inputs, or replay what it did for others of that shape."""
+        """Run the model on a step, or replay the recording of its shape."""
         step: _Step = inputs
         graphs = self._workspace.graphs
         if graphs is None:
@@ -215,37 +215,37 @@ class FixedTarget(TreeTarget):
         return _Logits(graphs.run(step.shape, partial(self._run, step)))
 
     def forward_once(self, inputs: Any) -> Forward:
-        """Run the model on such inputs eagerly."""
+        """Run the model on a step eagerly, without recording it."""
         return _Logits(self._run(inputs, is_recorded=False))
 
     def select(self, places: Sequence[int]) -> None:
-        """Leave the other rows out; what the cache holds of them stays."""
+        """Continue with these rows only; the cache keeps what it holds of the others."""
         super().select(places)
         self._must_show_rows = True
 
     def rejoin(self) -> None:
-        """Take back the rows that were left out."""
+        """Bring back the rows that were left out."""
         super().rejoin()
         self._must_show_rows = True
 
     def hand_over(self, cache: Any) -> Any:
-        """Let a dynamic cache hold a copy of what this target's own holds."""
+        """Copy the contents of this target's cache into a dynamic cache; return that."""
         self.cache.hand_over(cache, copies=True)
         return cache
 
     def release(self) -> None:
-        """Keep the memory for the next call."""
-        self._shelf.put_back(self._workspace)
+        """Return the workspace to its store, for the next call."""
+        self._store.put_back(self._workspace)
 
     # --- one step -----------------------------------------------------------------------------
 
     def _shape(self, num_rows: int, width: int) -> Shape:
-        """Make room for a step and return its shape."""
+        """Reserve slots for a step and return its shape."""
         try:
             rooms = self.cache.reserve(width)
         except torch.OutOfMemoryError:
-            self._workspace.forget_recordings()  # what they held may be what is missing
-            torch.cuda.empty_cache()  # does nothing where there is none
+            self._workspace.forget_recordings()  # the missing memory may be theirs
+            torch.cuda.empty_cache()  # does nothing without a GPU
             rooms = self.cache.reserve(width)
         lengths = max(self.num_cached) + width
         shown = []
@@ -257,13 +257,12 @@ class FixedTarget(TreeTarget):
         return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
 
     def _place_rows(self) -> None:
-        """Do nothing: every step tells the device where its rows are."""
+        """Do nothing: every step sends the positions of its rows."""
 
     def _show_rows(self) -> None:
-        """Tell the device which slots of the rows there are now are not padding.
+        """Upload the padding mask of the active rows, and read what every step sends about them.
 
-        And learn what a step has to tell it of them. Not at the end of the prefill, which the
-        device may still be at.
+        Not done at the end of the prefill, which the device may still be running.
         """
         self._must_show_rows = False
         self._token_type_names = tuple(
@@ -281,7 +280,7 @@ class FixedTarget(TreeTarget):
             self._last_types = types[:, -1].cpu().numpy()
 
     def _run(self, step: _Step, is_recorded: bool) -> Tensor:
-        """Make positions and masks, and run the model."""
+        """Compute positions and masks, and run the model."""
         device = {name: part.long() for name, part in step.inputs.device.items()}
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
@@ -295,7 +294,7 @@ class FixedTarget(TreeTarget):
         try:
             return self._logits(step, device)
         finally:
-            self.cache.fix(slots)  # the host knows the length again
+            self.cache.fix(slots)  # back to the length that the host knows
 
     def _logits(self, step: _Step, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
@@ -344,7 +343,7 @@ class FixedTarget(TreeTarget):
         mask = seen.mask(reach, 0, self._additive_dtype)
         if self._attention not in (TREE_ATTENTION, STABLE_ATTENTION):
             return mask
-        # The mask says the same, for whoever looks at that.
+        # The mask itself says the same, for code that loses the attribute.
         return with_seen(
             mask,
             Seen(

@@ -1,6 +1,6 @@
-"""Forwards recorded once and replayed: CUDA graphs, one for each shape of a step.
+"""CUDA graphs: forwards recorded once and replayed, one recording for each shape of a step.
 
-A step of a large model on a GPU waits for Python and for kernel launches longer than for memory; a
+A step of a large model on a GPU waits longer for Python and for kernel launches than for memory; a
 replay is a single launch.
 """
 
@@ -18,47 +18,47 @@ from lade.targets.layout import rope_of
 
 
 class Run(Protocol):
-    """A forward on buffers that stay where they are."""
+    """A forward on buffers that stay in place."""
 
     def __call__(self, is_recorded: bool) -> Tensor:
-        """Run it; `is_recorded` says that what it does now will be done again."""
+        """Run the forward; `is_recorded` says that its operations will be replayed."""
 
 
-# Recording takes about four forwards; a shape that comes but once is not worth it.
+# Recording takes about four forwards, not worth it for a shape that occurs only once.
 _USES_BEFORE = 1
-# Of the device's memory, for all recordings of a model. They share their scratch memory, so what
-# adds up is their results: logits of 64 nodes and 128 256 tokens take 16 MiB.
+# Share of the device's memory for all recordings of a model. They share their scratch memory, so
+# only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
-_MAX_RECORDINGS = 64  # what each takes outside of torch's sight is not small either
+_MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
 
 
 class Recording(NamedTuple):
-    """A forward that can be run again, on what its inputs hold by then."""
+    """A forward that can be run again, on the current contents of its input buffers."""
 
     replay: Callable[[], Any]
     output: Tensor  # overwritten by every replay
 
 
 class Recorder(Protocol):
-    """Records forwards on a device."""
+    """A recorder of forwards on a device."""
 
     max_bytes: int  # of all recordings together
 
     def record(self, run: Run) -> Recording:
-        """Run, and record what the device is told to do."""
+        """Run a forward and record the operations that it launches."""
 
     def num_bytes(self) -> int:
-        """Return how much memory is taken on the device, recordings included."""
+        """Return the bytes in use on the device, recordings included."""
 
     def begin_anew(self) -> None:
-        """Learn that all recordings were dropped."""
+        """Start over, all recordings having been dropped."""
 
 
 class WaitError(RuntimeError):
     """A forward waits for its device, or moves tensors between it and the host."""
 
 
-# What tells the host something of the device, by the names of operations.
+# Names of the operations whose result the host must wait for.
 _WAITING = {
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "_is_all_true", "_is_any_true"),
     *("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
@@ -66,10 +66,10 @@ _WAITING = {
 
 
 class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that a recording must not have, before there is a recording to spoil.
+    """A mode that refuses operations a recording must not have, before a capture is spoiled.
 
-    A capture that fails leaves torch's streams, memory pools and random state as they should not
-    be, each release in its own way.
+    A failed capture leaves torch's streams, memory pools and random state inconsistent, each
+    release in its own way.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or refuse it.
 
         Raises:
-            WaitError: it would wait for the device.
+            WaitError: the operation would wait for the device.
         """
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -97,9 +97,10 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share one pool of scratch memory, as only one runs at a time."""
+    """Recorder of CUDA graphs, which share one scratch pool: only one runs at a time."""
 
-    _one_at_a_time = Lock()  # a capture begins with a wait that another thread's must not meet
+    # A capture begins with a wait that must not fall into another thread's capture.
+    _one_at_a_time = Lock()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +109,7 @@ class CudaRecorder:
         self.max_bytes = int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
     def record(self, run: Run) -> Recording:
-        """Rehearse on the stream of the recording, for libraries to take their memory; record."""
+        """Rehearse on the recording's stream, so that libraries allocate memory, then record."""
         current = torch.cuda.current_stream(self._device)
         with self._one_at_a_time, torch.cuda.device(self._device):
             try:
@@ -116,38 +117,39 @@ class CudaRecorder:
                 with torch.cuda.stream(self._stream):
                     with NoWaiting():
                         run(is_recorded=True)
-                    run(is_recorded=True)  # again, for what is compiled is not under that
+                    run(is_recorded=True)  # again, since that mode does not reach compiled code
                 current.wait_stream(self._stream)
                 graph = torch.cuda.CUDAGraph()
-                # Other threads may go on using the device meanwhile.
+                # Other threads may keep using the device meanwhile.
                 mode = "thread_local"
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
                     output = run(is_recorded=True)
             finally:
-                torch.cuda.set_stream(current)  # torch's own way out of a failed capture has none
+                torch.cuda.set_stream(current)  # torch does not restore it after a failed capture
         self._pool = graph.pool()
         return Recording(graph.replay, output)
 
     def num_bytes(self) -> int:
-        """Return how much of the device's memory is in use, by whomever."""
+        """Return the bytes in use on the device, by any process."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def begin_anew(self) -> None:
-        """Take other scratch memory for the next recordings; none before is in use any more."""
+        """Give the next recordings a new scratch pool; no earlier recording is in use any more."""
         self._pool = None
 
 
 class Graphs:
     """The recorded forwards of one model on one set of buffers.
 
-    A shape is run eagerly at first, then recorded, and the recording is held against the eager
-    forward before it is trusted. Where recording fails, everything runs eagerly from then on.
+    A shape first runs eagerly; then it is recorded, and the recording is compared with the eager
+    forward before it is trusted. After a failure nothing more is recorded.
 
     Args:
-        recorder: of the device.
-        limit: what logits of the same forward may differ by, in units of their standard deviation.
+        recorder: records forwards on the model's device.
+        limit: largest allowed difference between recorded and eager logits, in units of the
+            latter's standard deviation.
     """
 
     def __init__(self, recorder: Recorder, limit: float) -> None:
@@ -157,29 +159,29 @@ class Graphs:
         self._num_uses: dict[Hashable, int] = {}
         self._num_bytes = 0
         self._failure: str | None = None
-        self.is_timing_valid = True  # whether the last run was as fast as others like it will be
+        self.is_timing_valid = True  # whether the last run took as long as later ones will
 
     def __len__(self) -> int:
-        """Return how many shapes are recorded."""
+        """Return the number of recorded shapes."""
         return len(self._recordings)
 
     @property
     def reason(self) -> str | None:
-        """Why nothing more is recorded."""
+        """Why nothing more is recorded, or None."""
         num = len(self._recordings)
         if self._num_bytes > self._recorder.max_bytes or num >= _MAX_RECORDINGS:
             return f"{num} recorded steps take {self._num_bytes / 2**20:.0f} MiB"
         return self._failure
 
     def run(self, key: Hashable, run: Run) -> Tensor:
-        """Return what `run` returns, by a recording if there is one.
+        """Return the output of a forward, from its recording if there is one.
 
         Args:
-            key: all that decides what `run` tells the device, but for what tensors hold.
-            run: reads its inputs from those buffers.
+            key: everything that decides which operations `run` launches, tensor contents aside.
+            run: the forward, which reads its inputs from fixed buffers.
 
         Returns:
-            Valid until the next run.
+            Logits, valid until the next run.
         """
         known = self._recordings.get(key)
         if known is not None:
@@ -194,7 +196,7 @@ class Graphs:
         return output
 
     def forget(self) -> None:
-        """Drop all recordings, because what they refer to has changed or moved."""
+        """Drop all recordings; the memory they refer to may have moved."""
         self._recordings.clear()
         self._num_uses.clear()
         self._num_bytes = 0
@@ -207,7 +209,7 @@ class Graphs:
             recording.replay()
             error = distance(recording.output, expected)
         except torch.OutOfMemoryError:
-            self.forget()  # what they held may be what is missing
+            self.forget()  # the missing memory may be theirs
             self._failure = "no memory was left to record a step"
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
@@ -224,7 +226,7 @@ class Graphs:
 def why_not_recorded(model: Model) -> str | None:
     """Return why forwards of a model must not be recorded, or None.
 
-    What would be noticed in rehearsal, as a wait for the device, is left to that.
+    Reasons that the rehearsal finds by itself, such as a wait for the device, are not looked for.
     """
     config = model.config.get_text_config(decoder=True)
     rope = rope_of(config)
@@ -246,10 +248,10 @@ def why_not_recorded(model: Model) -> str | None:
 
 
 def dependencies_of(model: Model) -> tuple[Hashable, ...]:
-    """Return what recordings of a model depend on besides their inputs and their workspace.
+    """Return what a model's recordings depend on besides their inputs and their workspace.
 
-    Where its weights lie, above all: a model that is moved or loaded anew leaves its recordings
-    reading memory that is not its own any more.
+    Above all the addresses of the weights: after a model is moved or loaded again, its recordings
+    would read memory that is no longer its own.
     """
     weights = [*model.parameters(), *model.buffers()]
     return (

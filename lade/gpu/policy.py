@@ -1,4 +1,4 @@
-"""What is done differently on a device that computes while the host goes on."""
+"""What is done differently on a device that runs asynchronously to the host."""
 
 import torch
 
@@ -7,20 +7,20 @@ from lade.gpu.graphs import CudaRecorder, Recorder
 
 
 class DevicePolicy:
-    """How a call makes use of its device; tests have others, to run all of it on a CPU."""
+    """How a call uses its device; tests substitute it to run every path on a CPU."""
 
     def overlaps(self, device: torch.device) -> bool:
-        """Tell whether the host goes on while the device computes, and waits to see a result."""
+        """Return whether the device runs asynchronously, so that reading a result waits for it."""
         return device.type != "cpu"
 
     def execution(self, device: torch.device) -> Execution:
-        """Return how trees are executed where nothing else is asked for."""
+        """Return the default execution of trees."""
         return "graphs" if device.type == "cuda" else "eager"
 
     def can_record(self, device: torch.device) -> bool:
-        """Tell whether steps can be recorded and replayed."""
+        """Return whether steps can be recorded and replayed."""
         return device.type == "cuda"
 
     def recorder(self, device: torch.device) -> Recorder:
-        """Return what records steps on a device that can."""
+        """Return a recorder of steps, for a device that can record."""
         return CudaRecorder(device)

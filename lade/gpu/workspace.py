@@ -1,4 +1,4 @@
-"""What outlives a call of steps of fixed shape: memory, and the steps recorded on it."""
+"""What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -13,23 +13,23 @@ from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 
 _LEAST_SLOTS = 256
-# A larger workspace is not kept between calls: so much of a CUDA device's memory, or of another's.
+# Largest workspace kept between calls: a share of a CUDA device's memory, or bytes elsewhere.
 _MOST_KEPT_SHARE = 1 / 8
 _MOST_KEPT_BYTES = 2**30
 
 
 def slots_for(num_slots: int) -> int:
-    """Return the next of the sizes that attention runs over: at most a quarter more."""
+    """Round up to a size that attention runs over: by a quarter at most, to 256 at least."""
     step = 1 << max(0, num_slots.bit_length() - 3)
     return max(_LEAST_SLOTS, -(-num_slots // step) * step)
 
 
 class Shape(NamedTuple):
-    """All that decides what a step tells the device, but for what its inputs hold."""
+    """Everything that decides which operations a step launches, the contents of inputs aside."""
 
     rows: int
     width: int
-    num_shown: tuple[int, ...]  # slots of the layers with each window
+    num_shown: tuple[int, ...]  # slots shown to the layers of each window
     is_padded: bool
     position_axes: tuple[int, ...]
     token_types: tuple[str, ...]
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 class StaticInputs:
-    """What a step tells the device about its trees: one copy, to an address that never changes."""
+    """The buffer that brings a step's trees to the device: one copy, to a fixed address."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         rows, width = shape.rows, shape.width
@@ -54,10 +54,10 @@ class StaticInputs:
         sizes = [int(np.prod(size)) for size in shapes.values()]
         on_host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_host = on_host
-        self._is_sent: Any = None  # on CUDA, what tells when the copy is done
+        self._is_sent: Any = None  # on CUDA, the event that marks the end of the copy
         with torch.inference_mode(False):
             self._on_device = torch.zeros_like(on_host, device=device)
-        self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see no other
+        self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see only themselves
         parts = zip(
             shapes, torch.split(on_host, sizes), torch.split(self._on_device, sizes), strict=True
         )
@@ -69,13 +69,13 @@ class StaticInputs:
 
     @property
     def host(self) -> dict[str, NDArray[np.int32]]:
-        """What to write to, once what was written before has been copied."""
+        """The host arrays to write to; waits until their previous contents have been copied."""
         if self._is_sent is not None:
             self._is_sent.synchronize()
         return self._host
 
     def send(self) -> None:
-        """Copy all to the device; the host does not wait."""
+        """Copy everything to the device; the host does not wait."""
         self._on_device.copy_(self._on_host, non_blocking=True)
         if self._on_device.is_cuda:
             self._is_sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -87,21 +87,21 @@ class WorkspaceKey(NamedTuple):
 
     num_rows: int
     kinds: tuple[LayerKind, ...]
-    dependencies: tuple[Hashable, ...]  # that decide the dtype of keys, and the order of work
-    variant: Hashable  # of recordings: what is recorded, and how far it is trusted
+    dependencies: tuple[Hashable, ...]  # autocast, which decides the dtype of keys, and the stream
+    variant: Hashable  # of recordings: how steps are executed, and their widths
 
 
 class Workspace:
     """Memory for keys and values, and the steps recorded on it.
 
     Attributes:
-        cache: of as many rows as its first call had.
+        cache: keys and values, with as many rows as the first call had.
         graphs: the recorded steps; None where nothing is recorded.
-        dependencies: what recordings depend on besides.
+        dependencies: what recordings depend on besides inputs and workspace.
     """
 
-    def __init__(self, fit: WorkspaceKey, cache: TreeCache) -> None:
-        self.fit = fit
+    def __init__(self, key: WorkspaceKey, cache: TreeCache) -> None:
+        self.key = key
         self.cache = cache
         self.graphs: Graphs | None = None
         self.dependencies: tuple[Hashable, ...] = ()
@@ -110,19 +110,19 @@ class Workspace:
         self._addresses: tuple[int, ...] = ()
 
     def inputs(self, shape: Shape, device: torch.device) -> StaticInputs:
-        """Return the buffers of a shape."""
+        """Return the input buffers of a shape, made at its first use."""
         key = (shape.rows, shape.width, shape.position_axes)
         if key not in self._inputs:
             self._inputs[key] = StaticInputs(shape, device)
         return self._inputs[key]
 
     def show(self, padding: Tensor) -> None:
-        """Tell which slots of the prompts are not padding, bool [rows, num_slots]."""
+        """Store which slots of the prompts are not padding, bool [rows, num_slots]."""
         rows, num_slots = padding.shape
         known = self._visible
         if known is None or known.shape[0] < rows or known.shape[1] <= num_slots:
             with torch.inference_mode(False):
-                known = padding.new_empty((self.fit.num_rows, slots_for(num_slots + 1)))
+                known = padding.new_empty((self.key.num_rows, slots_for(num_slots + 1)))
             self._visible = known
             self.forget_recordings()
         known.fill_(True)
@@ -132,32 +132,32 @@ class Workspace:
         """Return which slots are not padding, bool [rows, num_slots].
 
         Args:
-            rows: how many there are now.
-            slots: int64 [num_slots]; beyond the prompt there is no padding.
+            rows: number of active rows.
+            slots: int64 [num_slots]; slots after the prompt are not padding.
         """
         assert self._visible is not None
         return self._visible[:rows, slots.clamp(max=self._visible.shape[1] - 1)]
 
     def notice_moves(self) -> None:
-        """Drop what was recorded where keys and values have moved since."""
+        """Drop the recordings if keys and values have moved since."""
         addresses = self.cache.addresses
         if addresses != self._addresses:
             self._addresses = addresses
             self.forget_recordings()
 
     def forget_recordings(self) -> None:
-        """Drop what was recorded."""
+        """Drop the recordings."""
         if self.graphs is not None:
             self.graphs.forget()
 
 
 class WorkspaceStore:
-    """Keeps the workspace of a model between calls: at most one, for one call at a time.
+    """The workspace of a model between calls: at most one, for one call at a time.
 
-    A copy of the model begins with an empty one: recordings belong to the weights that they read.
+    A copy of the model starts with an empty store: recordings belong to the weights they read.
 
     Attributes:
-        compiled: what `torch.compile` made of the model, by the attention that steps take.
+        compiled: the compiled model, by the attention implementation that steps use.
     """
 
     def __init__(self) -> None:
@@ -168,32 +168,32 @@ class WorkspaceStore:
         """Copy and pickle nothing."""
         return WorkspaceStore, ()
 
-    def take(self, fit: WorkspaceKey, num_slots: int) -> Workspace | None:
-        """Return the workspace kept, if it fits and has room; it is the caller's then."""
+    def take(self, key: WorkspaceKey, num_slots: int) -> Workspace | None:
+        """Hand over the kept workspace if it fits and has `num_slots` slots; else drop it."""
         try:
             kept = self._kept.pop()
         except IndexError:
             return None
-        return kept if kept.fit == fit and kept.cache.room >= num_slots else None
+        return kept if kept.key == key and kept.cache.room >= num_slots else None
 
     def put_back(self, workspace: Workspace) -> None:
-        """Keep a workspace for the next call."""
+        """Keep a workspace for the next call, unless it is too large or one is kept already."""
         if not self._kept and workspace.cache.num_bytes <= _most_kept(workspace.cache):
             workspace.cache.reset()
             self._kept.append(workspace)
 
     def clear(self) -> None:
-        """Let go of what is kept."""
+        """Drop the workspace and the compiled models."""
         self._kept.clear()
         self.compiled = {}
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of workspaces kept."""
         return len(self._kept)
 
 
 def _most_kept(cache: TreeCache) -> int:
-    """Return how many bytes may be kept where a cache lies."""
+    """Return how many bytes may be kept on the device of a cache."""
     device = cache.device
     if device is None or device.type != "cuda":
         return _MOST_KEPT_BYTES

@@ -1,4 +1,5 @@
-"""transformers in and out: the doors, a call put together, its options, stop criteria and streams.
+"""The boundary to transformers: the doors, and the assembly of one call.
 
-No algorithm is here.
+Options, stop criteria, streamers, results, and the return to plain decoding live here, but no
+algorithm: the decoding loop is `lade.decoder`.
 """

@@ -1,4 +1,4 @@
-"""What lade takes besides the arguments of `generate`, checked."""
+"""Checks of the arguments that lade takes besides those of `generate`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ OnStep = Callable[[Step], None]
 
 
 class Arguments(NamedTuple):
-    """What is not `generate`'s own."""
+    """The arguments that `generate` itself does not take."""
 
     pool: NGramPool | None = None
     drafter: Drafter | None = None
@@ -21,11 +21,11 @@ class Arguments(NamedTuple):
     on_step: OnStep | None = None
 
     def check(self) -> None:
-        """Raise where one is of a wrong type, or they contradict each other.
+        """Raise if an argument has a wrong type, or if arguments contradict each other.
 
         Raises:
-            TypeError: an argument is of a wrong type.
-            ValueError: they contradict each other.
+            TypeError: an argument has a wrong type.
+            ValueError: arguments contradict each other.
             UnsupportedOptionError: the drafter cannot do what the config asks for.
         """
         pool, drafter, config, on_step = self

@@ -1,6 +1,6 @@
-"""`generate`, `wrap` and `unwrap`: what re-enters `model.generate` with our strategy in it.
+"""The doors: `generate`, `decode`, `wrap` and `unwrap`, which run our loop inside `model.generate`.
 
-All of transformers' preparation (configs, masks, processors, criteria) is transformers' own.
+All preparation (configs, masks, processors, criteria) is left to transformers.
 """
 
 import inspect
@@ -45,21 +45,21 @@ def generate(
     """Generate as `model.generate(input_ids, **generate_kwargs)` does, with fewer forwards.
 
     Args:
-        model: a transformers causal LM, or what PEFT or `torch.compile` made of one.
+        model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
         input_ids: int64 [rows, num_tokens], batches padded on the left.
-        pool: learns the prompt and the answer, and drafts from all it has learned; pass the same
-            one again to keep it. A new one is made if None.
+        pool: learns the prompt and the answer, and drafts from everything it has learned; pass the
+            same pool again to reuse it. A new one is made if None.
         drafter: drafts instead of a pool.
-        config: fixes what is automatic otherwise.
-        on_step: called with a `lade.stats.Step` after each step.
-        generate_kwargs: anything that `model.generate` takes, `streamer` included.
+        config: overrides what is automatic otherwise.
+        on_step: called with a `lade.stats.Step` after each step, once for each row.
+        generate_kwargs: anything that `model.generate` takes, including `streamer`.
 
     Returns:
-        What `generate` returns; with `return_dict_in_generate=True` it has a field `stats` more.
+        What `generate` returns; with `return_dict_in_generate=True`, with an extra field `stats`.
 
     Raises:
-        TypeError: `model` cannot generate, or another argument is of a wrong type.
-        UnsupportedModelError: the model cannot verify drafts in the way that `config` asks for.
+        TypeError: `model` cannot generate, or another argument has a wrong type.
+        UnsupportedModelError: the model cannot verify drafts by the method that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     arguments = Arguments(pool, drafter, config, on_step)
@@ -83,10 +83,10 @@ def decode(
 ) -> Any:
     """Decode inside `model.generate(..., custom_generate=lade.decode)`.
 
-    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate` and may be given to
-    `model.generate`, and so may `token_streamer`, which gets the emitted tokens and the end. A
-    `streamer` given to `model.generate` gets the prompt alone: transformers drops it before it
-    calls any custom function. `lade.generate` and `lade.wrap` mend that.
+    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate`, and are passed to
+    `model.generate`; so is `token_streamer`, which gets the emitted tokens and the end. A
+    `streamer` passed to `model.generate` gets only the prompt: transformers drops it before it
+    calls a custom function. `lade.generate` and `lade.wrap` do not have this limitation.
     """
     refuse_encoder_decoder(model)
     refuse_unsupported_options(model, generation_config)
@@ -111,23 +111,23 @@ def wrap(
     config: Config | None = None,
     shares_text: bool = False,
 ) -> Model:
-    """Let `model.generate`, and all that calls it, decode with lade from now on; return the model.
+    """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
-    `model.generate` takes `pool`, `drafter`, `config` and `on_step` besides, for one call each.
-    Wrapping again replaces what was given before. The class is not touched; `unwrap` undoes it.
+    `model.generate` then also takes `pool`, `drafter`, `config` and `on_step`, each for one call.
+    Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
 
-    Text is private to its call: each has a pool of its own. How fast an answer comes tells what its
-    pool has seen, so a pool that strangers share tells each what the others wrote.
+    Text is private to its call: each call has a pool of its own. The speed of an answer reveals
+    what its pool has seen, so a pool shared by strangers reveals to each what the others wrote.
 
     Args:
-        model: a transformers causal LM, or what PEFT or `torch.compile` made of one.
-        pool: that all calls without one of their own share.
-        config: of all calls without one of their own.
-        shares_text: share a new pool among all calls, as on a machine with one user, where later
-            answers profit from earlier ones.
+        model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
+        pool: shared by all calls that bring no pool or drafter of their own.
+        config: of all calls that bring none of their own.
+        shares_text: whether all calls share a new pool, as suits a machine with one user, where
+            later answers benefit from earlier ones.
 
     Raises:
-        TypeError: `model` cannot generate, or another argument is of a wrong type.
+        TypeError: `model` cannot generate, or another argument has a wrong type.
     """
     inner = _generating(model)
     Arguments(pool, None, config).check()
@@ -160,16 +160,16 @@ def unwrap(model: Model) -> Model:
 
 
 class _WrappedGenerate:
-    """The `generate` of a wrapped model; it goes where the model goes, copied or pickled.
+    """The `generate` of a wrapped model, copied and pickled with the model.
 
     Args:
-        model: the wrapped one.
-        pool: that its calls share, if they share one.
+        model: the wrapped model.
+        pool: shared by its calls, or None.
         config: of its calls.
-        before: what the model had in this place, which is not its class's.
+        before: the model's own instance attribute `generate`, or None if it had none.
     """
 
-    is_lades = True  # what others know it by
+    is_lades = True  # how other code recognises it
 
     def __init__(
         self,
@@ -192,9 +192,9 @@ class _WrappedGenerate:
         on_step: OnStep | None = None,
         **generate_kwargs: Any,
     ) -> Any:
-        """Take what `generate` takes, and what `lade.generate` takes besides."""
+        """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
         if generate_kwargs.get("custom_generate") is not None:
-            # The caller has chosen another way of decoding; it may be lade's own.
+            # The caller has chosen a decoding function, possibly `lade.decode`.
             mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self._model)(*args, **generate_kwargs)
@@ -206,7 +206,7 @@ class _WrappedGenerate:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was written: a copy of the model is not the model's user."""
+        """Leave out the pool's text: the user of a copy may be somebody else."""
         pool = self.pool
         if pool is not None:
             pool = NGramPool(pool.capacity_tokens, pool.max_ngram_size)
@@ -214,7 +214,7 @@ class _WrappedGenerate:
 
 
 def _generating(model: Model) -> Model:
-    """Return the model inside of what `torch.compile` made of it, or raise where it is none."""
+    """Return the model without its `torch.compile` wrapper, or raise if it cannot generate."""
     inner = without_compiler(model)
     can_generate = callable(getattr(type(inner), "generate", None))
     if not (isinstance(inner, nn.Module) and can_generate and hasattr(inner, "config")):
@@ -228,22 +228,22 @@ def _generating(model: Model) -> Model:
 def _generate(
     model: Model, arguments: Arguments, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model's own `generate` with our strategy in it."""
+    """Call the model's own `generate` with our decoding function."""
     if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
-        # The model has a generate of its own that calls us: we are on our way already.
+        # The model's own generate has called us again: our function is already in place.
         return type(model).generate(model, *args, **generate_kwargs)
     arguments.check()
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
-    Profiles.of(model)  # a twin of the model shares them
+    Profiles.of(model)  # made here, for a twin of the model to share
     twin = take_stop_strings(model, generate_kwargs)
     if twin is not model:
         own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
 
     def strategy(model: Model, input_ids: Tensor, **prepared_kwargs: Any) -> Any:
-        # The model handed over is the one to decode: PEFT's is around it.
+        # Decode with the model passed in: the outer one may be PEFT's wrapper.
         return decode(
             model,
             input_ids,
@@ -260,7 +260,7 @@ def _generate(
 
 
 def _generate_of(model: Model) -> Callable[..., Any]:
-    """Return the `generate` that a model has without lade."""
+    """Return the `generate` that a model would have without lade."""
     own: Callable[..., Any] | None = vars(model).get("generate")
     if isinstance(own, _WrappedGenerate):
         own = own.before
@@ -270,14 +270,14 @@ def _generate_of(model: Model) -> Callable[..., Any]:
 def _by_name(
     own: Callable[..., Any], args: tuple[Any, ...], generate_kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments by name where they have one, for those that are looked at here.
+    """Turn positional arguments into keyword arguments where possible, so they can be inspected.
 
-    What a `generate` takes as `*args`, as PEFT's does, has the names of transformers' own; but the
-    first is left in its place.
+    Positional arguments that `own` takes as `*args`, as PEFT's `generate` does, get the names of
+    transformers' own `generate`, except the first, which stays positional.
     """
     try:
         taken = [*inspect.signature(own).parameters.values()]
-    except (TypeError, ValueError):  # of code that is not Python
+    except (TypeError, ValueError):  # not a Python function
         return args, generate_kwargs
     by_place = [each for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
     takes_more = any(each.kind is each.VAR_POSITIONAL for each in taken)

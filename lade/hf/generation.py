@@ -1,4 +1,4 @@
-"""One call of `generate`, put together from its options, run, and given its result."""
+"""One call of `generate`: assembled from its options, run, and turned into its result."""
 
 import warnings
 from collections.abc import Sequence
@@ -59,30 +59,30 @@ from lade.targets.rollback import cache_in
 from lade.targets.ties import TieError
 from ngram_pool import NGramPool
 
-# Whether `generate` marks a cache that it was given; 5.23 does, 5.15 does not.
+# Whether `generate` marks a cache passed by the user; 5.23 does, 5.15 does not.
 _MARKS_CACHES = version.parse(transformers.__version__) >= version.parse("5.23")
 
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What `return_dict_in_generate=True` returns: transformers' own output and our `stats`."""
+    """The result with `return_dict_in_generate=True`: transformers' own fields and `stats`."""
 
     stats: DecodeStats = None  # type: ignore[assignment]  # always set; ModelOutput wants a default
 
 
 class Generation:
-    """One call: what is decoded, how, and what comes of it.
+    """One call: what is decoded, how, and its result.
 
     Args:
         model: the target.
         input_ids: int64 [rows, num_tokens].
-        processors, criteria, options: what `generate` has prepared for the call.
-        arguments: what is lade's own.
-        streamer: gets the emitted tokens, and the end.
-        model_kwargs: what `generate` prepared for the prefill.
+        processors, criteria, options: as prepared by `generate` for the call.
+        arguments: lade's own arguments.
+        streamer: gets the emitted tokens and the end.
+        model_kwargs: as prepared by `generate` for the prefill.
     """
 
-    #: Another one for tests, to run on a CPU what other devices run.
+    #: Replaced by tests, to run on a CPU what other devices run.
     policy: ClassVar[DevicePolicy] = DevicePolicy()
 
     def __init__(
@@ -118,10 +118,10 @@ class Generation:
             return self._decode_plainly()
         return self._decode(verification, call, target)
 
-    # --- how ----------------------------------------------------------------------------------
+    # --- the plan -----------------------------------------------------------------------------
 
     def _plan(self) -> tuple[VerificationPlan, Call | None, Target | None]:
-        """Return how the call is decoded, and the model set up for that; no target for plainly."""
+        """Choose how to decode, and set up the target; no target means plain decoding."""
         model, config = self._model, self._config
         try:
             call = examine(model, self._profile, self._input_ids, self._options, self._model_kwargs)
@@ -152,7 +152,7 @@ class Generation:
             )
         except (LadeError, MisfitError):
             raise
-        except Exception as failure:  # whatever it is, plain decoding runs into it too, or does not
+        except Exception as failure:  # plain decoding either hits the same error or works
             why = f"{type(failure).__name__}: {failure}"
             return VerificationPlan("plain", None, {"tree": why}), None, None
         return verification, call, target
@@ -168,14 +168,14 @@ class Generation:
             try:
                 pool = self._arguments.pool
                 return PoolDrafter(NGramPool() if pool is None else pool, max_candidates, prewarmed)
-            except Exception as failure:  # no memory, no compiler: that costs the drafts alone
+            except Exception as failure:  # no memory, no compiler: only the drafts are lost
                 what = f"{type(failure).__name__}: {failure}"
                 text = f"lade drafts nothing, for no pool can be made ({what})"
                 self._warn_once(text, DrafterWarning)
                 return NoDrafter()
         draws = config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
         if draws and target.max_candidates is not None:
-            # Which of the drawn paths to leave out is the drafter's to say.
+            # Only the drafter could say which of the drawn paths to leave out.
             raise UnsupportedOptionError(
                 "lade does not support a drafter of one's own that draws its drafts where only "
                 f"{target.max_candidates} of their paths can be verified"
@@ -199,10 +199,10 @@ class Generation:
     def _prompt_harvester(
         self, drafter: Drafter, proposer: Proposer, target: Target
     ) -> PromptHarvester | None:
-        """Return what looks at the prompts for a drafter that wants it.
+        """Return a harvester of the prompts if the drafter needs one, else None.
 
-        Nothing does for a model that several processes run together: whether it can be done is
-        decided by numbers that differ between them, and all of them have to do it, or none.
+        There is none for a model that several processes run together: all of them must harvest or
+        none, but whether it is possible is decided by numbers that differ between them.
         """
         if proposer.num_successors == 0 or has_table(drafter) or mesh_of(self._model) is not None:
             return None
@@ -211,7 +211,7 @@ class Generation:
     # --- the call ----------------------------------------------------------------------------
 
     def _decode(self, verification: VerificationPlan, call: Call, target: Target) -> Any:
-        """Decode with drafts; plainly from where they cannot be verified any more."""
+        """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._options, self._input_ids.device
         drafter = self._drafter(target)
         stop = StopRule(self._criteria, self._num_rows)
@@ -260,7 +260,7 @@ class Generation:
             max_length=call.max_length,
             stop=stop,
             is_lockstep=is_lockstep,
-            # A row that leaves would change the forwards of the others.
+            # Dropping a finished row would change the forwards of the others.
             keeps_finished=(
                 is_lockstep or text.pad_token_id is None or len(outputs) > 0 or config.stable_text
             ),
@@ -279,7 +279,7 @@ class Generation:
             emit,
             outputs,
             self._prompt_harvester(drafter, proposer, target),
-            # Processes that run a model together must all look, or none.
+            # All processes that run a model together must watch, or none.
             self._watching if ranks is None else None,
             overlaps,
         )
@@ -323,7 +323,7 @@ class Generation:
         told: Told,
         stream: ColumnStream,
     ) -> Any:
-        """Let `generate`'s own loop go on behind the text."""
+        """Continue the text in `generate`'s own loop."""
         output, rest = finish_plainly(
             self._model,
             text,
@@ -337,14 +337,14 @@ class Generation:
             self._arguments.on_step,
             self._model_kwargs,
         )
-        self._give_up(verification, failure)  # not where plain decoding fails, too
+        self._give_up(verification, failure)  # not reached if plain decoding fails, too
         if not self._returns_dict:
             return output
         stats.add(rest)
         return GenerateOutput(**output, stats=stats)
 
     def _decode_plainly(self) -> Any:
-        """Decode as `generate` itself does, where nothing is left to speculate with."""
+        """Decode as `generate` itself does, if no method can verify drafts."""
         stream = PlainStream(self._streamer, self._arguments.on_step, self._num_rows)
         output = decode_plainly(
             self._model,
@@ -357,7 +357,7 @@ class Generation:
         )
         return GenerateOutput(**output, stats=stream.stats) if self._returns_dict else output
 
-    # --- what is asked for --------------------------------------------------------------------
+    # --- options ------------------------------------------------------------------------------
 
     @property
     def _returns_dict(self) -> bool:
@@ -371,7 +371,7 @@ class Generation:
 
     @property
     def _is_users_cache(self) -> bool:
-        """Whether the caller may have passed the cache, and so may go on from it."""
+        """Whether the caller may have passed the cache, and so may continue from it."""
         if not isinstance(self._cache, DynamicCache):
             return False
         return not _MARKS_CACHES or getattr(self._cache, "_is_user_defined", False)
@@ -380,7 +380,7 @@ class Generation:
     def _watching(self) -> Watching:
         return Watching(self._profile.watch, limit_of(self._model), is_exact_in(self._model))
 
-    # --- what is said -------------------------------------------------------------------------
+    # --- warnings -----------------------------------------------------------------------------
 
     def _warn_once(self, text: str, category: type[Warning]) -> None:
         if text not in self._profile.warned:
@@ -388,8 +388,8 @@ class Generation:
             warnings.warn(text, category, stacklevel=3)
 
     def _say_why_plain(self, verification: VerificationPlan) -> None:
-        """Say why there is no speed to be had; the text is not affected."""
-        if verification.reasons:  # else it was asked for
+        """Warn once that decoding is plain, and why; the text is not affected."""
+        if verification.reasons:  # else plain decoding was asked for
             reasons = "; ".join(
                 f"{name}: {reason}" for name, reason in verification.reasons.items()
             )
@@ -399,10 +399,9 @@ class Generation:
             self._warn_once(text, PlainDecodingWarning)
 
     def _say_why_eager(self, verification: VerificationPlan, target: Target) -> None:
-        """Say why steps were not executed as wished for; the text is not affected.
+        """Warn once if steps were not executed as requested; the text is not affected.
 
-        Other ways than trees know no shapes, which is worth a word only to those who asked for
-        some.
+        Only trees have fixed shapes; for other methods, warn only users who set `execution`.
         """
         if self._execution == "eager":
             return
@@ -417,8 +416,8 @@ class Generation:
             self._warn_once(text, EagerExecutionWarning)
 
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
-        """Say that the rest of a call is plain, and drop the verdict that had said otherwise."""
-        # Memory may be there the next time, and another text has other ties.
+        """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
+        # Next time there may be enough memory, and another text has other ties.
         if not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
@@ -432,9 +431,9 @@ class Generation:
 
 def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """Return what the drafter sees of each prompt: all tokens that are not masked."""
-    seen = input_ids >= 0  # others stand where embeddings were passed
+    seen = input_ids >= 0  # negative ids are placeholders of passed embeddings
     if attention_mask is not None:
-        # The mask also covers the cache of an earlier turn, whose tokens may not have been passed.
+        # The mask also covers the cache of earlier turns, whose tokens may not have been passed.
         masks = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
         seen &= masks.to(input_ids.device)
     elif bool(seen.all()):
@@ -443,7 +442,7 @@ def _contexts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
 
 
 def _refuse_lookahead(model: Model, verification: VerificationPlan) -> None:
-    """Raise where a lookahead window was asked for and whole trees cannot be verified."""
+    """Raise because a lookahead window was asked for, but drafts are not verified as trees."""
     why = verification.reasons.get(
         "tree", f"Config(verification={verification.verification!r}) asks for it"
     )

@@ -1,4 +1,4 @@
-"""Generation options: refused by name before anything is generated, and stop strings."""
+"""Generation options: refuse unsupported ones by name, and handle stop strings."""
 
 import copy
 from typing import Any
@@ -9,10 +9,10 @@ from lade.compat import Model
 from lade.errors import UnsupportedOptionError
 from lade.probing.rules import refuse_sharded
 
-# transformers drops these before it calls a custom function, or turns elsewhere.
+# transformers drops these before it calls a custom function, or takes another path.
 _DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
 
-# What a user writes to be in a mode that is neither greedy nor sampling.
+# Options by which a user selects a mode that is neither greedy nor sampling.
 _OPTIONS_OF_MODES = {
     "beam_search": ("num_beams",),
     "beam_sample": ("num_beams",),
@@ -25,7 +25,7 @@ _OPTIONS_OF_MODES = {
 
 
 def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
-    """Raise for arguments of `generate` that would never reach us."""
+    """Raise for arguments of `generate` that are unsupported but would never reach `decode`."""
     refused = [name for name in _DROPPED if generate_kwargs.pop(name, None) is not None]
     if generate_kwargs.get("cache_implementation") == "paged":
         refused.append("cache_implementation='paged'")
@@ -45,9 +45,9 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     """Turn `stop_strings` and `tokenizer` into a criterion: a custom function gets neither.
 
     Returns:
-        The model to call `generate` of: `model`, or, where its own generation config has stop
-        strings, a twin without them that shares all else. transformers would ask for the tokenizer
-        that it has dropped, and other threads may be using the model's config.
+        The model to call `generate` of: `model`, or, if its own generation config has stop strings,
+        a twin without them that shares everything else. transformers would ask for the tokenizer,
+        which it does not get, and other threads may be using the model's config.
     """
     tokenizer = generate_kwargs.pop("tokenizer", None)
     of_call = generate_kwargs.get("generation_config")
@@ -74,7 +74,7 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
 
 
 def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
-    """Raise for what would change the text or the output and cannot be honoured."""
+    """Raise for options that would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     refuse_sharded(model)
     if mode not in ("greedy_search", "sample"):
@@ -83,7 +83,7 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
 
 
 def _named(mode: str, config: GenerationConfig) -> str:
-    """Return a mode of generation by the option that asks for it, as the user has written it."""
+    """Name a generation mode by the option that selects it, as the user has written it."""
     for name in _OPTIONS_OF_MODES.get(mode, ()):
         value = getattr(config, name, None)
         if value is not None and value is not False:
@@ -93,6 +93,6 @@ def _named(mode: str, config: GenerationConfig) -> str:
 
 
 def _way_out(model: Model) -> str:
-    """Return what to add where `model.generate` is ours, and the user may want its own back."""
+    """Return a hint at `lade.unwrap` to append to an error if the model is wrapped, else ""."""
     is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
     return "; lade.unwrap(model) gives the model its own generate back" if is_wrapped else ""

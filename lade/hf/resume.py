@@ -1,6 +1,6 @@
-"""Going on plainly with a text whose drafts cannot be verified any more.
+"""Finish a text plainly once its drafts can no longer be verified.
 
-What was emitted stays; transformers' own loop goes on behind it, with the same processors, stop
+Emitted tokens stay; transformers' own loop continues after them, with the same processors, stop
 criteria, streamer and random state, and with keys and values that it computes itself.
 """
 
@@ -30,7 +30,7 @@ OnStep = Callable[[Step], None]
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
-    """Knows rows that were finished before."""
+    """A stop criterion for rows that were finished before."""
 
     def __init__(self, is_finished: list[bool]) -> None:
         self._is_finished = is_finished
@@ -40,7 +40,7 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Padded(LogitsProcessor):  # type: ignore[misc]
-    """Leaves rows that were finished before nothing but padding; `generate` does so later."""
+    """A processor that pads finished rows at once; `generate` would start one token later."""
 
     def __init__(self, is_finished: list[bool], pad_token_id: int) -> None:
         self._is_finished = is_finished
@@ -55,7 +55,7 @@ class _Padded(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Later(BaseStreamer):  # type: ignore[misc]
-    """Passes columns on to a streamer, but for the first few, which it had before."""
+    """A streamer that skips the first columns, which the inner streamer has had before."""
 
     def __init__(self, streamer: BaseStreamer, num_known: int) -> None:
         self._streamer = streamer
@@ -72,10 +72,10 @@ class _Later(BaseStreamer):  # type: ignore[misc]
 
 
 class Told:
-    """What `on_step` was told of each row of a text: it is told of every token once.
+    """A record of the tokens reported to `on_step`, so that each is reported once.
 
     Args:
-        text: before any token was emitted.
+        text: the text, before any token is emitted.
     """
 
     def __init__(self, text: Text) -> None:
@@ -83,11 +83,11 @@ class Told:
         self._num_told = [text.num_prompt] * text.num_rows
 
     def add(self, step: Step) -> None:
-        """Note that a step was told of."""
+        """Record that a step was reported."""
         self._num_told[step.row] += len(step.token_ids)
 
     def missing(self, stats: DecodeStats) -> list[Step]:
-        """Return what the text has that was not told, counted as steps without a draft."""
+        """Return the tokens not reported yet as steps without a draft, and count these."""
         steps = []
         for row, token_ids in enumerate(self._text.token_ids):
             left = token_ids[self._num_told[row] : self._text.num_unpadded[row]]
@@ -97,7 +97,7 @@ class Told:
         return steps
 
     def later(self, on_step: OnStep | None) -> OnStep | None:
-        """Return what passes on tokens behind the text, but for those that were told before."""
+        """Wrap `on_step` for tokens after the present text, skipping those already reported."""
         if on_step is None:
             return None
         length = len(self._text.token_ids[0])
@@ -124,20 +124,20 @@ def finish_plainly(
     on_step: OnStep | None,
     model_kwargs: dict[str, Any],
 ) -> tuple[Any, DecodeStats]:
-    """Go on behind the text, whose unfinished rows are of one length, to the end of the call.
+    """Continue a text, whose unfinished rows have one length, to the end of the call.
 
     Args:
         model: the target.
-        text: what there is.
-        outputs: of that text.
-        told: what `on_step` knows of it.
-        num_columns: tokens of each row that the streamer had.
+        text: the text so far.
+        outputs: of the text so far.
+        told: the tokens that `on_step` has had.
+        num_columns: columns that the streamer has had, including the prompt's.
         processors, criteria, config: of the call.
-        streamer, on_step: told of what comes.
-        model_kwargs: what `generate` prepared for the prompt, its cache as it was then.
+        streamer, on_step: get the tokens to come.
+        model_kwargs: as prepared by `generate` for the prompt, with the cache as it was then.
 
     Returns:
-        What `generate` returns, of the whole call, and the counts and times of the rest.
+        What `generate` returns for the whole call, and counts and times of the rest.
     """
     ids = text.sequences()
     num_rows, length = ids.shape
@@ -168,7 +168,7 @@ def finish_plainly(
 
 
 def _extended_config(config: GenerationConfig, num_new: int) -> GenerationConfig:
-    """Return the config for a longer prompt: `generate` notes how long a mask was that it drops."""
+    """Return the config for a longer prompt; `generate` keeps the length of a mask it drops."""
     if not hasattr(config, "_mask_length"):
         return config
     longer = copy.copy(config)
@@ -177,7 +177,7 @@ def _extended_config(config: GenerationConfig, num_new: int) -> GenerationConfig
 
 
 def _continued(model: Model, model_kwargs: dict[str, Any], new_ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of the prompt as they are with these tokens behind it."""
+    """Return the model inputs of the prompt, extended by new tokens."""
     num_new = new_ids.shape[1]
     longer = extended(model_kwargs, num_new)
     embeds = model_kwargs.get("inputs_embeds")
@@ -188,7 +188,7 @@ def _continued(model: Model, model_kwargs: dict[str, Any], new_ids: Tensor) -> d
 
 
 def _last_of_prompt(name: str, columns: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return columns whose first is of a step, where it was of all that a prompt has."""
+    """Cut the first column, which covers the whole prompt, down to its last token."""
     if name in ("scores", "logits") or columns[0] is None:
         return columns
     kept = tuple(

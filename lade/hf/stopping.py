@@ -1,4 +1,4 @@
-"""Where generation stops: after every token, row by row, exactly where `generate` stops."""
+"""Where generation stops: decided after every token, row by row, exactly as in `generate`."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from lade.outputs import Outputs
 
 
 class StopRule:
-    """Every stop condition, asked after each token, exactly where `generate` asks.
+    """All stop conditions, evaluated after each token, exactly where `generate` evaluates them.
 
-    Length and EOS, which every call has, are compared as integers; stop strings are looked for row
-    by row; other criteria get all rows at one length, as in `generate`.
+    Length and EOS are compared as integers; stop strings are searched row by row; other criteria
+    get all rows at one length, as in `generate`.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
         self._max_length: int | None = None
-        self._reminder: Any = None  # says once that a text outgrows its model
+        self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
         self._of_rows = StoppingCriteriaList()
         self._of_all = StoppingCriteriaList()
@@ -42,12 +42,12 @@ class StopRule:
         self.is_lockstep = num_rows > 1 and bool(self._of_all)
 
     def watch(self, text: Text, outputs: Outputs) -> None:
-        """Set what to look at."""
+        """Set the text and outputs that the criteria look at."""
         self._text = text
         self._outputs = outputs
 
     def __call__(self, rows: list[int]) -> None:
-        """Mark those of the rows as finished whose last token ends them."""
+        """Mark the given rows as finished if their last token ends them."""
         text = self._text
         for row in rows:
             token_ids = text.token_ids[row]

@@ -1,4 +1,4 @@
-"""How tokens reach a streamer and `on_step`."""
+"""Pass tokens on to a streamer and to `on_step`."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -14,7 +14,7 @@ from lade.stats import DecodeStats, Step
 
 
 class ColumnStream:
-    """Hands columns of tokens to a streamer, each once all rows have it."""
+    """A feed of columns of tokens to a streamer, each once all rows have reached it."""
 
     def __init__(self, streamer: BaseStreamer | None, text: Text) -> None:
         self._streamer = streamer
@@ -22,7 +22,7 @@ class ColumnStream:
         self._next = text.num_prompt
 
     def put_complete(self) -> None:
-        """Put every column that is complete, int64 [rows] each, on the CPU."""
+        """Pass on every complete column, int64 [rows] each, on the CPU."""
         text = self._text
         while self._next < text.longest:
             column = []
@@ -39,17 +39,17 @@ class ColumnStream:
 
     @property
     def num_put(self) -> int:
-        """Columns that the streamer had, or would have had, the prompt's included."""
+        """Columns passed on, or due if there is no streamer, including the prompt's."""
         return self._next
 
     def end(self) -> None:
-        """Tell the streamer that all has come."""
+        """End the streamer."""
         if self._streamer is not None:
             self._streamer.end()
 
 
 class _Watched(StoppingCriteriaList):  # type: ignore[misc]
-    """Stop criteria that remember which rows were finished after each token."""
+    """Stop criteria that record which rows were finished after each token."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
@@ -63,13 +63,13 @@ class _Watched(StoppingCriteriaList):  # type: ignore[misc]
 
 
 class PlainStream(BaseStreamer):  # type: ignore[misc]
-    """Listens to plain decoding, and tells streamer, `on_step` and statistics what lade would.
+    """A streamer for plain decoding that feeds streamer, `on_step` and statistics as lade does.
 
     Args:
         streamer: gets every column.
-        on_step: told of every token.
+        on_step: called for every token.
         num_rows: of the batch.
-        is_resumed: whether it goes on with a text that was begun.
+        is_resumed: whether decoding continues an earlier text.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         self._since = perf_counter()
 
     def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """Return the same criteria, watched: what a finished row goes on with is not told."""
+        """Return the same criteria, watched, so that tokens after a row's end are not reported."""
         self._watched = _Watched(criteria)
         return self._watched
 
@@ -100,7 +100,7 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         if self._streamer is not None:
             self._streamer.put(value)
         self.stats.num_steps += self._num_columns > 0
-        # Newer versions of transformers ask the criteria before they put a token, older ones after.
+        # Newer versions of transformers call the criteria before putting a token, older ones after.
         done = self._watched.is_finished
         before = done[self._num_columns - 1] if self._num_columns else [False] * len(value)
         for row, token_id in enumerate(value.tolist()):
@@ -115,6 +115,6 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         self._since = perf_counter()
 
     def end(self) -> None:
-        """Tell the streamer that all has come."""
+        """End the streamer."""
         if self._streamer is not None:
             self._streamer.end()

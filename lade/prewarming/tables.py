@@ -1,4 +1,4 @@
-"""Tables of likely successors on disk: written whole, read with every size checked first."""
+"""Tables of likely successors on disk: written atomically, read with all sizes checked first."""
 
 import json
 import os
@@ -24,35 +24,35 @@ from ngram_pool import SuccessorTable
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
-    """Return the table that `lade.prewarm` made for a model; looked for once."""
+    """Return the prewarmed table of a model, or None; looked up once per profile."""
     if not profile.prewarmed:
         profile.prewarmed.append(table_for(model))
     return profile.prewarmed[0]
 
 
 def forget_prewarmed_table(model: Model) -> None:
-    """Look for the model's table anew at its next use."""
+    """Have the model's table looked up again at its next use."""
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
         profile.prewarmed.clear()
 
 
 _FORMAT = 1
 _KEY = "lade_table"  # of the metadata
-# Far more than `prewarm` writes (8, some 400 and what fits into a lifetime), and little enough that
-# a file of a few bytes makes us allocate next to nothing.
+# Far above what `prewarm` writes (8, some 400, and what fits into a lifetime), yet low enough that
+# a file of a few bytes cannot make us allocate much.
 _MAX_SUCCESSORS = 64
 _MAX_DESCRIPTION_LENGTH = 2**14
 _MAX_COUNT = 2**53
-# A table is written in seconds. A day leaves room for a writer that slept with its machine, and for
-# the clock of a network folder.
+# Writing a table takes seconds. A day allows for a writer whose machine was suspended, and for the
+# clock of a network folder.
 _STALE_SEC = 24 * 60 * 60
 
 
 @dataclass(slots=True)
 class Effort:
-    """What has gone into a table so far; another run goes on from there."""
+    """What went into a table so far; another run continues from there."""
 
-    prefix_token_id: int | None = None  # lone tokens stand behind it; None before it was chosen
+    prefix_token_id: int | None = None  # comes before lone tokens; None until it is chosen
     num_lone_tokens: int = 0  # done, from token id 0 on
     num_texts: int = 0  # batches begun; the next one's seed
     num_tokens: int = 0  # run through the model
@@ -60,7 +60,7 @@ class Effort:
 
 
 class StoredTable(NamedTuple):
-    """A table, and what has gone into it."""
+    """A table, and what went into it."""
 
     table: SuccessorTable
     effort: Effort
@@ -72,12 +72,11 @@ def tables_folder() -> Path:
 
 
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
-    """Return the table that was made for a model, or None.
+    """Return the prewarmed table of a model, or None.
 
-    Nothing is computed where there are no tables at all, and nothing is written. A table that
-    cannot be used, for whatever reason, is ignored with a warning: it makes drafts better and is no
-    reason not to decode. The processes of a tensor-parallel model, which have parts of the weights,
-    use none.
+    Writes nothing, and computes nothing if there is no folder of tables. A table that cannot be
+    used, for whatever reason, is ignored with a warning: decoding works without it. Tensor-parallel
+    models use none, because each process has only a part of the weights.
 
     Args:
         model: the target.
@@ -94,8 +93,8 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
 
 
 def _found(model: Model, folder: Path) -> Path | None:
-    """Return the file of the table that was made for a model, or None where there is none."""
-    # By os.path, which never raises: a folder that may not be looked into has no tables for us.
+    """Return the file of a model's table, or None if there is none."""
+    # os.path never raises: a folder that we may not look into has no tables for us.
     if mesh_of(model) is not None or not os.path.isdir(folder):
         return None
     fingerprint = fingerprint_of(model)
@@ -115,12 +114,12 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
 
     Args:
         path: of the file.
-        model: that the table has to be of.
+        model: the model that the table must belong to.
         capacity: as for `SuccessorTable.from_arrays`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or no table of this model.
+        ValueError: the file is damaged, or not a table of this model.
     """
     vocab_size = _vocab_size(model)
     try:
@@ -141,16 +140,16 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
 def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     """Write the table of a model.
 
-    The file appears whole, by a rename, so a reader sees the one before or this one; of two
-    processes that write, the last one's stays. What a killed process left of a file is removed.
+    The file is renamed into place, so a reader sees either the old one or the new one; if two
+    processes write, the last one wins. Unfinished files of killed processes are removed.
 
     Args:
-        path: of the file; its folder is made.
-        model: that the table is of.
+        path: of the file; its folder is created.
+        model: the model that the table belongs to.
         stored: what to write.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     described: dict[str, Any] = {
         "format": _FORMAT,
@@ -164,14 +163,14 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
-    # A name of our own rather than mkstemp's: an interruption before mkstemp's is known here would
-    # leave the file.
+    # A name of our own rather than mkstemp's: an interruption before we know mkstemp's name would
+    # leave the file behind.
     made = path.with_name(f"{path.stem}.making-{secrets.token_hex(8)}")
     try:
         with open(made, "xb", opener=_open_for_owner) as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave the new name and no content
+            os.fsync(file.fileno())  # else a power cut can leave the new name without content
         os.replace(made, path)
     except BaseException:
         with suppress(OSError):
@@ -180,9 +179,9 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of the tables of any model, and never fail."""
+    """Remove unfinished files that killed processes left, for any model; never fail."""
     with suppress(OSError):
-        for made in folder.glob(f"{'[0-9a-f]' * 64}.making-*"):  # of nothing but tables
+        for made in folder.glob(f"{'[0-9a-f]' * 64}.making-*"):  # matches only tables
             with suppress(OSError):
                 if time.time() - made.lstat().st_mtime > _STALE_SEC:
                     made.unlink()
@@ -198,14 +197,14 @@ def _vocab_size(model: Model) -> int:
 
 
 def load_table(path: Path, vocab_size: int) -> SuccessorTable:
-    """Read a table without the model it is of.
+    """Read a table without its model.
 
     Args:
         path: of the file.
-        vocab_size: no token id of the table may reach it.
+        vocab_size: all token ids of the table must be below it.
 
     Raises:
-        ValueError: the file is damaged, no table, or one of another vocabulary.
+        ValueError: the file is damaged, not a table, or made for another vocabulary.
     """
     try:
         with safe_open(path, framework="numpy") as file:
@@ -215,7 +214,7 @@ def load_table(path: Path, vocab_size: int) -> SuccessorTable:
 
 
 def _described(metadata: dict[str, str]) -> Any:
-    """Return what the file says of its table, or raise."""
+    """Return the file's description of its table, or raise."""
     text = metadata[_KEY]
     if len(text) > _MAX_DESCRIPTION_LENGTH:
         raise ValueError(
@@ -229,7 +228,7 @@ def _described(metadata: dict[str, str]) -> Any:
 
 
 def _effort_of(described: Any, vocab_size: int) -> Effort:
-    """Return what has gone into a table, or raise: another run goes on from these numbers."""
+    """Return what went into a table, or raise: another run continues from these numbers."""
     effort = Effort(**described)
     for name, types, most in (
         ("prefix_token_id", (int, type(None)), vocab_size - 1),
@@ -239,14 +238,14 @@ def _effort_of(described: Any, vocab_size: int) -> Effort:
         ("seconds", (int, float), _MAX_COUNT),
     ):
         value = getattr(effort, name)
-        # The type itself, since True is an instance of int; and no NaN is from 0 to anything.
+        # The type itself, since True is an instance of int. NaN fails every comparison.
         if type(value) not in types or not (value is None or 0 <= value <= most):
             raise ValueError(f"expected {name} from 0 to {most}, got {value!r}")
     return effort
 
 
 def _table_in(file: Any, vocab_size: int, capacity: int | None = None) -> SuccessorTable:
-    """Return the table in an open file, or raise before anything large is allocated."""
+    """Return the table in an open file; raise before anything large is allocated."""
     _check_header(file)
     names = file.keys()
     arrays: dict[str, NDArray[Any]] = {name: file.get_tensor(name) for name in names}
@@ -259,8 +258,8 @@ def _table_in(file: Any, vocab_size: int, capacity: int | None = None) -> Succes
 def _check_header(file: Any) -> None:
     """Raise unless the header of a file is that of a table.
 
-    Safetensors itself checks that the arrays fill the file, so a row takes its bytes there. No rows
-    take none, whatever their length is said to be: that is why it has a bound.
+    Safetensors itself checks that the arrays fill the file, so rows cannot be claimed without their
+    bytes. Zero rows take no bytes whatever length they claim, hence the bound on that length.
     """
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     found = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}

@@ -1,1 +1,6 @@
-"""What is exact for a model: rules, a self-check, what it found, and the plan that follows."""
+"""Which verification method is exact for a model, and whether that still holds.
+
+Rules from the config, a self-check against plain decoding, the profiles that keep its results, the
+watch for later changes, and the plan for a call. Running the methods is left to `lade.targets` and
+`lade.gpu`.
+"""

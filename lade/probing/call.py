@@ -1,4 +1,4 @@
-"""Which ways of verifying drafts one call leaves open, by its inputs, its cache and its lengths."""
+"""Which verification methods a call rules out, by its inputs, its cache and its lengths."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from lade.targets import ties
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 
-# What all ways continue behind the prompt.
+# Model inputs that every verification method continues after the prompt.
 _CONTINUED = {
     "attention_mask",
     "position_ids",
@@ -38,18 +38,18 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
-# What says how positions were counted in the prompt; positions are given to every forward.
+# Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
 
 class Call(NamedTuple):
-    """What one call leaves open."""
+    """What a call requires, and what it rules out."""
 
-    excluded: dict[Verification, str]  # ways it cannot take, and why
+    excluded: dict[Verification, str]  # methods ruled out, and why
     cache: CacheKind
-    is_padded: bool  # whether rows have padding, or may come to be of different lengths
-    num_new: int  # the most tokens to emit
-    max_length: int  # how long the text may get with a draft
+    is_padded: bool  # whether rows have padding, or may come to differ in length
+    num_new: int  # maximum number of tokens to emit
+    max_length: int  # maximum total length a draft may reach, prompt included
     why_eager: str | None = None  # why its steps cannot be of fixed shape
 
 
@@ -60,7 +60,7 @@ def examine(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Call:
-    """Return which ways of verifying are open to a call that `generate` has prepared."""
+    """Return the methods that a call prepared by `generate` rules out, and what it requires."""
     excluded: dict[Verification, str] = {}
 
     def exclude(reason: str | None, *verifications: Verification) -> None:
@@ -97,7 +97,7 @@ def examine(
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
     _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
-    longest = math.ceil(config.max_length)  # `generate` takes a float, too
+    longest = math.ceil(config.max_length)  # `generate` also takes a float
     limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
@@ -132,7 +132,7 @@ def _exclude_by_outputs(
     model_kwargs: dict[str, Any],
     exclude: Callable[..., None],
 ) -> None:
-    """Exclude ways whose forwards have another inside than those of plain decoding."""
+    """Exclude methods whose hidden states or attentions differ from those of plain decoding."""
     names = ("hidden_states", "attentions")
     wanted = [name for name in names if model_kwargs.get(f"output_{name}")]
     if not wanted:
@@ -151,7 +151,7 @@ def _exclude_by_outputs(
 
 def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    # `generate` drops a mask of ones, and keeps its length.
+    # `generate` drops a mask of ones, but keeps its length.
     whole = getattr(config, "_mask_length", None) or input_ids.shape[1]
     num_slots = max(whole, input_ids.shape[1]) if mask is None else mask.shape[1]
     embeds = model_kwargs.get("inputs_embeds")
@@ -160,17 +160,17 @@ def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
     num_new = math.ceil(config.max_length) - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())
-    if positions is not None and not is_padded:  # positions that are not slots are as if padded
+    if positions is not None and not is_padded:  # positions other than slots count as padding
         cache = cache_in(model_kwargs)
         num_cached = (0 if cache is None else length_of(cache)) or 0
-        lasts = {num_slots, num_cached + positions.shape[-1]}  # whole texts, or what is new in them
+        lasts = {num_slots, num_cached + positions.shape[-1]}  # of whole texts, or of the new part
         in_order = bool((positions.diff(dim=-1) == 1).all())
         is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
     return Lengths(input_ids.shape[0], first, num_slots, num_new, is_padded)
 
 
 def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
-    """Return a model input that is not only of the prompt, as an image is, but of every forward."""
+    """Return a reason if every forward, not only the prefill, needs some model input, or None."""
     unknown = {
         name: value
         for name, value in model_kwargs.items()
@@ -193,12 +193,12 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
 
 
 def _is_nothing(value: Any) -> bool:
-    """Tell whether there is no input, or no image in what images were encoded to."""
+    """Return whether an input is absent: None, or an empty dict of encoded images."""
     return value is None or (isinstance(value, dict) and not value)
 
 
 def _is_default(model: Model, cache: Any) -> bool:
-    """Tell whether a cache is what `generate` makes, so that the self-check speaks for it."""
+    """Return whether a cache is like those that `generate` makes, which the self-check covers."""
     if type(cache) is not DynamicCache:
         return False
     made = DynamicCache(config=model.config.get_text_config(decoder=True))

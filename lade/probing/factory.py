@@ -1,4 +1,4 @@
-"""A model set up to verify drafts in the way chosen."""
+"""Set a model up for the chosen verification method."""
 
 from typing import Any, NamedTuple
 
@@ -22,14 +22,14 @@ from lade.view import with_attention
 
 
 class VerificationPlan(NamedTuple):
-    """How a call is decoded, and why no better way was taken."""
+    """How a call is decoded, and why no better method was chosen."""
 
     verification: Verification
     attention: str | None
     reasons: dict[Verification, str]
     execution: Execution = "eager"
-    widths: Widths = None  # of trees that are not executed eagerly
-    why_eager: str | None = None  # where another execution was wished for
+    widths: Widths = None  # padded widths of trees that are not executed eagerly
+    why_eager: str | None = None  # if another execution was requested
 
 
 def make_target(
@@ -42,7 +42,7 @@ def make_target(
     profile: Profile | None = None,
     policy: DevicePolicy | None = None,
 ) -> Target:
-    """Return the model set up to verify drafts behind these prompts in the way chosen."""
+    """Return the target set up to verify drafts after these prompts by the chosen method."""
     if chosen.verification == "tree":
         settings = (
             *(model, input_ids, model_kwargs, tree_layout(model), max_new_tokens),
@@ -66,20 +66,20 @@ def make_target(
 
 
 def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> dict[str, Any]:
-    """Return what a target takes to record a model's steps, or why it does not."""
+    """Return the arguments of `FixedTarget` that record steps, or that say why they are not."""
     device = device_of_inputs(model)
     if chosen.execution == "fixed" or not policy.can_record(device):
         return {}
     reason = why_not_recorded(model)
     if reason is not None:
         return {"why_not_recorded": reason}
-    # Where the text must not depend on drafts, it must not on what is recorded yet, either.
+    # Where the text must not depend on drafts, nor may it depend on what is recorded so far.
     limit = 0.0 if is_single(chosen.widths) else limit_of(model)
     return {"new_graphs": lambda: Graphs(policy.recorder(device), limit)}
 
 
 def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:
-    """Return a model compiled with the attention that steps take; it is kept with that."""
+    """Return the model compiled with an attention implementation, from the store if possible."""
     if attention not in workspace_store.compiled:
         view = model if attention is None else with_attention(model, attention)
         workspace_store.compiled[attention] = torch.compile(view)
@@ -87,5 +87,5 @@ def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceSto
 
 
 def is_single(widths: Widths) -> bool:
-    """Tell whether all forwards are of one width."""
+    """Return whether all forwards have one width."""
     return widths is not None and len(widths) == 1

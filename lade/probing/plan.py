@@ -1,4 +1,4 @@
-"""How a call is decoded: the best method of verifying that is exact for the model."""
+"""How a call is decoded: the best verification method that is exact for the model."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profil
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
 
-# Ways that a call without a cache cannot take.
+# Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
 
 
@@ -28,21 +28,22 @@ def choose_verification(
     stable_width: int | None = None,
     profile: Profile | None = None,
 ) -> VerificationPlan:
-    """Return the best way of verifying that is exact, checking those not yet checked.
+    """Return the best verification method that is exact, checking those not checked yet.
 
     Args:
         model: the target.
-        is_padded: whether rows of different lengths, or with padding, are to be verified.
-        cache: of the call.
-        asked: the only way to consider.
-        excluded: ways that this call cannot take, and why.
-        execution: of trees, wished for.
-        why_eager: why this call cannot have it, if so.
-        stable_width: of all forwards, where the text must not depend on drafts; no other will do.
-        profile: of the model as it is, where the caller has looked for it.
+        is_padded: whether rows have padding or different lengths.
+        cache: kind of cache of the call.
+        asked: the only method to consider; None for all.
+        excluded: methods that this call cannot use, and why.
+        execution: requested execution of trees.
+        why_eager: why this call cannot have that execution; None if it can.
+        stable_width: the one width of all forwards if the text must not depend on drafts, else
+            None.
+        profile: of the model in its present state; looked up if None.
 
     Raises:
-        UnsupportedModelError: the way asked for is not exact, with the reason.
+        UnsupportedModelError: the method asked for is not exact, with the reason.
     """
     profile = profile or profile_of(model)
     excluded = {**profile.found_wrong, **(excluded or {})}
@@ -90,10 +91,10 @@ def _choose_stable(
     why_eager: str | None,
     width: int,
 ) -> VerificationPlan:
-    """Return how a call is decoded whose text must not depend on drafts.
+    """Return how to decode a call whose text must not depend on drafts.
 
     Raises:
-        UnsupportedOptionError: that cannot be had, with the reason.
+        UnsupportedOptionError: this is impossible here, with the reason.
     """
     reason = excluded.get("tree") or why_eager or why_not_stable(model)
     if reason is None:
@@ -114,7 +115,7 @@ def _finding(
     is_padded: bool,
     widths: Widths = None,
 ) -> CheckResult:
-    """Return what the check of a way finds, or has found."""
+    """Return the result of checking a method, from an earlier check if there was one."""
     key = (verification, cache, is_padded, widths)
     result = profile.results.get(key) or check(model, profile, *key)
     if result.is_lasting:
@@ -122,16 +123,16 @@ def _finding(
     return result
 
 
-# Width of all steps where text must not depend on drafts. On a CPU 16 cost a tenth more than 8;
-# what is best on a GPU was not measured, but few tokens more cost nothing there.
+# Width of all steps if the text must not depend on drafts. On a CPU, 16 costs a tenth more than 8;
+# the best width on a GPU was not measured, but a few more tokens cost nothing there.
 _STABLE_WIDTH = 8
 _STABLE_WIDTH_ON_CUDA = 32
 
 
 def stable_width_of(model: Model, config: Config) -> int | None:
-    """Return the width of all steps of a call whose text must not depend on drafts, else None.
+    """Return the width of all steps if the text must not depend on drafts, else None.
 
-    It follows from settings and device alone, for it is part of what decides the text.
+    It depends only on settings and device, because it affects the text.
     """
     if not config.stable_text:
         return None
@@ -143,10 +144,10 @@ def stable_width_of(model: Model, config: Config) -> int | None:
 
 
 def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Execution:
-    """Return how a call's forwards are to be executed.
+    """Return how to execute a call's forwards.
 
     Raises:
-        UnsupportedOptionError: graphs were asked for where there are none.
+        UnsupportedOptionError: graphs were asked for on a device that has none.
     """
     device = device_of_inputs(model)
     usual = policy.execution(device)

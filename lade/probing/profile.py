@@ -1,4 +1,4 @@
-"""What is known of a model, in each of the states that it was in."""
+"""What is known about a model, for each state it has been in."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,50 +16,51 @@ from ngram_pool import SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
 
-# Of forwards, in tokens of a row: any, a few, or one for text that must not depend on drafts.
+# Widths of forwards, in tokens per row: None for any, a few, or one if the text must not depend on
+# drafts.
 Widths = tuple[int, ...] | None
 
 
 class CheckResult(NamedTuple):
-    """What the check of one way found."""
+    """The result of checking one verification method."""
 
     reason: str | None  # why it is not exact, or None
-    attention: str | None = None  # to verify with, where it is not the model's own
+    attention: str | None = None  # implementation to verify with, if not the model's own
     is_lasting: bool = True  # whether another check would find the same
 
 
 @dataclass(slots=True)
 class Profile:
-    """What is known of a model as it is, on its device; true for no other structure of it."""
+    """What is known about a model in one state; valid only for that structure and setting."""
 
-    setting: tuple[object, ...]  # of the process that it is true for
-    structure: Structure  # of the model that it is true for
-    #: By way, kind of cache, whether rows are padded or of different lengths, and widths.
+    setting: tuple[object, ...]  # device and autocast that this is valid for
+    structure: Structure  # of the model that this is valid for
+    #: By method, kind of cache, whether rows have padding or different lengths, and widths.
     results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
         default_factory=dict
     )
     budgets: dict[tuple[Verification, Execution], Budget] = field(default_factory=dict)
-    #: Ways whose verdict was dropped once, and those found wrong again, with the reason.
+    #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
     watch: Watch = field(default_factory=Watch)
-    #: Whether its forwards draw random numbers, in a list once it was found out.
+    #: Whether forwards draw random numbers; empty until that is known.
     draws: list[bool] = field(default_factory=list)
-    #: The table that `lade.prewarm` made, if there is one, in a list once it was looked for.
+    #: The prewarmed table, or None if there is none; empty until it is looked up.
     prewarmed: list[SuccessorTable | None] = field(default_factory=list)
-    #: Memory of the last call, steps recorded on it, and the model compiled.
+    #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
     def budget(self, verification: Verification, execution: Execution) -> Budget:
-        """Return what has been learned of the costs of steps."""
+        """Return the budget that measures the costs of such steps."""
         return self.budgets.setdefault((verification, execution), MeasuredBudget())
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
-        """Learn that a way was not exact, or failed, in the middle of a text.
+        """Drop the verdict on a method that was not exact, or failed, in the middle of a text.
 
-        It is checked anew at the next call; what is found out a second time stays.
+        It is checked again at the next call; the second time, it is ruled out for good.
         """
         for key in [key for key in [*self.results] if key[0] == verification]:
             del self.results[key]
@@ -68,19 +69,19 @@ class Profile:
         self.dropped.add(verification)
 
 
-# Models that alternate between a few states, as with and without a prefix of PEFT, are checked once
-# in each.
+# Models that alternate between a few states, such as with and without a PEFT prefix, are checked
+# once in each.
 _MAX_PROFILES = 4
 
 
 class Profiles:
-    """What is known of a model in the states that it was in; kept as `model._lade_profiles`.
+    """The profiles of a model in its latest states; kept as `model._lade_profiles`.
 
-    A copy of the model begins with nothing, for nothing was found out about the copy.
+    A copy of the model starts with none, since the copy has not been checked.
     """
 
     def __init__(self) -> None:
-        self._profiles: list[Profile] = []  # the latest first; replaced whole, for other threads
+        self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
@@ -88,18 +89,18 @@ class Profiles:
 
     @classmethod
     def of(cls, model: Model) -> "Profiles":
-        """Return those of a model."""
+        """Return the profiles of a model."""
         known: Profiles | None = vars(model).get("_lade_profiles")
         if known is None:
             known = model.__dict__.setdefault("_lade_profiles", cls())
         return known
 
     def __iter__(self) -> Iterator[Profile]:
-        """Go through them, the latest first."""
+        """Iterate over the profiles, latest first."""
         return iter(self._profiles)
 
     def present(self, model: Model) -> Profile:
-        """Return what is known of the model as it is now."""
+        """Return the profile of the model in its present state, new if it has none."""
         known, setting = self._profiles, _setting(model)
         for profile in known:
             if profile.setting == setting and profile.structure.is_of(model):
@@ -112,7 +113,7 @@ class Profiles:
         return profile
 
     def forget(self) -> None:
-        """Know nothing."""
+        """Drop all profiles."""
         self._profiles = []
 
 
@@ -123,16 +124,16 @@ def _setting(model: Model) -> tuple[object, ...]:
 
 
 def profile_of(model: Model) -> Profile:
-    """Return what is known of a model in its present state; compares all that it is made of."""
+    """Return the profile of a model in its present state, comparing all of its structure."""
     return Profiles.of(model).present(model)
 
 
 def release(model: Model) -> None:
-    """Give back the memory that lade keeps with a model between calls.
+    """Free the memory that lade keeps with a model between calls.
 
-    That is keys and values, and recorded steps, of `Config(execution=…)` other than "eager". The
-    next call takes it anew.
+    With `Config(execution=…)` other than "eager", these are keys and values, and recorded steps.
+    The next call allocates them again.
     """
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
         profile.workspace_store.clear()
-    torch.cuda.empty_cache()  # what recordings held; does nothing where there is no GPU
+    torch.cuda.empty_cache()  # frees what recordings held; does nothing without a GPU

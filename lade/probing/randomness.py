@@ -16,7 +16,7 @@ from lade.compat import Model, attention_of, device_of_inputs
 
 
 class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations of this thread that draw from a generator."""
+    """A mode that notices when an operation of this thread draws from a generator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,14 +25,14 @@ class _Noticing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            # Attention may draw, and does not where nothing is dropped.
+            # Attention may draw, but does not if nothing is dropped.
             chance = _argument(func, "dropout_p", args, kwargs)
             self.has_drawn = self.has_drawn or chance is None or chance > 0
         return func(*args, **kwargs)
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation was given, or its default; None where it knows no such argument."""
+    """Return an argument of an operation, or its default; None if it has no such argument."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             given = args[place] if place < len(args) else kwargs.get(name)
@@ -41,14 +41,14 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def draws(model: Model, run: Callable[[], Any]) -> bool:
-    """Tell whether a model's forwards draw from torch's generator, as those with dropout do.
+    """Return whether a model's forwards draw from torch's generator, as dropout does.
 
-    Only what this thread draws counts, and only then the random state is put back as it was. Where
-    something is compiled, which the looking would disturb, any change of the state counts.
+    Only draws of this thread count, and the random state is restored only after such draws. If
+    something is compiled, which being observed would disturb, any change of the state counts.
 
     Args:
         model: the target.
-        run: runs some forwards of it, and draws nothing besides.
+        run: runs some of its forwards, and draws nothing else.
     """
     device = device_of_inputs(model)
     before = _state_of(device)
@@ -56,12 +56,12 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
     try:
         with noticing or nullcontext():
             run()
-    except Exception:  # the check will tell what is wrong
+    except Exception:  # the check will report what is wrong
         has_drawn = bool(model.training)
     else:
         is_changed = not torch.equal(before, _state_of(device))
         has_drawn = is_changed and (noticing is None or noticing.has_drawn)
-    finally:  # interrupted on the way in or out, torch leaves its mode on
+    finally:  # if interrupted while entering or leaving it, torch leaves the mode on
         while noticing is not None and noticing in _get_current_dispatch_mode_stack():
             _pop_mode()
     if has_drawn:
@@ -70,7 +70,7 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
 
 
 def _is_compiled(model: Model) -> bool:
-    """Tell whether a part of a model is compiled, as flex attention always is."""
+    """Return whether a part of a model is compiled, as flex attention always is."""
     if attention_of(model) not in ("sdpa", "eager", None):
         return True
     return any(

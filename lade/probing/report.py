@@ -1,4 +1,4 @@
-"""What lade finds out about a model, told."""
+"""`lade.probe` and `lade.recheck`: report how drafts of a model are verified, and why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Probe:
 
     model: str  #: the model's class
     verification: Verification  #: how drafts are verified
-    attention: str | None  #: the implementation that drafts are verified with
-    reasons: Mapping[Verification, str]  #: why each better one fell out
+    attention: str | None  #: the attention implementation that drafts are verified with
+    reasons: Mapping[Verification, str]  #: why each better method was ruled out
     execution: Execution = "eager"  #: of the forwards that verify drafts
 
     def __str__(self) -> str:
@@ -35,17 +35,17 @@ class Probe:
 
 
 def probe(model: Model, *, num_rows: int = 1) -> Probe:
-    """Tell how lade verifies drafts of a model, and why in no better way.
+    """Report how lade verifies drafts of a model, and why by no better method.
 
-    Runs the self-check that the first generation would run, unless it has been run.
+    Runs the self-check of the first generation, unless that has already been run.
 
     Args:
         model: a transformers causal LM.
-        num_rows: of the batch to decode. More than one are taken to have padding and different
-            lengths, and one with padding is taken for more than one.
+        num_rows: of the batch to decode. Several rows are assumed to have padding and different
+            lengths; for a single row with padding, pass 2.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder.
+        UnsupportedModelError: the model is an encoder-decoder.
     """
     model = without_compiler(model)
     refuse_encoder_decoder(model)
@@ -69,18 +69,18 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
 
 
 def recheck(model: Model, *, num_rows: int = 1) -> Probe:
-    """Forget what lade knows of a model, check it anew, and tell what is found.
+    """Forget what lade knows about a model, check it again, and report the result.
 
-    A model that was quantized, moved, hooked or given adapters is checked anew by itself. Call this
-    after a change that cannot be seen from outside, as a method edited in place or a plain
-    attribute of a layer set to another value.
+    A model that was quantized, moved, hooked or given adapters is checked again automatically. Call
+    this after a change that cannot be seen from outside, such as a method edited in place or a
+    plain attribute of a layer set to another value.
 
     Args:
         model: a transformers causal LM.
-        num_rows: as of `probe`.
+        num_rows: as for `probe`.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder.
+        UnsupportedModelError: the model is an encoder-decoder.
     """
     Profiles.of(without_compiler(model)).forget()
     return probe(model, num_rows=num_rows)

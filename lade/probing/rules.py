@@ -1,4 +1,4 @@
-"""What a model's config says about how a call can be decoded, where a short check cannot see it."""
+"""Rules from a model's config about how a call can be decoded, where a short check is blind."""
 
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ from lade.targets.layout import MAX_OVERHANG, rope_of
 
 
 def refuse_encoder_decoder(model: Model) -> None:
-    """Raise for a model that is no causal LM.
+    """Raise if a model is an encoder-decoder.
 
     Raises:
-        UnsupportedModelError: it is an encoder-decoder.
+        UnsupportedModelError: the model is an encoder-decoder.
     """
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -23,10 +23,10 @@ def refuse_encoder_decoder(model: Model) -> None:
 
 
 def refuse_sharded(model: Model) -> None:
-    """Raise for a model whose weights are not where they are needed.
+    """Raise if a model's weights are sharded.
 
     Raises:
-        UnsupportedOptionError: it is sharded by FSDP or DeepSpeed ZeRO-3.
+        UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
     """
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         raise UnsupportedOptionError(
@@ -35,22 +35,22 @@ def refuse_sharded(model: Model) -> None:
 
 
 class Lengths(NamedTuple):
-    """What a call will run through, in positions and in slots."""
+    """The extent of a call, in positions and in cache slots."""
 
     num_rows: int
-    first_position: int  # of the first token after the prompt; the greatest of all rows
+    first_position: int  # of the first token after the prompt; the maximum over rows
     num_slots: int  # of the prompt
-    num_new: int  # at most
+    num_new: int  # maximum number of tokens to emit
     is_padded: bool = False
 
 
 def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of such lengths has to be decoded plainly, or None."""
+    """Return why a call of these lengths must be decoded plainly, or None."""
     config = model.config.get_text_config(decoder=True)
     rope = _rope_passed(config, lengths)
     if rope is not None:
         kind, limit = rope
-        # Past the limit a forward over one token is plain decoding, so a row alone may go on.
+        # Past the limit, a forward over one token is plain decoding, so a single row may continue.
         is_past = lengths.first_position > limit if kind == "longrope" else lengths.num_rows == 1
         if not is_past:
             return (
@@ -58,7 +58,7 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
                 "cross"
             )
     if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
-        # A row with more padding than text sees no key there at all, and then all of them.
+        # A row with more padding than text sees no key at all there, and then all of them.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
     kept: int | None = getattr(config, "keep_window_size", None)
     if kept is not None and lengths.num_slots + lengths.num_new > kept:
@@ -67,28 +67,28 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
 
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of such lengths cannot go back to copies of a state, or None."""
+    """Return why a call of these lengths cannot go back to copies of a state, or None."""
     rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
     if rope is None:
         return None
-    # What is run again would be more than one token.
+    # After going back, more than one token would be run again.
     return f"its rotary embedding is {rope[0]}"
 
 
 def _rope_passed(config: Any, lengths: Lengths) -> tuple[str, int] | None:
-    """Return what `rope_of` does where a call may go beyond the limit, or begins there."""
+    """Return the result of `rope_of` if the call may end past its limit, else None."""
     rope = rope_of(config)
     last = lengths.first_position + lengths.num_new
     return rope if rope is not None and last > rope[1] else None
 
 
 def why_no_tree(model: Model, lengths: Lengths) -> str | None:
-    """Return why a call of such lengths cannot have trees, or None."""
+    """Return why a call of these lengths cannot verify trees, or None."""
     config = model.config.get_text_config(decoder=True)
     scale: int | None = getattr(config, "floor_scale", None)
     if scale is None or not getattr(config, "attn_temperature_tuning", False):
         return None
-    # Layers without positions scale by slot; a tree's nodes lie in slots behind their own.
+    # Layers without positions scale by slot, and a tree's nodes lie in slots after their own.
     last = lengths.num_slots + lengths.num_new + MAX_OVERHANG
     if lengths.num_slots // scale == last // scale:
         return None
@@ -96,10 +96,10 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
 
 
 def why_not_stable(model: Model) -> str | None:
-    """Return why text of a model depends on drafts in half precision, or None if a check may tell.
+    """Return why a model's text depends on drafts in half precision; None leaves it to the check.
 
-    What is run for one token must not depend on the others; a check with few tokens would not see
-    that of experts.
+    What is computed for one token must not depend on the others; with experts it may, which a check
+    with few tokens would not notice.
     """
     if any("experts" in name.split(".") for name, _ in model.named_modules()):
         return "how many tokens its experts get follows what else is in a forward"
@@ -107,16 +107,16 @@ def why_not_stable(model: Model) -> str | None:
 
 
 def longest_draft(model: Model, max_length: int, num_tokens: int, first_position: int) -> int:
-    """Return how long the text may get with a draft.
+    """Return the maximum total length a draft may reach, prompt included.
 
-    Learned positions end somewhere, and a draft must not ask for more than plain decoding would;
-    nor may it reach where a dynamic rotary embedding begins to follow the length of each forward.
+    Learned positions are limited, and a draft must not need more of them than plain decoding; nor
+    may it reach the point where a dynamic rotary embedding follows the length of each forward.
 
     Args:
         model: the target.
-        max_length: tokens of the longest text.
-        num_tokens: of the prompt.
-        first_position: of the first token after it.
+        max_length: maximum length of the text, in tokens.
+        num_tokens: length of the prompt.
+        first_position: of the first token after the prompt.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, "max_position_embeddings", None)]

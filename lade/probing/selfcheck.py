@@ -1,4 +1,4 @@
-"""A method of verifying, held against plain decoding of a dozen tokens."""
+"""The self-check: a verification method compared with plain decoding of a dozen tokens."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ def check(
     is_padded: bool,
     widths: Widths,
 ) -> CheckResult:
-    """Hold one way of verifying against plain decoding; whatever goes wrong is a reason."""
+    """Compare one verification method with plain decoding; any failure becomes the reason."""
     attentions = _attentions_for(model, widths) if verification == "tree" else [None]
     execution: Execution = "eager" if widths is None else "fixed"
     reason = None
@@ -46,7 +46,7 @@ def check(
                 error = check.error()
                 is_stable = not is_single(widths) or check.is_stable()
         except UnsupportedModelError as failure:
-            return CheckResult(str(failure))  # a rule, whatever the attention
+            return CheckResult(str(failure))  # a rule, independent of the attention
         except torch.OutOfMemoryError:
             return CheckResult("no memory was left to check it", is_lasting=False)
         except Exception as failure:
@@ -68,16 +68,16 @@ def check(
 
 
 def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
-    """Return what trees may be verified with, best first; None for the model's own attention."""
+    """Return attention implementations to try for trees, best first; None is the model's own."""
     own = attention_of(model)
     if is_single(widths):
         return [STABLE_ATTENTION]
     if widths is not None and _has_kernels(model):
-        # Its cost follows the keys there are, not the slots shown.
+        # Its cost depends on the keys that exist, not on the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
     if own is not None and own not in MASK_IS_ADDED:
         return ["sdpa", "eager"]
-    # As a dict: where layers differ, asking the config for one number of all is an error.
+    # As a dict, because a config whose layers differ raises if asked for one number.
     config = model.config.get_text_config(decoder=True).to_dict()
     shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
     is_cpu = device_of_inputs(model).type == "cpu"
@@ -85,28 +85,28 @@ def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
 
 
 def _has_kernels(model: Model) -> bool:
-    """Tell whether our own attention has kernels for a model where it is."""
+    """Return whether our own attention has kernels for a model on its device."""
     config = model.config.get_text_config(decoder=True).to_dict()
     dims = [config.get(name) or 0 for name in ("head_dim", "global_head_dim", "v_head_dim")]
     return runs_in_triton(device_of_inputs(model), model.dtype, max(dims))
 
 
 def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> bool:
-    """Tell whether what a forward returns of its inside has one row for each new token.
+    """Return whether hidden states and attentions of a forward have one row per new token.
 
     Some models keep several streams of hidden states; models without a cache return the whole text.
 
     Args:
         model: the target.
-        profile: of it.
-        names: of "hidden_states", "attentions".
+        profile: of the model; results are kept there.
+        names: the outputs to look at, of "hidden_states" and "attentions".
     """
     for name in names:
         if name not in profile.usual_outputs:
             try:
                 with unchanged_random_state(model, profile):
                     profile.usual_outputs[name] = _is_usual(model, name)
-            except Exception:  # plain decoding will tell the caller what is wrong
+            except Exception:  # plain decoding will show the caller what is wrong
                 return False
     return all(profile.usual_outputs[name] for name in names)
 
@@ -123,10 +123,10 @@ def _is_usual(model: Model, name: str) -> bool:
 
 @contextmanager
 def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iterator[None]:
-    """Let forwards draw random numbers, as those of some models do, without a trace.
+    """Restore the global random state afterwards if the model's forwards draw from it.
 
-    The state is everybody's: to put it back takes draws of other threads back, too. So it is put
-    back for models alone whose forwards draw.
+    The state is shared: restoring it also undoes draws of other threads. So it is restored only for
+    models whose forwards draw.
     """
     profile = profile or profile_of(model)
     if not profile.draws:
@@ -141,31 +141,31 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
         yield
 
 
-_Path = tuple[int, ...]  # tokens behind the prompt
+_Path = tuple[int, ...]  # tokens after the prompt
 
 
 class _Step(NamedTuple):
-    """One step of the check: of one row, its tree and what is kept of it."""
+    """One step of the check for one row: a tree and the nodes that are kept."""
 
-    before: _Path  # the root
+    before: _Path  # tokens between the prompt and the root
     tree: Tree
     kept: list[int]
 
     @property
     def paths(self) -> list[_Path]:
-        """Of every node, all that lies before it included."""
+        """The path from the prompt to each node."""
         token_ids = np.array(self.tree.token_ids)
         return [(*self.before, *token_ids[seen].tolist()) for seen in self.tree.ancestors]
 
 
-# Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one has to move rows.
+# Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one must move cache slots.
 _PARENTS = (-1, -1, 0, 1)
 _DEPTHS = (1, 1, 2, 2)
 _PROMPT_LENGTH = 6
 
 
 class _Check(NamedTuple):
-    """One way of verifying, held against plain decoding of a dozen tokens."""
+    """One verification method, compared with plain decoding of a dozen tokens."""
 
     model: Model
     profile: Profile
@@ -175,18 +175,18 @@ class _Check(NamedTuple):
 
     @torch.no_grad()
     def error(self) -> float:
-        """Return how far drafts and what follows them are from plain decoding.
+        """Return how far the logits of drafts, and of what follows, are from plain decoding.
 
-        Three steps: a draft of which a part is kept, one that is kept whole, and one without a
-        draft. In a batch, a second row has two tokens masked; where rows may have lengths of their
-        own, it keeps nothing but its root at first, so that the other steps are ragged.
+        Three steps: a draft that is kept in part, one of which one path is kept to its end, and one
+        without a draft. In a batch, a second row has two tokens masked; if rows may differ in
+        length, it keeps only its root in the first step, so that the other steps are ragged.
 
         The measure is the largest difference of two logits in units of their standard deviation.
         """
         plain = _plain_of(self.model, self.cache, self.is_padded)
         logits = self._logits(plain, _script)
         paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
-        # Some models go wrong in batches, also in plain decoding: those are held against single
+        # Some models go wrong in batches even in plain decoding; those are compared with single
         # rows.
         error = _difference(logits, plain.logits_at(paths, together=True))
         if not error <= limit_of(self.model):
@@ -195,7 +195,7 @@ class _Check(NamedTuple):
 
     @torch.no_grad()
     def is_stable(self) -> bool:
-        """Tell whether tokens have the very same logits in drafts and one by one."""
+        """Return whether tokens have bitwise the same logits in drafts and one by one."""
         plain = _plain_of(self.model, self.cache, self.is_padded)
         drafted, alone = (self._logits(plain, script) for script in (_script, _script_of_roots))
         shared = drafted.keys() & alone.keys()
@@ -205,7 +205,7 @@ class _Check(NamedTuple):
     def _logits(
         self, plain: "_Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
     ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits behind every path of every row of a script, float64 [vocab_size]."""
+        """Return the logits after every path of every row of a script, float64 [vocab_size]."""
         tokens = _check_tokens(self.model)
         logits: dict[tuple[int, _Path], Tensor] = {}
 
@@ -241,11 +241,11 @@ class _Check(NamedTuple):
 
 
 def _plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
-    """Return the prompts of the check with plain decoding of them."""
+    """Return plain decoding of the check's prompts."""
     masks = [[1] * _PROMPT_LENGTH]
     if is_padded:
-        # Masked behind the first token, not before it: a query that sees nothing at all, as in left
-        # padding, is NaN in eager attention in float64, also for `generate`.
+        # Masked after the first token, not before it: a query that sees nothing, as in left
+        # padding, is NaN in eager attention in float64, also in `generate`.
         masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
     device = device_of_inputs(model)
     mask = torch.tensor(masks, device=device)
@@ -261,10 +261,10 @@ def _difference(
 
 
 class _Plain:
-    """Plain decoding of the check's prompts, made to take given paths."""
+    """Plain decoding of the check's prompts, forced along given paths."""
 
     def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: CacheKind) -> None:
-        self._model = copy.copy(model)  # shares all but the attribute set here
+        self._model = copy.copy(model)  # shares everything but the attribute set here
         self._model.generation_config = GenerationConfig()  # none of the model's own options
         self._input_ids = input_ids
         self._mask = mask
@@ -272,11 +272,11 @@ class _Plain:
 
     @property
     def num_rows(self) -> int:
-        """How many prompts there are."""
+        """Number of prompts."""
         return len(self._input_ids)
 
     def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
-        """Call the class's `generate` for some rows of the prompts."""
+        """Call the class's `generate` on some of the prompts; None for all."""
         which = [*range(len(self._input_ids))] if rows is None else [*rows]
         return type(self._model).generate(
             self._model,
@@ -292,11 +292,11 @@ class _Plain:
     def logits_at(
         self, paths: Sequence[Sequence[_Path]], together: bool
     ) -> dict[tuple[int, _Path], Tensor]:
-        """Return the logits behind every path of every row, each [vocab_size].
+        """Return the logits after every path of every row, each float64 [vocab_size].
 
         Args:
             paths: of each row.
-            together: take all paths in one batch; or one path of each row at a time.
+            together: whether to run all paths in one batch, instead of one path per row at a time.
         """
         ends = [
             [path for path in of_row if not any(_begins(path, other) for other in of_row)]
@@ -330,7 +330,7 @@ def _begins(path: _Path, other: _Path) -> bool:
 
 
 class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """Makes every row take a given path."""
+    """A processor that forces a given path on every row."""
 
     def __init__(self, num_prompt: int, token_ids: Sequence[Sequence[int]]) -> None:
         self._num_prompt = num_prompt
@@ -345,9 +345,9 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def _check_tokens(model: Model) -> list[int]:
-    """Return token ids that differ from each other in every vocabulary of a real model."""
+    """Return 16 token ids, all different in the vocabulary of any real model."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    # Special tokens mean something to some models: images, padding.
+    # Avoids special tokens, which have a meaning in some models: images, padding.
     first = min(1000, vocab_size // 4)
     return [first + (7919 * (i + 1)) % (vocab_size // 2) for i in range(16)]
 
@@ -360,7 +360,7 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
     if target.max_candidates is not None:
         draft = narrowed(draft, target.max_candidates)
         second = narrowed(second, target.max_candidates)
-    # The second branch where there is one; nothing but the root where rows may be ragged.
+    # The second branch if there is one; only the root if rows may be ragged.
     kept = [0, 2] if len(draft) == 4 else [0, 1]
     if row > 0 and not target.is_lockstep:
         kept = [0]
@@ -374,7 +374,7 @@ _NUM_KEPT = 5  # tokens that `_script` commits to the first row
 
 
 def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
-    """Return steps without drafts that commit what those of `_script` do to the first row."""
+    """Return steps without drafts that commit the same tokens as `_script` in the first row."""
     drafted = _script(tokens, target, row)
     kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
     roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there

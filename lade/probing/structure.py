@@ -1,9 +1,9 @@
-"""What a model is made of, remembered so that a change of it is seen at the next call.
+"""The structure of a model, remembered so that changes are noticed at the next call.
 
-What a check of a model found holds for the modules, weights, hooks and settings that it was made
-with. `Structure` remembers them without holding any weight, and compares them in a fraction of a
-millisecond. Values of weights are left out, and so is what nobody can see from outside, as the
-code of a forward that was edited in place: `watch.py` is for that.
+The result of a check is valid for the modules, weights, hooks and settings it was made with.
+`Structure` remembers them without holding any weight, and compares them in a fraction of a
+millisecond. It ignores the values of weights, and whatever cannot be seen from outside, such as a
+forward edited in place: `watch.py` covers that.
 """
 
 import copy
@@ -20,45 +20,45 @@ from torch.nn.modules import module as torch_module
 from lade.compat import Model, is_own_hook
 
 _training = itemgetter("training")
-# Of the root, instance attributes that are exchanged to change what it computes or is handed.
+# Methods of the root that are replaced to change what it computes or is given.
 _METHODS = ("forward", "prepare_inputs_for_generation", "_prefill", "_sample")
 _FLAGS = ("_tp_size", "hf_device_map", "is_quantized")
-# A few weights tell of a conversion of all; another dtype mostly comes with another address, too.
+# A few weights reveal a conversion of all; another dtype mostly means another address as well.
 _NUM_DTYPES = 8
 
 _Names = list[str]
 
 
 class _Parts(NamedTuple):
-    """All that is compared; lists run over modules, weights or buffers in the model's order."""
+    """Everything that is compared; lists of modules, weights or buffers in the model's order."""
 
     children: list[dict[str, Any]]  # of modules that have some
     child_ids: list[int]
     child_types: list[type]
-    empty: list[dict[str, Any]]  # of children and weights, where there are none
-    unhooked: list[dict[int, Any]]  # of hooks, where there are none
+    empty: list[dict[str, Any]]  # dicts of children and weights that are empty
+    unhooked: list[dict[int, Any]]  # dicts of hooks that are empty
     attributes: list[dict[str, Any]]  # of each module but the root
-    modes: list[dict[str, Any]]  # of those that may do something else in training
+    modes: list[dict[str, Any]]  # attributes of modules that may behave differently in training
     training: list[bool]
     forwards: list[bool]  # whether the instance has a forward of its own
-    own_forwards: list[tuple[dict[str, Any], int]]  # those that do
+    own_forwards: list[tuple[dict[str, Any], int]]  # attributes of those that do, id of the forward
     hooks: list[tuple[dict[int, Any], list[Hashable]]]  # of modules that have some
-    weights: tuple[list[dict[str, Any]], _Names]  # where those are found that tell where they lie
+    weights: tuple[list[dict[str, Any]], _Names]  # holders and names of weights with an address
     weight_types: list[type]
     addresses: list[int]
-    others: tuple[list[dict[str, Any]], _Names]  # weights that do not, and buffers like weights
+    others: tuple[list[dict[str, Any]], _Names]  # of weights without one, and of buffers
     other_ids: list[int]
-    no_weights: tuple[list[dict[str, Any]], _Names]  # where there might be one
+    no_weights: tuple[list[dict[str, Any]], _Names]  # of weights that are None
     some_dtypes: list[torch.dtype]
-    class_forwards: list[tuple[Any, Any]]  # by class
+    class_forwards: list[tuple[Any, Any]]  # each class and its forward
     configs: list[tuple[dict[str, Any], _Names, list[Any]]]  # settings, names and values of each
 
 
 class Structure:
-    """What a model was made of when this was made.
+    """The structure of a model at one point in time.
 
     Args:
-        model: remembered by weak references, so that weights exchanged since are let go.
+        model: held by weak references, so that replaced weights are freed.
     """
 
     def __init__(self, model: Model) -> None:
@@ -67,10 +67,10 @@ class Structure:
         self._parts: _Parts | None = None
         try:
             self._root, self._parts = _root_of(model), _parts_of(model, inner)
-        except Exception:  # of code like no other: it never is what it was
+        except Exception:  # unusual code, which then always counts as changed
             return
-        # What is compared holds dicts of the modules: with the first of these that goes, let go.
-        mine = weakref.ref(self)  # no cycle: with the model, all of this goes at once
+        # The parts hold dicts of the modules: drop them as soon as one of the modules is freed.
+        mine = weakref.ref(self)  # no cycle: all of this is freed together with the model
 
         def forget(_: Any) -> None:
             structure = mine()
@@ -80,7 +80,7 @@ class Structure:
         self._watched = [weakref.ref(module, forget) for module in inner]
 
     def is_of(self, model: Model) -> bool:
-        """Tell whether a model still is what it was; costs 0.1 ms for 30 layers."""
+        """Return whether a model is unchanged; takes 0.1 ms for 30 layers."""
         parts = self._parts
         try:
             return (
@@ -89,12 +89,12 @@ class Structure:
                 and vars(model)["_modules"] is parts.children[0]
                 and _is_same(parts)
             )
-        except Exception:  # something is not even there, or cannot be compared any more
+        except Exception:  # something is missing, or can no longer be compared
             return False
 
 
 def _root_of(model: Model) -> tuple[Any, ...]:
-    """Return what is compared of the model itself, and of what holds for all models."""
+    """Return what is compared of the root module, and of settings shared by all models."""
     return (
         type(model),
         model.training,
@@ -107,7 +107,7 @@ def _root_of(model: Model) -> tuple[Any, ...]:
 
 
 def _method_of(model: Model, name: str) -> tuple[Any, ...]:
-    """Return what tells a method apart, without holding the model that it is bound to."""
+    """Return what identifies a method, without holding the model that it is bound to."""
     method = getattr(model, name, None)
     bound_to = getattr(method, "__self__", None)
     if bound_to is None:
@@ -125,7 +125,7 @@ def _parts_of(model: Model, inner: Sequence[nn.Module]) -> _Parts:
     of_children = [*chain.from_iterable(map(dict.values, children))]
     of_hooks = [*chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
     empty = [part for m in modules for part in (m._modules, m._parameters) if not part]
-    # Weights that accelerate brings in for a forward are others at each.
+    # Weights that accelerate loads for each forward are different ones every time.
     lasting = [module for module in modules if not hasattr(module, "_hf_hook")]
     weights = [
         (module._parameters, name, weight)
@@ -171,7 +171,7 @@ def _parts_of(model: Model, inner: Sequence[nn.Module]) -> _Parts:
 def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[Any]]:
     """Return the attributes of a config, and names and copies of those that can be compared.
 
-    Configs of other parts cannot: to compare them may raise.
+    Nested configs are left out: comparing them may raise.
     """
     kept = {}
     for name, value in config.items():
@@ -179,7 +179,7 @@ def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[A
             copied = copy.deepcopy(value)
             if not hasattr(value, "to_dict") and bool(copied == value):
                 kept[name] = copied
-        except Exception:  # whatever a remote config holds
+        except Exception:  # a remote config may hold anything
             continue
     return config, [*kept], [*kept.values()]
 
@@ -211,7 +211,7 @@ _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 def _has_address(weight: Tensor) -> bool:
-    """Tell whether a weight tells where it lies, as tensors of some classes do not."""
+    """Return whether a weight has an address; tensors of some classes have none."""
     try:
         return weight.data_ptr() != 0
     except RuntimeError:
@@ -219,7 +219,7 @@ def _has_address(weight: Tensor) -> bool:
 
 
 def _places(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> tuple[list[Any], _Names]:
-    """Return the dicts and the names under which values are found in them."""
+    """Return the dicts that hold values, and the names of the values in them."""
     listed = [*entries]
     return [holder for holder, *_ in listed], [name for _, name, _ in listed]
 
@@ -229,7 +229,7 @@ def _some_dtypes(weights: Sequence[Tensor]) -> list[torch.dtype]:
 
 
 def _hooks_of(hooks: dict[int, Any]) -> list[Hashable]:
-    """Return what tells hooks apart, by their code: PEFT makes them anew for every call."""
+    """Return what identifies hooks: their code, since PEFT makes new ones for every call."""
     return [_code_of(hook) for hook in [*hooks.values()] if not is_own_hook(hook)]
 
 

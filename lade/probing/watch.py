@@ -1,8 +1,8 @@
-"""When to hold a committed token against a forward of one token: rarely, and for next to nothing.
+"""When to compare a committed token with a forward of one token: rarely, at almost no cost.
 
-A check of a model speaks for the model that was checked. `structure.py` sees most changes of it;
-what it cannot see, as a forward that was edited in place, is noticed here: now and then, the token
-that a step kept last is run once more, alone, as plain decoding would.
+A check is valid only for the model that was checked. `structure.py` sees most changes of a model;
+those it cannot see, such as a forward edited in place, are noticed here: now and then, the last
+token that a step kept is run once more, alone, as in plain decoding.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from torch import Tensor
 from lade.closeness import distance
 from lade.targets.base import Alone
 
-# Steps before the first look, and between two looks: twice as many each time, up to the last. A
+# Steps before the first look; doubled after each good look, up to the maximum between two looks. A
 # look costs about as much as a step without a draft, so this is 0.26 % of the time at first.
 _FIRST, _LAST = 384, 4096
-# In half precision logits of the same text differ by chance, and those of experts chosen by a
-# near-tie by more than a check allows: only what is seen so often, look after look, counts.
+# In half precision, logits of the same text differ by chance, and where experts are chosen by a
+# near-tie, by more than a check allows: only this many bad looks in a row count.
 _NUM_IN_HALF_PRECISION = 3
 
 
 class Watch:
-    """Counts steps, and tells which of them to look at.
+    """A counter of steps that decides which of them to look at.
 
     Args:
         first: steps before the first look.
-        last: the most steps between two looks.
+        last: maximum number of steps between two looks.
     """
 
     def __init__(self, first: int = _FIRST, last: int = _LAST) -> None:
@@ -36,17 +36,17 @@ class Watch:
         self._num_apart = 0
 
     def is_due(self) -> bool:
-        """Count a step, and tell whether to look at it."""
+        """Count a step; return whether to look at it."""
         self._num_steps += 1
         return self._num_steps >= self._interval
 
     def is_wrong(self, distance: float, limit: float, is_exact: bool) -> bool:
-        """Learn how far apart logits were at a look, and tell whether to trust no draft any more.
+        """Record the result of a look; return whether drafts can no longer be trusted.
 
         Args:
-            distance: of the logits.
-            limit: what a right way may differ by.
-            is_exact: whether text is promised to be that of plain decoding, token for token.
+            distance: between the logits of the step and those of the token alone.
+            limit: largest distance of a correct method.
+            is_exact: whether the text must be that of plain decoding, token for token.
         """
         self._num_steps = 0
         if distance <= limit:
@@ -57,18 +57,18 @@ class Watch:
         if is_exact or self._num_apart >= _NUM_IN_HALF_PRECISION:
             self._num_apart = 0
             return True
-        self._num_steps = self._interval  # look again at once
+        self._num_steps = self._interval  # look again at the next step
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """When to hold a committed token against a forward over it alone, and what may lie between.
+    """When to compare a committed token with a forward over it alone, and the allowed difference.
 
     Attributes:
-        watch: counts steps, also those of earlier calls.
-        limit: of the distance of logits.
-        is_exact: whether text is promised to be that of plain decoding.
+        watch: counts steps, including those of earlier calls.
+        limit: largest allowed distance of logits.
+        is_exact: whether the text must be that of plain decoding, token for token.
     """
 
     watch: Watch
@@ -76,11 +76,11 @@ class Watching:
     is_exact: bool
 
     def flaw(self, alone: Alone, logits: Tensor) -> str | None:
-        """Return why drafts are not to be trusted any more, or None.
+        """Return why drafts can no longer be trusted, or None.
 
         Args:
             alone: a committed token of each row, run alone.
-            logits: of the step that committed them, [rows, width, vocab_size].
+            logits: of the step that committed those tokens, [rows, width, vocab_size].
         """
         nodes = torch.tensor(alone.nodes, device=logits.device)
         mine = logits[torch.arange(len(nodes), device=logits.device), nodes]

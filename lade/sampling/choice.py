@@ -1,4 +1,4 @@
-"""The target's own token behind each node: what every way of choosing it has."""
+"""The target's own token after each node: the interface of all ways to choose it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -11,8 +11,8 @@ from lade.drafting.successors import Ranked
 from lade.sampling.processors import Processors
 from lade.tree import Tree
 
-Place = tuple[int, int]  # row, and node of the row's tree
-# Told what a token was chosen from: row, raw and processed scores, float32 [vocab_size] each.
+Place = tuple[int, int]  # row, and node of that row's tree
+# Called for each chosen token: row, raw and processed scores, float32 [vocab_size] each.
 OnChoice = Callable[[int, Tensor, Tensor], None]
 
 
@@ -21,39 +21,39 @@ class Choice(Protocol):
 
     @property
     def max_lead(self) -> int | None:
-        """How many tokens a row may be ahead of another; None for any number."""
+        """Maximum number of tokens a row may be ahead of another; None for no limit."""
 
     @property
     def ranked(self) -> Ranked | None:
-        """The likeliest tokens of all nodes looked at last, if it ranked them to choose."""
+        """The likeliest tokens of the nodes looked at last, if they were ranked to choose."""
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Take in the logits of a step; not called where all is padding.
+        """Receive the logits of a step; not called if all rows are padding.
 
         Args:
-            logits: [rows, width, vocab_size]; the device may still be at it.
-            trees: by row, in the order of the rows of `logits`.
+            logits: [rows, width, vocab_size]; the device may still be computing them.
+            trees: trees by row, in the order of the rows of `logits`.
         """
 
     def wait(self) -> None:
-        """Wait until the device has come so far that tokens can be asked for."""
+        """Wait until the device has computed what `tokens_at` needs."""
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the next token of each place's row, whose last committed token is the node's.
 
-        Called once for each emitted token, in order of emission within a row, and with all rows
-        together where processors or stop conditions need that.
+        Called once per emitted token, in order of emission within a row, and for all rows together
+        if processors or stop conditions need that.
         """
 
     def close(self) -> None:
-        """Leave everything as `generate` would; called once, also after an error."""
+        """Leave all state as `generate` would; called once, also after an error."""
 
 
 class ScoredChoice:
-    """Processed scores of the nodes where tokens are emitted, and of no others.
+    """Base class that processes the scores only of nodes where tokens are emitted.
 
-    Processors run once for each emitted token, with the true prefix and in order: some count their
-    calls, some draw random numbers, and any may look at the whole prefix.
+    Processors run once per emitted token, in order, with the true prefix: some count their calls,
+    some draw random numbers, and any of them may look at the whole prefix.
     """
 
     ranked = None
@@ -71,13 +71,13 @@ class ScoredChoice:
         self._on_choice = on_choice
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Keep the logits until they are asked for."""
+        """Keep the logits until tokens are chosen."""
         self._logits = logits
         self._trees = trees
         self._index = {row: index for index, row in enumerate(trees)}
 
     def wait(self) -> None:
-        """Wait, or the time of the forward would be counted elsewhere."""
+        """Wait for the logits; else the time of the forward would be counted elsewhere."""
         self._logits[0, 0, 0].item()
 
     def _scores_at(self, places: Sequence[Place]) -> Tensor:
@@ -93,21 +93,21 @@ class ScoredChoice:
 
 
 def is_distribution(probs: Tensor) -> Tensor:
-    """Tell which softmaxes [n, vocab_size] are distributions, bool [n].
+    """Return which softmaxes [n, vocab_size] are distributions, bool [n].
 
-    One infinity or NaN among the scores makes the whole softmax NaN.
+    A single infinity or NaN among the scores makes the whole softmax NaN.
     """
     return ~probs[:, 0].isnan()
 
 
 def check_valid(scores: Tensor, is_valid: Tensor) -> None:
-    """Raise for the first of `scores`, float32 [n, vocab_size], that is not valid."""
+    """Raise for the first invalid row of `scores`, float32 [n, vocab_size]."""
     for of_place, place_is_valid in zip(scores, is_valid.tolist(), strict=True):
         if not place_is_valid:
             raise_invalid(of_place)
 
 
 def raise_invalid(scores: Tensor) -> None:
-    """Raise what `torch.multinomial` raises for scores, float32 [vocab_size], it cannot sample."""
+    """Raise the error of `torch.multinomial` for invalid scores, float32 [vocab_size]."""
     torch.multinomial(scores.softmax(dim=-1), 1)
     raise AssertionError("expected torch.multinomial to refuse these scores")

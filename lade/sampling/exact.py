@@ -1,4 +1,4 @@
-"""The very tokens that `generate` would choose, greedy or seed for seed."""
+"""Exact choice: the tokens that `generate` would choose, greedy or seed for seed."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -21,75 +21,75 @@ from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, integers_on
 from lade.tree import Tree
 
-# The noise of positions that only some rows have reached is kept for the others; no row may run
-# further ahead than this memory holds. 64 MiB are 42 positions of 8 rows of 49 152 tokens.
+# Noise of positions that only some rows have reached is kept for the others; no row may run further
+# ahead than fits in this memory. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
 _MAX_NOISE_BYTES = 64 * 2**20
 _MIN_LEAD = 8
 
 
 class Picked(NamedTuple):
-    """Tokens picked, and whether their scores allowed it; int64 and bool [n]."""
+    """Picked tokens, int64 [n], and whether their scores were valid, bool [n]."""
 
     token_ids: Tensor
     is_valid: Tensor
 
 
 class Pick(Protocol):
-    """Picks tokens by their processed scores."""
+    """Callable that picks tokens by processed scores."""
 
     @property
     def max_lead(self) -> int | None:
-        """As of a `Choice`."""
+        """As in `Choice.max_lead`."""
 
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick one token for each of `scores`.
+        """Pick one token for each row of `scores`.
 
         Args:
-            scores: processed, float32 [n, vocab_size].
-            rows: each one's row.
-            times: how many tokens each one's row has emitted before.
+            scores: processed scores, float32 [n, vocab_size].
+            rows: row of the batch of each, [n].
+            times: number of tokens its row has emitted before it, [n].
         """
 
     def begin_step(self, first_time: int) -> None:
-        """Learn that no token of an earlier time will be picked any more."""
+        """Begin a step; no token of a time before `first_time` will be picked any more."""
 
     def close(self, num_times: int) -> None:
-        """Learn that tokens of so many times were emitted, and no more will be."""
+        """Finish; `num_times` columns were emitted."""
 
 
 class Likeliest:
-    """Greedy picking, for scores that were processed."""
+    """Greedy picking from processed scores."""
 
     max_lead = None
 
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick the first of the highest scores; `generate` takes any, valid or not."""
+        """Pick the first of the highest scores; like `generate`, accept invalid scores."""
         token_ids = scores.argmax(dim=-1)
         return Picked(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
 
     def begin_step(self, first_time: int) -> None:
-        """Keep nothing."""
+        """Do nothing: no state is kept."""
 
     def close(self, num_times: int) -> None:
-        """Leave nothing."""
+        """Do nothing: no state is kept."""
 
 
 class Race:
-    """Sampling, seed for seed as `generate(do_sample=True)` samples.
+    """Sampling, seed for seed as in `generate(do_sample=True)`.
 
     `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
     token of each row and returns the argmax of probs / variates. `generate` calls it once for each
     new column of the batch. Drawing the same variates for the same column, in the same order, makes
     the token at a node a function of its scores: however many columns a step emits, each takes its
-    own draw, and drafts decide nothing but how many that is.
+    own draw, and drafts decide only how many columns those are.
 
     Args:
-        num_rows: of the whole batch; finished rows are drawn for too, as `generate` does.
-        vocab_size: about; only limits memory.
-        device: of the scores; its default generator is drawn from.
-        ahead: whether tokens are picked at nodes that may not be emitted. What is drawn for them
-            comes from a generator of our own, and in the end the default one draws what was used:
-            it is everybody's, and to put it back would take draws of other threads back, too.
+        num_rows: rows of the whole batch; as in `generate`, finished rows are drawn for, too.
+        vocab_size: approximate size, used only to limit memory.
+        device: device of the scores; its default generator is drawn from.
+        ahead: whether tokens are also picked at nodes that may not be emitted. Then variates come
+            from a private generator, and on closing the default one draws as many as were used: it
+            is shared, and resetting it would undo the draws of other threads, too.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ahead: bool) -> None:
@@ -97,9 +97,9 @@ class Race:
         self._device = device
         self._ahead = ahead
         self._noise: dict[int, Tensor] = {}  # by time
-        self._states: dict[int, Tensor] = {}  # by time, the default generator's before that draw
+        self._states: dict[int, Tensor] = {}  # by time, of the default generator before that draw
         self._num_drawn = 0
-        self._vocab_size = 0  # of the scores, once there were some
+        self._vocab_size = 0  # of the scores, once known
         self._generator: torch.Generator | None = None
         if ahead:
             self._generator = torch.Generator(device)
@@ -108,7 +108,7 @@ class Race:
         self.max_lead = max(_MIN_LEAD, _MAX_NOISE_BYTES // size) if num_rows > 1 else None
 
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
-        """Pick at random."""
+        """Pick at random, with the noise of each place's row and time."""
         probs = scores.softmax(dim=-1)
         is_valid = is_distribution(probs)
         if not self._ahead and not bool(is_valid.all()):
@@ -125,7 +125,7 @@ class Race:
     def close(self, num_times: int) -> None:
         """Leave the default generator where `generate` would.
 
-        Only where a call was given up in the middle has it drawn more than that.
+        Without `ahead`, it has drawn more than that only if the call broke off in the middle.
         """
         if self._ahead:
             for _ in range(min(num_times, self._num_drawn)):
@@ -142,7 +142,8 @@ class Race:
         if self._device.type == "cpu":
             places = zip(rows, times, strict=True)
             return torch.stack([self._noise_at(time, vocab_size)[row] for row, time in places])
-        # Elsewhere each row would be an operation of its own, at 64 nodes as long as the draft.
+        # On other devices each row would be an operation of its own: at 64 nodes, as slow as
+        # drafting.
         of_times = [self._noise_at(time, vocab_size) for time in several]
         first = {time: place * self._num_rows for place, time in enumerate(several)}
         index = [first[time] + row for row, time in zip(rows, times, strict=True)]
@@ -158,7 +159,7 @@ class Race:
         return self._noise[time]
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
-        """Draw the noise of one column, [num_rows, vocab_size], by default from everybody's."""
+        """Draw the noise of one column, [num_rows, vocab_size]; None is the default generator."""
         shape = (self._num_rows, self._vocab_size)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
         return noise.exponential_(generator=generator)
@@ -176,9 +177,9 @@ class Race:
 
 
 class ProcessedChoice(ScoredChoice):
-    """Tokens picked by processed scores, where they are emitted and nowhere else.
+    """Tokens picked by processed scores, only at nodes where tokens are emitted.
 
-    Processors that look at the scores alone could run at all nodes at once, see `ChoiceAtOnce`.
+    Processors that look only at the scores can run at all nodes at once: see `ChoiceAtOnce`.
     """
 
     def __init__(
@@ -194,12 +195,12 @@ class ProcessedChoice(ScoredChoice):
         self._pick = pick
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Keep the logits until they are asked for."""
+        """Keep the logits until tokens are chosen."""
         super().look_at(logits, trees)
         self._pick.begin_step(min(self._text.num_emitted(row) for row in trees))
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Process and pick."""
+        """Process the scores and pick a token at each place."""
         scores = self._scores_at(places)
         rows = [row for row, _ in places]
         picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
@@ -213,15 +214,15 @@ class ProcessedChoice(ScoredChoice):
 
 
 class ChoiceAtOnce(ProcessedChoice):
-    """The same, with all nodes of a step processed and picked in one go.
+    """The same choice, with all nodes of a step processed and picked in one batch.
 
-    For processors that need no prefix, on a device that is waited for at every look at a result. On
-    a CPU nobody waits, and the work at nodes never reached is lost: top-p at 16 nodes of 49 152
-    tokens took 25 ms there, at one node 3 ms, in a step of 60 ms.
+    For processors that need no prefix, on a device that must be waited for at every result read. A
+    CPU has no such wait, and work at nodes never reached is lost: there, top-p at 16 nodes with
+    49 152 tokens took 25 ms and at one node 3 ms, in a step of 60 ms.
     """
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
-        """Process and pick everywhere."""
+        """Process the scores and pick a token at every node."""
         rows, width, vocab_size = logits.shape
         first_times = [self._text.num_emitted(row) for row in trees]
         self._pick.begin_step(min(first_times))
@@ -231,7 +232,7 @@ class ChoiceAtOnce(ProcessedChoice):
         scores = self._processors.without_prefix(flat)
         of_nodes, times = [], []
         for row, first_time, tree in zip(trees, first_times, trees.values(), strict=True):
-            depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never asked for
+            depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never used
             of_nodes += [row] * width
             times += [first_time + depth for depth in depths]
         picked = self._pick(scores, of_nodes, times)
@@ -239,11 +240,11 @@ class ChoiceAtOnce(ProcessedChoice):
         self._sent = HostCopy(*(part.view(rows, width) for part in picked))
 
     def wait(self) -> None:
-        """Fetch what was picked."""
+        """Fetch the picked tokens."""
         self._token_ids, self._is_valid = (part.tolist() for part in self._sent.get())
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Return what was picked."""
+        """Return the picked tokens."""
         token_ids = []
         for row, node in places:
             index = self._index[row]
@@ -265,18 +266,18 @@ def exact_choice(
     num_ranked: int = 0,
     ahead: bool = False,
 ) -> Choice:
-    """Return what chooses the very tokens that `generate` would.
+    """Return a `Choice` of the tokens that `generate` would choose.
 
     Args:
         text: the rows.
-        processors: of the call.
-        do_sample: whether tokens are drawn.
-        vocab_size: about; only limits memory.
-        device: of the scores.
-        on_choice: told what every emitted token was chosen from.
-        num_ranked: how many likely tokens to rank for others, where that is for free.
-        ahead: whether to choose at all nodes of a step at once, as where the device is waited for
-            at each look at a result.
+        processors: logits processors of the call.
+        do_sample: whether tokens are sampled.
+        vocab_size: approximate size, used only to limit memory.
+        device: device of the scores.
+        on_choice: called with what every emitted token was chosen from.
+        num_ranked: number of likeliest tokens to rank for others, where that is free.
+        ahead: whether to choose at all nodes of a step at once, for devices that must be waited for
+            at every result read.
     """
     if not do_sample and not processors and on_choice is None:
         return GreedyChoice(num_ranked)

@@ -1,4 +1,4 @@
-"""Greedy decoding: the likeliest token, looked for on the device."""
+"""Greedy choice: the likeliest token, found on the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +12,11 @@ from lade.tree import Tree
 
 
 class GreedyChoice:
-    """The likeliest token, the first of equals, as `generate(do_sample=False)` takes it.
+    """The likeliest token, the first of equals, as in `generate(do_sample=False)`.
 
     Args:
-        num_ranked: how many of the likeliest tokens to rank for others to look at. Only on a CPU,
-            where one ranking for both saves time; elsewhere it would keep the choice waiting.
+        num_ranked: number of likeliest tokens to rank for use by others. Only on a CPU, where
+            sharing one ranking saves time; elsewhere it would delay the choice.
     """
 
     max_lead = None
@@ -27,8 +27,8 @@ class GreedyChoice:
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Find the likeliest tokens of all nodes at once."""
-        # `generate` decides in float32, also between ties there; and `argmax` of bfloat16 takes
-        # four times as long on a CPU (9 rows of 49 152: 0.85 ms, not 0.23).
+        # `generate` decides in float32, including ties there; and on a CPU, `argmax` of bfloat16
+        # takes four times as long (9 rows of 49 152: 0.85 ms instead of 0.23).
         if logits.dtype == torch.float64:
             logits = logits.float()
         is_cpu = logits.device.type == "cpu"
@@ -47,8 +47,8 @@ class GreedyChoice:
         self._token_ids = dict(zip(self._rows, token_ids.tolist(), strict=True))
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
-        """Return the likeliest tokens."""
+        """Return the likeliest token at each place."""
         return [self._token_ids[row][node] for row, node in places]
 
     def close(self) -> None:
-        """Nothing was touched."""
+        """Do nothing: no state was changed."""

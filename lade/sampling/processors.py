@@ -1,4 +1,4 @@
-"""Logits processors, sorted by what their result depends on. Nothing here chooses a token."""
+"""Logits processors, classified by what their results depend on."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from lade.batch import Text
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
-# These look at the scores alone.
+# These look only at the scores.
 _PREFIX_INDEPENDENT = (
     hf.TemperatureLogitsWarper,
     hf.TopHLogitsWarper,
@@ -28,7 +28,7 @@ _PREFIX_INDEPENDENT = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-# These look at a row's own prefix too, and keep nothing from call to call.
+# These may also look at the row's own prefix; they keep no state between calls.
 _ROW_BY_ROW = (
     *_PREFIX_INDEPENDENT,
     hf.ExponentialDecayLengthPenalty,
@@ -50,10 +50,10 @@ class Processors:
     """The logits processors of one call.
 
     Attributes:
-        is_lockstep: whether rows are processed together, all at one length. They are in a batch
-            with a processor that is not known to work row by row: it may keep a state, count its
-            calls or draw random numbers, and sees exactly what it would see in `generate`.
-        need_prefix: whether any of them looks at more than the scores.
+        is_lockstep: whether rows are processed together, all at equal length. True for a batch with
+            any processor that is not known to work row by row: it may keep state, count its calls
+            or draw random numbers, and must see exactly what it would see in `generate`.
+        need_prefix: whether any processor may look at more than the scores.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
@@ -72,11 +72,11 @@ class Processors:
         return len(self._all)
 
     def __call__(self, text: Text, rows: Sequence[int], scores: Tensor) -> Tensor:
-        """Process the scores of rows' next tokens.
+        """Process the scores of the rows' next tokens.
 
         Args:
-            text: what was committed before those tokens.
-            rows: which rows; each at most once, all of them where processors are joint.
+            text: the committed tokens before them.
+            rows: row indices, each at most once; all rows if `is_lockstep`.
             scores: float32 [len(rows), vocab_size]; may be changed in place.
         """
         if not self.need_prefix:
@@ -92,7 +92,7 @@ class Processors:
         return torch.cat(parts)
 
     def without_prefix(self, scores: Tensor) -> Tensor:
-        """Process any number of scores [n, vocab_size] by processors that need no prefix."""
+        """Process scores [n, vocab_size] of any nodes, with processors that need no prefix."""
         assert not self.need_prefix
         no_prefix = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
         processed: Tensor = self._all(no_prefix, scores)
@@ -100,7 +100,7 @@ class Processors:
 
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """Return what a processor of a batch is to one of its rows alone."""
+    """Return a processor for one row of a batch alone."""
     if type(processor) not in (
         hf.RepetitionPenaltyLogitsProcessor,
         hf.PrefixConstrainedLogitsProcessor,

@@ -1,21 +1,21 @@
-"""Rejection sampling of a draft that was drawn: tokens distributed as the target's own.
+"""Rejection sampling of drafts: emitted tokens have the target's distribution.
 
 Exact acceptance, `lade.verify`, compares a draft with what the target would emit anyway, seed for
-seed. Here a draft token is kept with a probability, so that what is emitted has the target's
-distribution although the tokens are other ones than plain sampling would give; in exchange a draft
-that was drawn from nearly the target's distribution is accepted nearly always.
+seed. Here a draft token is accepted with a probability such that emitted tokens have the target's
+distribution, although they differ from those that plain sampling would give. In exchange, a draft
+drawn from nearly the target's distribution is accepted nearly always.
 
-Words: `target_probs` and `draft_probs` are p and q of most papers (some swap them). The draft
-probabilities of a node are those that its token was *drawn* with, given its parent and the siblings
-before it. Where they are absent, the draft is taken as it is, each token proposed with certainty.
+Terms: `target_probs` and `draft_probs` are p and q in most papers (some swap them). A node's draft
+probabilities are those that its token was *drawn* with, given its parent and the siblings before
+it. If they are absent, every draft token counts as proposed with certainty.
 
-Sources: one draft token a position, Leviathan et al., "Fast Inference from Transformers via
+Sources: one draft token per position, Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding" (arXiv 2211.17192), and Chen et al., "Accelerating Large Language Model
 Decoding with Speculative Sampling" (arXiv 2302.01318); several, as a tree, Miao et al., "SpecInfer"
 (arXiv 2305.09781); siblings drawn without replacement, Jeon et al., "Recursive Speculative
 Decoding" (arXiv 2402.14160).
 
-Pure functions over tensors; nothing here knows of models, caches or pools.
+Pure functions over tensors, independent of models, caches and pools.
 """
 
 from collections.abc import Sequence
@@ -27,24 +27,24 @@ from torch import Tensor
 Generators = Sequence[torch.Generator | None]
 
 NONE = -1  # "no child" and "no node" inside tensors; as a parent, the root
-# How far a distribution may be from summing to 1: a softmax in float32 over 150,000 tokens is off
-# by less than 1e-5, one in bfloat16 by 1e-3 and more.
+# Largest deviation of a distribution's sum from 1: a float32 softmax over 150,000 tokens is off by
+# less than 1e-5, a bfloat16 one by 1e-3 and more.
 _SUM_TOLERANCE = 1e-4
 
 
 class Trial(NamedTuple):
-    """What became of the children of one node, by row."""
+    """Outcome of trying the children of one node in each row."""
 
     accepted: Tensor  # int64 [rows], index of the accepted child, or NONE
-    token_ids: Tensor  # int64 [rows], the token emitted: that child's, or one drawn instead
+    token_ids: Tensor  # int64 [rows], emitted token: the accepted child's, or one drawn instead
 
 
 class AcceptedPath(NamedTuple):
-    """What became of a draft, by row."""
+    """Outcome of verifying a draft in each row."""
 
-    num_accepted: Tensor  # int64 [rows], how many draft tokens are emitted
-    nodes: Tensor  # int64 [rows, num_draft], the accepted nodes from the root down, then NONE
-    token_ids: Tensor  # int64 [rows], the token emitted after them, which ends the step
+    num_accepted: Tensor  # int64 [rows], number of accepted draft tokens
+    nodes: Tensor  # int64 [rows, num_draft], accepted nodes from the root down, then NONE
+    token_ids: Tensor  # int64 [rows], token emitted after them, which ends the step
 
 
 def verify_tree(
@@ -56,35 +56,35 @@ def verify_tree(
     num_nodes: Tensor | None = None,
     support_token_ids: Tensor | None = None,
 ) -> AcceptedPath:
-    """Accept a path of the draft and draw the token after it, distributed as the target's own.
+    """Accept a path of the draft and draw the token after it, with the target's distribution.
 
-    From the root down: `try_children` accepts a child, and its children are next, or draws another
-    token, which ends the path. At a node without children that token is the bonus token.
+    From the root down, `try_children` either accepts a child and continues with its children, or
+    draws another token, which ends the path. At a node without children that is the bonus token.
 
     Args:
         target_probs: float32 or float64 [rows, 1 + num_draft, vocab_size]; index 0 is the
             distribution after the root, i + 1 that after draft node i.
         draft_token_ids: int64 [rows, num_draft].
         parents: int64 [rows, num_draft], parents before children and NONE under the root; siblings
-            are tried in the order of their indices. None for a chain.
-        draft_probs: float [rows, num_draft, vocab_size], the distribution that each node was drawn
-            from; of siblings drawn without replacement, that of a later one is conditioned on the
-            earlier ones. None where tokens were not drawn but chosen.
-        generators: one for each row. A row takes from its own only, and as much as its own path
-            asks for, so it gives the same result alone as in a batch. None in place of a generator,
-            or of all, is the default generator of the device.
-        num_nodes: int64 [rows], how many of a row's nodes are real; what stands in the others does
-            not matter. None for all.
+            are tried in index order. None for a chain.
+        draft_probs: float32 or float64 [rows, num_draft, vocab_size], the distribution that each
+            node was drawn from; for siblings drawn without replacement, a later one's is
+            conditioned on the earlier ones. None if tokens were chosen rather than drawn.
+        generators: one per row. A row draws only from its own, and only as much as its own path
+            needs, so it has the same result alone as in a batch. None in place of one generator, or
+            of all, is the default generator of the device.
+        num_nodes: int64 [rows], number of real nodes of each row; the values of others do not
+            matter. None for all.
         support_token_ids: int64 [rows, num_draft, support_size], the tokens that the last dimension
-            of `draft_probs` stands for, all others having probability 0; then `draft_probs` is
-            [rows, num_draft, support_size]. Entries of probability 0 are padding, the others
-            differ. None for the whole vocabulary.
+            of `draft_probs` refers to, all others having probability 0; `draft_probs` is then
+            [rows, num_draft, support_size]. Entries of probability 0 are padding, the others are
+            distinct. None for the whole vocabulary.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a shape does not fit, a distribution is none, a token id lies outside the
-            vocabulary, a parent does not stand before its child, or a draft token could not have
-            been drawn.
+        TypeError: a tensor has a wrong dtype.
+        ValueError: a shape does not fit, a distribution is invalid, a token id is outside the
+            vocabulary, a parent does not precede its child, or a draft token has draft probability
+            0.
     """
     rows, num_draft = _check_shapes(
         target_probs, draft_token_ids, parents, draft_probs, num_nodes, support_token_ids
@@ -106,8 +106,8 @@ def verify_tree(
     nodes = torch.full((rows, num_draft), NONE, device=device)
     num_accepted = torch.zeros(rows, dtype=torch.int64, device=device)
     token_ids = torch.empty(rows, dtype=torch.int64, device=device)
-    going = torch.arange(rows, device=device)  # the rows whose path still goes on, and …
-    node = torch.full((rows,), NONE, device=device)  # … where each of them is
+    going = torch.arange(rows, device=device)  # rows whose path still continues
+    node = torch.full((rows,), NONE, device=device)  # the current node of each of them
     while len(going):
         children, num_children = _children(parents[going], is_real[going], node)
         trial = try_children(
@@ -137,24 +137,25 @@ def try_children(
 ) -> Trial:
     """Accept one child of a node, or draw the token that is emitted instead.
 
-    A child x is accepted with probability min(1, p(x) / q(x)); if it is not, p becomes the
-    normalised max(p - q, 0) and the next child is tried. After the last one the token is drawn from
-    what p has become. A token of target probability 0 is never emitted.
+    A child x is accepted with probability min(1, p(x) / q(x)); otherwise p becomes the normalised
+    max(p - q, 0) and the next child is tried. After the last child, the token is drawn from the
+    final p. A token of target probability 0 is never emitted.
 
-    For children that were not drawn, q(x) = 1, all this is drawing once from p and looking whether
-    a child has that token, and so it is done: the first child is accepted with p(x), the next with
-    p(y) / (1 - p(x)) if it was not, which is p(y) in all, and so on.
+    For children that were not drawn, q(x) = 1, this equals drawing once from p and checking whether
+    a child has that token, which is how it is done: the first child is accepted with p(x), the
+    next, if that failed, with p(y) / (1 - p(x)), which is p(y) in total, and so on.
 
-    Values are not checked, for this runs at every node of every step: `verify_tree` checks them.
+    Values are not checked, because this runs at every node of every step; `verify_tree` checks
+    them.
 
     Args:
         target_probs: float32 or float64 [rows, vocab_size], the distribution after the node.
         child_token_ids: int64 [rows, num_children], in the order in which they were drawn.
         draft_probs: float [rows, num_children, vocab_size], or [rows, num_children, support_size]
             with `support_token_ids`; None for children that were not drawn.
-        generators: one for each row, or None, as for `verify_tree`. Taken from each is one uniform
-            number, and for children that were drawn one more for each child.
-        num_children: int64 [rows], how many of a row's children are real; None for all.
+        generators: one per row, or None, as for `verify_tree`. Each gives one uniform number, plus
+            one for each child if children were drawn.
+        num_children: int64 [rows], number of real children of each row; None for all.
         support_token_ids: int64 [rows, num_children, support_size], as for `verify_tree`.
     """
     rows, width = child_token_ids.shape
@@ -191,10 +192,10 @@ def _try_drawn(
     support_token_ids: Tensor | None,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Try children one after the other, with uniforms [rows, num_children].
+    """Try children one after another, with uniforms [rows, num_children].
 
     Returns:
-        The accepted child of each row, or NONE, and what p has become, but for its sum.
+        The accepted child of each row, or NONE, and the final p, not normalised.
     """
     rows, width = child_token_ids.shape
     weights = target_probs.clone()
@@ -202,17 +203,17 @@ def _try_drawn(
     accepted = torch.full((rows,), NONE, device=weights.device)
     for child in range(width):
         support = None if support_token_ids is None else support_token_ids[:, child]
-        scaled = total * draft_probs[:, child]  # q, with the sum of p
+        scaled = total * draft_probs[:, child]  # q, scaled to the sum of p
         is_tried = (accepted == NONE) & is_child[:, child]
         token_ids = child_token_ids[:, child]
-        # As a product, not a quotient: p(x) = 0 is never accepted, and nothing is divided by 0.
+        # A product, not a quotient: p(x) = 0 is never accepted, and nothing is divided by 0.
         limits = _at(token_ids, weights, None)
         is_accepted = uniforms[:, child] * _at(token_ids, scaled, support) < limits
         accepted = torch.where(is_tried & is_accepted, child, accepted)
         is_rejected = is_tried & ~is_accepted
         total = total - _subtract(weights, torch.where(is_rejected[:, None], scaled, 0), support)
-    # Where q differs from p by rounding only, nothing may be left after a rejection (of a
-    # probability as small as the rounding); any token that the target allows will do.
+    # If q differs from p only by rounding, nothing may be left after a rejection (whose probability
+    # is as small as the rounding); any token that the target allows will do.
     is_empty = ~(weights.sum(1) > 0)
     if is_empty.any():
         weights[is_empty] = target_probs[is_empty]
@@ -220,7 +221,7 @@ def _try_drawn(
 
 
 def _children(parents: Tensor, is_real: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the children of `node` [rows] in order, padded, and how many there are [rows]."""
+    """Return the children of `node` [rows] in order, padded, and their number [rows]."""
     is_child = (parents == node[:, None]) & is_real
     num_children = is_child.sum(1)
     width = int(num_children.max()) if is_child.shape[1] else 0
@@ -228,7 +229,7 @@ def _children(parents: Tensor, is_real: Tensor, node: Tensor) -> tuple[Tensor, T
 
 
 def _uniforms(counts: list[int], width: int, generators: Generators | None, like: Tensor) -> Tensor:
-    """Draw `counts[row]` numbers in [0, 1) for each row; [rows, width], of dtype of `like`."""
+    """Draw `counts[row]` numbers in [0, 1) for each row: [rows, width], of the dtype of `like`."""
     if generators is None:
         return torch.rand((len(counts), width), dtype=like.dtype, device=like.device)
     uniforms = like.new_zeros((len(counts), width))
@@ -240,12 +241,12 @@ def _uniforms(counts: list[int], width: int, generators: Generators | None, like
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw a token of each row [rows] in proportion to `weights` [rows, vocab_size], by inversion.
+    """Draw a token per row, [rows], in proportion to `weights` [rows, vocab_size], by inversion.
 
-    One uniform number a row, where `torch.multinomial` takes one for each token of the vocabulary.
+    Uses one uniform number per row, while `torch.multinomial` takes one per vocabulary token.
     """
-    # Sums of parallel parts are not quite monotone; without the mask a token of weight 0 that
-    # begins a part could be drawn.
+    # Parallel partial sums are not quite monotone; without the mask, a token of weight 0 at the
+    # beginning of a part could be drawn.
     sums = weights.cumsum(1).masked_fill_(weights <= 0, 0)
     return (sums > uniforms[:, None] * sums.amax(1, keepdim=True)).max(1).indices
 
@@ -258,17 +259,17 @@ def _first(hits: Tensor) -> Tensor:
 
 
 def _at(token_ids: Tensor, probs: Tensor, support: Tensor | None) -> Tensor:
-    """Return the probability [rows] of one token of each row, by its distribution."""
+    """Return the probability [rows] of each row's token under its distribution."""
     if support is None:
         return probs.gather(-1, token_ids[..., None])[..., 0]
     return torch.where(support == token_ids[..., None], probs, 0).sum(-1)
 
 
 def _subtract(weights: Tensor, probs: Tensor, support: Tensor | None) -> Tensor:
-    """Subtract `probs` from `weights` [rows, vocab_size] in place, down to 0 and not below.
+    """Subtract `probs` from `weights` [rows, vocab_size] in place, clamped at 0.
 
     Returns:
-        How much was subtracted, [rows, 1].
+        The amount subtracted, [rows, 1].
     """
     held = weights if support is None else weights.gather(1, support)
     subtracted = torch.minimum(held, probs)
@@ -287,7 +288,7 @@ def _check_shapes(
     num_nodes: Tensor | None,
     support_token_ids: Tensor | None,
 ) -> tuple[int, int]:
-    """Check dtypes and shapes; return the number of rows and of draft nodes."""
+    """Check dtypes and shapes; return the numbers of rows and of draft nodes."""
     floats, ints = (torch.float32, torch.float64), (torch.int64,)
     _check_tensor("draft_token_ids", draft_token_ids, ints, ("rows", "num_draft"))
     rows, num_draft = draft_token_ids.shape
@@ -337,7 +338,7 @@ def _check_tree(parents: Tensor, num_nodes: Tensor) -> None:
 
 
 def _check_target(target_probs: Tensor, draft_token_ids: Tensor, is_real: Tensor) -> None:
-    """Check what is read of the target's distributions, and the draft's token ids."""
+    """Check the target distributions that are read, and the draft's token ids."""
     has_root = is_real.new_ones((len(is_real), 1))
     _check_distributions("target_probs", target_probs[torch.cat([has_root, is_real], dim=1)])
     _check_token_ids("draft_token_ids", draft_token_ids[is_real], target_probs.shape[2])
@@ -350,7 +351,7 @@ def _check_draft(
     support_token_ids: Tensor | None,
     vocab_size: int,
 ) -> None:
-    """Check the distributions that the nodes were drawn from, and that they can have been."""
+    """Check the draft distributions, and that the draft tokens have positive probability."""
     probs = draft_probs[is_real]
     support = None if support_token_ids is None else support_token_ids[is_real]
     _check_distributions("draft_probs", probs)
@@ -367,7 +368,7 @@ def _check_draft(
 
 def _check_distributions(name: str, probs: Tensor) -> None:
     """Check distributions [num_distributions, num_tokens]."""
-    if not (probs >= 0).all():  # NaN is not, either
+    if not (probs >= 0).all():  # catches NaN, too
         raise ValueError(f"expected {name} of at least 0, got {probs.min().item()}")
     sums = probs.sum(-1)
     is_wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)

@@ -1,4 +1,4 @@
-"""Tokens with the target's distribution, by accepting or rejecting what was drafted."""
+"""Rejection choice: tokens with the target's distribution, by accepting or rejecting drafts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,9 +15,9 @@ from ngram_pool import SampledDraft
 
 
 class RejectionChoice(ScoredChoice):
-    """Draft tokens accepted or rejected so that the text has the target's distribution.
+    """Choice that accepts or rejects draft tokens so that text has the target's distribution.
 
-    Takes one generator for each row, so that no row's tokens depend on another's.
+    There is one generator per row, so that no row's tokens depend on another's.
     """
 
     max_lead = None
@@ -51,24 +51,25 @@ class RejectionChoice(ScoredChoice):
         return emitted
 
     def close(self) -> None:
-        """The generators are the caller's."""
+        """Do nothing: the generators belong to the caller."""
 
     def _children_of(self, row: int, node: int) -> list["_Child"]:
-        """Return the children of a node in the order of the draft."""
+        """Return the children of a node in draft order."""
         draft = self._trees[row].draft
         children = []
-        for child in np.flatnonzero(draft.parents == node - 1).tolist():  # draft nodes are one less
+        # Draft node i is tree node i + 1.
+        for child in np.flatnonzero(draft.parents == node - 1).tolist():
             token_id = int(draft.token_ids[child])
             if isinstance(draft, SampledDraft):
                 support = draft.support_token_ids[child], draft.support_probs[child]
                 children.append(_Child(token_id, *support))
-            else:  # it was not drawn, so it was certain
+            else:  # not drawn, so proposed with certainty
                 children.append(_Child(token_id, [token_id], [1.0]))
         return children
 
 
 class _Child(NamedTuple):
-    """A drafted token, and the tokens that it was drawn from with their probabilities."""
+    """A draft token, and the tokens it was drawn from, with their probabilities."""
 
     token_id: int
     support_token_ids: Sequence[int]
@@ -76,7 +77,7 @@ class _Child(NamedTuple):
 
 
 class _Children(NamedTuple):
-    """The children of several nodes, padded; as `try_children` takes them."""
+    """The children of several nodes, padded, as `try_children` takes them."""
 
     token_ids: Tensor  # int64 [nodes, children]
     num_children: Tensor  # int64 [nodes]
@@ -103,9 +104,9 @@ def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Childr
 def rejection_choice(
     text: Text, processors: Processors, device: torch.device, on_choice: OnChoice | None
 ) -> tuple[list[np.random.Generator], RejectionChoice]:
-    """Return what draws the drafts of each row, and what accepts or rejects them.
+    """Return the generators that draw each row's drafts, and the choice that accepts or rejects.
 
-    All follow from torch's default generator, so that `torch.manual_seed` repeats a call.
+    All are seeded from torch's default generator, so that `torch.manual_seed` repeats a call.
     """
     seeds = torch.randint(2**62, (text.num_rows, 2)).tolist()
     generators = [torch.Generator(device).manual_seed(seed) for seed, _ in seeds]

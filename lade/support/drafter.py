@@ -10,14 +10,14 @@ import numpy as np
 from lade.support.tiny import VOCAB_SIZE
 from ngram_pool import Draft
 
-RIGHT = 0.7  # how often a drafted token is that of the answer
+RIGHT = 0.7  # probability that a draft token is the answer's
 
 
 class AnswerDrafter:
-    """Drafts along a known answer, each token right by chance; some drafts branch."""
+    """Drafter along known answers, each token right by chance; some drafts branch."""
 
     def __init__(self, answers: Sequence[Sequence[int]], seed: int) -> None:
-        """Take the sequences, prompts included, in the order in which they will be opened."""
+        """Take the sequences, prompts included, in the order in which they are opened."""
         self._answers = answers
         self._rng = np.random.default_rng(seed)
         self._num_opened = 0
@@ -30,7 +30,7 @@ class AnswerDrafter:
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose one path; in a draft that branches, each of its nodes has a sibling.
 
-        The path goes on behind a wrong token as if it were right.
+        After a wrong token, the path goes on as if it were right.
         """
         branches = self._rng.random() < 0.3
         nodes: list[tuple[int, int, int]] = []  # token, parent, depth
@@ -48,7 +48,7 @@ class AnswerDrafter:
         return Draft(token_ids, parents, depths, np.linspace(0.9, 0.1, len(nodes)))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Learn nothing: all is known."""
+        """Learn nothing: the answers are known."""
 
     def close(self, sequence: int) -> None:
         """Do nothing: there is nothing to free."""

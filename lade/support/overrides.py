@@ -1,6 +1,6 @@
-"""What the rules of `tiny.py` cannot know of single model types, each with the reason.
+"""Exceptions to the rules of `tiny.py` for single model types, each with the reason.
 
-A type that is not here is made by those rules alone.
+A type that is not here is built by those rules alone.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ _QSA = {  # one key head; the budget is a multiple of the ratio
     "indexer_budget": 512,
     "indexer_compress_ratio": 4,
 }
-#: What the rules get wrong, by model type.
+#: Corrections of what the rules get wrong, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # Its default has no attention layer, without which `generate` does not know the length.
+    # No attention layer by default, without which `generate` does not know the length.
     "bamba": {"attn_layer_indices": [1]},
-    # Its default has rotary parameters for no layer type.
+    # No rotary parameters for any layer type by default.
     "cohere_compass_text": {
         **_layers("sliding_attention", "full_attention"),
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
     # Its default lacks numbers that the class reads.
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    # Numbers of experts that are empty by default.
+    # Numbers of experts are empty by default.
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     # A table of compression rates by layer type.
@@ -40,30 +40,30 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"head_dim": 20, "sliding_window": 8},
     # Kinds of layers with a repeat count.
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
-    # No attention layer by default, as bamba.
+    # No attention layer by default, as for bamba.
     "granitemoehybrid": _layers("mamba", "attention"),
-    # It runs all of its layers eight times, each time with keys and values of their own.
+    # It runs all of its layers eight times, each time with separate keys and values.
     "hrm_text": {"num_hidden_layers": 2},
     # Layer types are empty by default.
     "lfm2_moe": {**_layers("conv", "full_attention"), "num_dense_layers": 1},
-    # Heads are of the recurrence here: together with their size, expand * width.
+    # Here, heads are the recurrence's: heads times head size is expand * width.
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    # As zamba2.
+    # As for zamba2.
     "nemotron_h": {"time_step_min": 1e-12},
-    # The indexer is empty by default, though all of its attention layers want one.
+    # The indexer is empty by default, though all attention layers need one.
     "qwen4_exp_text": _QSA,
     # The two parts must add up to the width.
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
-    # A cached state is as wide as a multiple of 64.
+    # The width of a cached state is a multiple of 64.
     "xlstm": {"hidden_size": 128},
     # No language, and so no adapter, by default.
     "xmod": {"default_language": "en_XX"},
-    # Forwards of several tokens raise time steps to this floor, and those of one token do not: then
-    # nothing but one token at a time is plain decoding. Trained weights seldom reach the floor (the
-    # self-check decides on the real ones), random ones do; the variants below keep it.
+    # Forwards over several tokens raise time steps to this floor, those over one token do not: then
+    # only one token at a time is plain decoding. Trained weights seldom reach the floor (the check
+    # decides for real ones), random ones do; the variants below keep it.
     "zamba2": {"time_step_min": 1e-12},
 }
-#: Types that do not go on with a text.
+#: Types that do not continue a text, with the reason.
 NOT_TEXT = {
     "blt": "it reads bytes in patches",
     "gemma4_assistant": "it drafts from the keys and values of another model",
@@ -75,7 +75,7 @@ NOT_TEXT = {
 
 _WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 _TOPK = {"index_topk": 6}
-#: More rows: name -> (model type, what its default configuration leaves off).
+#: Variants: name -> (model type, what its default configuration leaves off).
 MORE_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4-topk": ("deepseek_v4", {"index_topk": 2}),
     "dots1-window": ("dots1", {"max_window_layers": 1}),

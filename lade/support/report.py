@@ -1,4 +1,4 @@
-"""Rows as a table for a terminal, as JSON for a file, and as one Markdown document of several."""
+"""Rows as a table for a terminal, as JSON for a file, and several runs as one Markdown document."""
 
 import json
 import re
@@ -59,7 +59,7 @@ may get another one than here.
 
 
 class Results(NamedTuple):
-    """What one run found, as its file has it."""
+    """The findings of one run, as in its file."""
 
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -75,7 +75,7 @@ class Results(NamedTuple):
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """Return how many rows there are of each kind, how many speculate and how many are bad."""
+    """Return the number of rows in all, of those that speculate, and by kind and verdict."""
     rows = [*rows]
     return {
         "all": len(rows),
@@ -108,7 +108,7 @@ def _counted(rows: Sequence[Row], name: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> Sheet:
-    """Return the table of all rows but for their classes, for a terminal."""
+    """Return the table of all rows for a terminal, without their classes."""
     made = []
     for row in rows:
         name, _, *verifications, text, reason = cells(row)
@@ -136,7 +136,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def text_of(row: Row) -> str:
-    """Return whether the text is that of plain `generate`, and what is to be known of that."""
+    """Return whether the text is that of plain `generate`, with details."""
     found: list[str] = []
     if row.compared or row.failures:
         found.append(row.verdict)
@@ -155,7 +155,7 @@ def text_of(row: Row) -> str:
 
 
 def reason_of(row: Row) -> str:
-    """Return why no better way was taken, or why there is no model; reasons said once."""
+    """Return why no better verification was chosen, or why there is no model; each reason once."""
     if row.why_not is not None:
         return _short(row.why_not)
     found = _reasons(row.reasons)
@@ -202,7 +202,7 @@ def results_of(
     stopped: bool,
     execution: Execution = "eager",
 ) -> Results:
-    """Return rows with what they were found by."""
+    """Return rows with the environment and settings of their run."""
     settings = {
         "seed": seed,
         "execution": execution,
@@ -217,7 +217,7 @@ def results_of(
 
 
 def write_json(path: Path, results: Results) -> None:
-    """Write a result file, one row a line."""
+    """Write a result file, one row per line."""
     head = {"environment": results.environment, "settings": results.settings}
     head["summary"] = {
         "architectures": counts(row for row in results.rows if not row.is_variant),
@@ -232,7 +232,7 @@ def read_json(path: Path) -> Results:
     """Return what `write_json` wrote.
 
     Raises:
-        ValueError: the file is none of those.
+        ValueError: the file is not one of those.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def read_json(path: Path) -> Results:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """Return the fields of a row that say something, and its verdict."""
+    """Return the non-empty fields of a row, and its verdict."""
     entry = {name: value for name, value in asdict(row).items() if value not in (None, [], {})}
     entry |= {"verdict": row.verdict, "sec": round(row.sec, 2)}
     if row.mat is not None:
@@ -266,7 +266,7 @@ def _row(entry: dict[str, Any]) -> Row:
 
 
 def markdown(runs: Iterable[Results]) -> str:
-    """Return one document of several runs, that with the newest transformers first."""
+    """Return one document of several runs, the newest transformers first."""
     newest_first = sorted(runs, key=lambda run: version.parse(run.transformers), reverse=True)
     parts = [_INTRODUCTION.format(new=CASES[0].num_new), *map(_section, newest_first)]
     return "\n".join(parts)

@@ -1,8 +1,8 @@
-"""Every architecture of the installed transformers, held against plain `generate` in turn.
+"""Check every architecture of the installed transformers against plain `generate`.
 
-Each one is a tiny model with random weights (`tiny.py`), decoded by `generate` and by lade with
-the same options and seeds. What a model cannot do with `generate` itself is no failure of lade.
-Next file: `report.py`.
+Each one is a tiny model with random weights (`tiny.py`), decoded by `generate` and by lade with the
+same options and seeds. What a model cannot do with `generate` itself is no failure of lade. Next
+file: `report.py`.
 """
 
 import io
@@ -37,7 +37,7 @@ from lade.support.tiny import (
 )
 
 MAX_DRAFT_TOKENS = 7
-# A first difference is a tie, and no wrong token, where plain's best two logits are as close.
+# A first difference is a tie, not a wrong token, if plain's top two logits are this close.
 _TIE = 1e-6
 
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     name: str
     lengths: tuple[int, ...]  # of the prompts
-    width: int  # of all of them, padded on the left
+    width: int  # of the batch, padded on the left
     is_sampled: bool
     num_new: int = 24  # tokens; three times the windows and chunks of the tiny models
 
@@ -60,7 +60,7 @@ CASES = [  # the windows are 8 tokens
     Case("greedy batch", (21, 5), 21, False),
     Case("sampled batch", (21, 5), 21, True),
 ]
-#: For tests: less of it.
+#: For tests: fewer cases and shorter answers.
 QUICK_CASES = [
     case._replace(num_new=10)
     for case in CASES
@@ -70,16 +70,16 @@ QUICK_CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where lade's text first is not that of plain `generate`."""
+    """Where lade's text first differs from that of plain `generate`."""
 
     case: str
     row: int
-    token: int  # how many new tokens were the same
-    gap: float | None  # plain's best logit less its second best, over the best; None if sampled
+    token: int  # number of new tokens before it
+    gap: float | None  # of plain's top two logits, relative to the larger; None if sampled
 
     @property
     def is_tie(self) -> bool:
-        """Tell whether rounding alone may have turned the choice."""
+        """Whether rounding alone may have changed the choice."""
         return self.gap is not None and self.gap < _TIE
 
     def __str__(self) -> str:
@@ -93,49 +93,48 @@ Kind = Verification | Literal["not a text model", "cannot build"]
 
 @dataclass(slots=True)
 class Row:
-    """What was found of one architecture."""
+    """Findings on one architecture."""
 
     name: str  # a model type or a variant of one
     model_type: str
     model: str  # the class
-    kind: Kind = "cannot build"  # the way chosen for one row, if it was built
-    why_not: str | None = None  # it was not built
+    kind: Kind = "cannot build"  # the verification chosen for one row, if it was built
+    why_not: str | None = None  # why it was not built
     batch_verification: Verification | None = None
-    reasons: dict[Verification, str] = field(
-        default_factory=dict
-    )  # why it is none of the better ways
+    #: Why no better verification was chosen.
+    reasons: dict[Verification, str] = field(default_factory=dict)
     batch_reasons: dict[Verification, str] = field(default_factory=dict)
-    #: Where trees were to be run in fixed shapes: why they are not, for one row or a batch.
+    #: If trees were to be run in fixed shapes: why they are not, for one row or a batch.
     why_eager: str | None = None
     compared: list[str] = field(default_factory=list)  # cases
-    in_float32: list[str] = field(default_factory=list)  # of those, where float64 cannot run
-    speculated: list[str] = field(default_factory=list)  # those in which drafts were verified
-    differences: list[Difference] = field(default_factory=list)  # of each case, the first
-    failures: dict[str, str] = field(default_factory=dict)  # by case: lade raises
-    plain_failures: dict[str, str] = field(default_factory=dict)  # by case: plain generate raises
+    in_float32: list[str] = field(default_factory=list)  # of those, the ones float64 cannot run
+    speculated: list[str] = field(default_factory=list)  # cases in which drafts were verified
+    differences: list[Difference] = field(default_factory=list)  # the first of each case
+    failures: dict[str, str] = field(default_factory=dict)  # by case: what lade raises
+    plain_failures: dict[str, str] = field(default_factory=dict)  # by case: what plain raises
     num_drafted: int = 0
     num_accepted: int = 0
-    mat: float | None = None  # mean accepted tokens, of all cases
+    mat: float | None = None  # mean accepted tokens, over all cases
     sec: float = 0.0
 
     @property
     def is_built(self) -> bool:
-        """Tell whether there was a model to check."""
+        """Whether there was a model to check."""
         return self.batch_verification is not None
 
     @property
     def is_variant(self) -> bool:
-        """Tell whether this is another configuration of an architecture."""
+        """Whether this is another configuration of an architecture."""
         return self.name != self.model_type
 
     @property
     def speculates(self) -> bool:
-        """Tell whether drafts were verified, and some of them accepted."""
+        """Whether drafts were verified, and some of them accepted."""
         return self.num_accepted > 0
 
     @property
     def verdict(self) -> Verdict:
-        """Return the worst of what was found."""
+        """The worst of the findings."""
         if self.failures:
             return "failed"
         if self.differences:
@@ -144,12 +143,12 @@ class Row:
 
     @property
     def is_bad(self) -> bool:
-        """Tell whether lade is at fault."""
+        """Whether lade is at fault."""
         return self.verdict in ("wrong", "failed")
 
 
 def all_names() -> list[str]:
-    """Return the model types that the installed transformers has, then the variants of some."""
+    """Return the model types of the installed transformers, then the variants of some."""
     return [*causal_lm_types(), *VARIANTS]
 
 
@@ -162,14 +161,14 @@ def run_all(
     rows: list[Row] | None = None,
     on_start: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
-    """Check architectures in turn; nothing that one of them does ends the run.
+    """Check architectures in turn; whatever one of them does, the run goes on.
 
     Args:
-        names: of `all_names`.
-        cases: what to compare.
+        names: names from `all_names`.
+        cases: the calls to compare.
         seed: of weights, prompts, drafts and samples.
         execution: of forwards that verify trees.
-        rows: gets each row as it is done, so that a caller keeps them if it is interrupted.
+        rows: receives each row as it is done, so that a caller keeps them if interrupted.
         on_start: called with each name before its turn.
 
     Raises:
@@ -187,7 +186,7 @@ def run_all(
 def run_one(
     name: str, *, cases: Sequence[Case] = CASES, seed: int = 0, execution: Execution = "eager"
 ) -> Row:
-    """Check one architecture in float64, and in float32 what it cannot do in float64."""
+    """Check one architecture in float64, and in float32 for what it cannot do in float64."""
     started = perf_counter()
     model_type = VARIANTS.get(name, (name,))[0]
     row = Row(name, model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]))
@@ -211,7 +210,7 @@ def _check(
     execution: Execution,
     stats: DecodeStats,
 ) -> None:
-    """Make a model and compare cases; write what was found into the row."""
+    """Build a model and compare cases; write the findings into the row."""
     try:
         model = tiny_model(row.name, seed=seed, dtype=dtype)
     except CannotBuild as error:
@@ -221,7 +220,7 @@ def _check(
         return
     try:
         one, batch = probe(model), probe(model, num_rows=2)
-    except Exception as error:  # a check that raises is a fault of lade's, and no reason to stop
+    except Exception as error:  # a check that raises is lade's fault, but no reason to stop
         row.failures["probe"] = _told(error)
         return
     if not row.is_built:
@@ -246,9 +245,9 @@ def _why_eager(model: Model, execution: Execution) -> str | None:
 def _compare(
     model: Model, case: Case, seed: int, row: Row, execution: Execution, stats: DecodeStats
 ) -> None:
-    """Hold lade against plain `generate` in one case; write what was found into the row."""
+    """Compare lade with plain `generate` in one case; write the findings into the row."""
     options = _inputs(case, seed)
-    # A text alone runs to the full length, past every window; rows of a batch end early at times.
+    # A single row runs to full length, past every window; rows of a batch may end early.
     model.generation_config.eos_token_id = EOS_TOKEN_ID if len(case.lengths) > 1 else None
     try:
         with_logits = {**options, "output_logits": True}
@@ -318,7 +317,7 @@ def _first_difference(expected: Tensor, found: Tensor) -> tuple[int, int] | None
 
 
 def _gap(logits: Sequence[Tensor], which: int, token: int) -> float | None:
-    """Return how far apart the best two logits are, over the best; None behind the end."""
+    """Return the gap of the top two logits, relative to the larger; None past the end."""
     if token >= len(logits):
         return None
     first, second = logits[token][which].double().topk(2).values.tolist()
@@ -331,7 +330,7 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what models and transformers print and warn of to themselves."""
+    """Silence what models and transformers print and warn of."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:

@@ -1,8 +1,8 @@
 """A tiny model with random weights of every causal LM that the installed transformers has.
 
-A default configuration is shrunk by the names of its fields, so that a model type that appears
-tomorrow is handled too. Types whose numbers must fit each other in a way of their own are in
-`overrides.py`. Nothing is downloaded.
+Default configurations are shrunk by the names of their fields, so that new model types are handled
+too. Types whose numbers must fit each other in special ways are in `overrides.py`. Nothing is
+downloaded.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _SWITCHES = {
 }
 _RECURRENT = re.compile(r"A_log|dt_bias|time_decay|decay")
 _LAYER_INDICES = re.compile(r"layers|_(idxs|ids|indices|indexes)$")
-# An integer field is cut down to the size beside the first pattern found in its name. Sizes that
+# An integer field is cut down to the size of the first pattern found in its name. Sizes that
 # must fit each other: width 64 = 4 heads of 16; 128 = 8 recurrent heads of 16 = expand * width.
 _SIZES = [
     (re.compile(pattern), size)
@@ -55,14 +55,14 @@ _SIZES = [
         r"max_window_layers|offset|dense_replace|dense_layers|layer_start": 1,
         r"period|interval|every_n|pattern|sparse_step|kv_shared_layers|depth|per_stack|per_attn": 2,
         r"block_size|topk_blocks": 4,
-        r"^keep_window": 2048,  # of doge: cached steps beyond it differ from a full forward
-        r"^local_attention$": 16,  # to both sides together
+        r"^keep_window": 2048,  # doge: cached steps beyond it differ from a full forward
+        r"^local_attention$": 16,  # both sides together
         r"window|chunk": 8,
         r"(qk_(rope|nope)|^v)_head_dim": 8,
         r"mamba_n(um)?_heads": 8,
         r"kv_heads|key_value_heads|kv_n_heads|query_groups|key_heads|n_groups|ngroups": 2,
         r"head_?dim|d_head|d_kv|head_size|dim_head|kv_channels": 16,
-        r"index.*heads": 16,  # with few, scores that are all zero tie, and top-k picks any of them
+        r"index.*heads": 16,  # with few, all-zero scores tie, and top-k picks any of them
         r"heads?$|n_heads": 4,
         r"experts_per|expert_group|n_group|moe_k$|moe_top_?k|top_k_experts": 2,
         r"topk_group|shared_experts$": 1,
@@ -73,17 +73,17 @@ _SIZES = [
         r"intermediate|ffn|d_?ff|dim_ff|d_inner|mlp_dim|feed_forward": 96,
         r"per_layer_input|ple_embed": 16,
         r"hidden_size|d_model|dim_model|embd|emb_dim|embed|width|put_size|adapter|out_dim": 64,
-        r"(?<!image)_(dims?|sizes?|channels|features|units)$": 64,  # of types not seen yet
+        r"(?<!image)_(dims?|sizes?|channels|features|units)$": 64,  # for types not seen yet
     }.items()
 ]
 
-# Fields that stay equal to another one where they are equal by default.
+# Fields kept equal to another one if they are equal by default.
 _FOLLOWS = {
     "num_key_value_heads": "num_attention_heads",
     "head_dim": "qk_rope_head_dim",
     "adapter_in_dim": "hidden_size",
 }
-# Fields without which nothing can be built, though some defaults leave them empty.
+# Fields that must not be empty, though some defaults leave them so.
 _NEEDED = {"head_dim": 16, "num_key_value_heads": 2}
 
 
@@ -92,16 +92,16 @@ def causal_lm_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-#: More rows: name -> (model type, what its default configuration leaves off).
+#: Variants of installed types: name -> (model type, what its default configuration leaves off).
 VARIANTS = {name: row for name, row in sorted(MORE_ROWS.items()) if row[0] in causal_lm_types()}
 
 
 class CannotBuild(LadeError):  # noqa: N818 -- it says what happened, and nothing went wrong
-    """A tiny model of this type cannot be made, or its forward does not run."""
+    """A tiny model of this type cannot be built, or its forward does not run."""
 
 
 class NotText(CannotBuild):
-    """Models of this type do not go on with a text."""
+    """Models of this type do not continue a text."""
 
 
 def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
@@ -113,7 +113,7 @@ def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
     model_type, switches = VARIANTS.get(name, (name, {}))
     try:
         return _shrunk(CONFIG_MAPPING[model_type], {**switches, **overrides})
-    except Exception as error:  # what a configuration's own checks raise is not known beforehand
+    except Exception as error:  # a configuration's own checks may raise anything
         raise CannotBuild(f"{name}: no small configuration: {_told(error)}") from error
 
 
@@ -125,18 +125,18 @@ def tiny_model(
     attention: str | None = None,
     **overrides: Any,
 ) -> Model:
-    """Return a tiny causal LM on the CPU whose logits vary with all of the text.
+    """Return a tiny causal LM on the CPU whose logits depend on the whole text.
 
     Args:
         name: a model type of `causal_lm_types` or a key of `VARIANTS`.
-        seed: of the weights; torch's own random state is left as it is.
+        seed: of the weights; torch's own random state is left unchanged.
         dtype: of the weights.
         attention: `attn_implementation`; None for the default of the class.
-        overrides: of the configuration, before it is shrunk.
+        overrides: fields of the configuration, set before the others are shrunk.
 
     Raises:
-        CannotBuild: such a model cannot be made, or its forward does not run; `NotText` where it
-            is no text that it would go on with.
+        CannotBuild: the model cannot be built, or its forward does not run; `NotText` if it is of
+            a type that does not continue a text.
     """
     model_type = VARIANTS.get(name, (name,))[0]
     if model_type in NOT_TEXT:
@@ -150,12 +150,12 @@ def tiny_model(
                 config,
                 dtype=dtype,
                 attn_implementation=attention,
-                experts_implementation="eager",  # grouped experts have no float64
+                experts_implementation="eager",  # grouped experts do not run in float64
             ).eval()
             for parameter_name, parameter, is_transposed in _parameters(model):
                 _randomize(parameter_name, parameter, is_transposed)
             logits = _settle(model)
-    except Exception as error:  # anything may be wrong in a class nobody here has seen
+    except Exception as error:  # a class not seen before may raise anything
         raise CannotBuild(f"{name}: {_told(error)}") from error
     if logits.shape[-1] < VOCAB_SIZE or not logits.isfinite().all():
         raise CannotBuild(f"{name}: its logits {list(logits.shape)} are no text, or not finite")
@@ -168,9 +168,9 @@ def tiny_model(
 def _settle(model: Model) -> Tensor:
     """Run a model once and make its text vary; return logits [4, 32, vocab_size].
 
-    What all hidden states have in common is taken out of the output layer: with random weights it
-    can be most of them, and would make every token the same. Parts that the class keeps in float32
-    and runs in it are turned into it where the forward fails otherwise.
+    What all hidden states have in common is removed from the output layer: with random weights it
+    can be most of them, and would make every token the same. If the forward fails, it is repeated
+    with the parts that the class keeps in float32 converted to that.
     """
     token_ids = torch.randint(2, VOCAB_SIZE - 1, (4, 32))
     hidden: list[Tensor] = []
@@ -199,13 +199,13 @@ def _settle(model: Model) -> Tensor:
 
 
 def _replace_timm(config: PretrainedConfig) -> None:
-    """Put another vision tower where one of timm stands: a package more, of no use to a text."""
+    """Replace a vision tower of timm, which needs one more package and is of no use to a text."""
     for name, part in [*vars(config).items()]:
         kind = getattr(part, "model_type", None)
         if MODEL_MAPPING_NAMES.get(kind) != "TimmWrapperModel":
             continue
         tower = _shrunk(CONFIG_MAPPING["siglip_vision_model"], {})
-        # What the rest of the model reads of it; and not set by setattr, which checks the class.
+        # What the rest of the model reads of it. Not set by setattr, which checks the class.
         vars(tower).update({key: vars(part)[key] for key in vars(part).keys() - vars(tower).keys()})
         vars(config)[name] = tower
 
@@ -215,11 +215,11 @@ def _told(error: Exception) -> str:
 
 
 def _shrunk(kind: Any, given: dict[str, Any]) -> PretrainedConfig:
-    """Return a small configuration of a class; what is given is taken as it is."""
-    default = kind(**given)  # with what is given, which may change the kinds of its layers
+    """Return a small configuration of a class; `given` fields are taken as they are."""
+    default = kind(**given)  # with `given`, which may change the kinds of its layers
     given = {**OVERRIDES.get(kind.model_type, {}), **given}
     presets = {field.name: field.default for field in dataclasses.fields(kind)}
-    # Not by getattr: a field that differs between layers refuses to be read so.
+    # Not by getattr, which fails for a field that differs between layers.
     values = {name: vars(default).get(name, preset) for name, preset in presets.items()}
     per_layer = default.to_dict().get("per_layer_config")  # {layer index: {field: value}}
     if per_layer and "per_layer_config" not in given:
@@ -257,14 +257,14 @@ def _shrunk(kind: Any, given: dict[str, Any]) -> PretrainedConfig:
 
 
 def _small(name: str, value: Any) -> Any:
-    """Return a field's small value, which only integers have."""
+    """Return a field's value, made small if it is an integer."""
     if type(value) is not int:
         return value
     return min(value, next((size for pattern, size in _SIZES if pattern.search(name)), value))
 
 
 def _small_part(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return what differs in one layer; its sizes keep their ratios to those of the `whole`."""
+    """Return one layer's own fields made small, sizes in the same ratio to the `whole`'s."""
     small = {}
     for name, value in part.items():
         small[name] = _small(_ruled_by(name, part), value)
@@ -275,7 +275,7 @@ def _small_part(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ruled_by(name: str, values: dict[str, Any]) -> str:
-    """Return the field whose rule gives a field its size."""
+    """Return the name of the field whose rule gives a field its size."""
     followed = _FOLLOWS.get(name, name)
     return followed if values.get(followed) == values[name] else name
 
@@ -291,7 +291,7 @@ def _is_layer_indices(name: str, value: Any, count: int) -> bool:
 
 
 def _chosen_layers(values: dict[str, Any], count: int) -> list[int]:
-    """Return the layers to keep: at least two of every kind, in the order of the default.
+    """Return the layers to keep: two or more of every kind if possible, in the default's order.
 
     Each round takes the next layer of every kind, so that a layer that reads what an earlier one
     of its kind has stored still has one before it.
@@ -317,17 +317,17 @@ def _chosen_layers(values: dict[str, Any], count: int) -> list[int]:
 
 
 def _parameters(model: Model) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name, parameter and whether its inputs are on the first axis."""
+    """Yield each parameter's name, the parameter, and whether its inputs are on the first axis."""
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(module_name, recurse=False):
             yield name, parameter, isinstance(module, Conv1D)
 
 
 def _randomize(name: str, parameter: Tensor, is_transposed: bool) -> None:
-    """Draw a matrix so that it keeps the size of what passes through; stir all else a little."""
+    """Draw a matrix so that activations keep their scale; change all else only a little."""
     noise = torch.randn(parameter.shape, dtype=torch.float64)
     if parameter.numel() == max(parameter.shape, default=1) or _RECURRENT.search(name):
-        # Norms, biases and decays: as the class draws them, for they must stay in their range.
+        # Norms, biases and decays: near what the class draws, as they must stay in their range.
         parameter.add_(0.1 * noise)
     else:
         fan_in = parameter.shape[0 if is_transposed else -1]

@@ -1,4 +1,5 @@
-"""A model during one generation: trees or paths verified, keys and values kept or dropped.
+"""A model during one generation: it verifies trees or paths, and keeps or drops keys and values.
 
-Which of them a model gets is decided in `lade.probing`; fixed shapes are in `lade.gpu`.
+The KV cache, and rolling back the caches of transformers, live here too. The verification method is
+chosen in `lade.probing`; steps of fixed shape are in `lade.gpu`.
 """

@@ -1,4 +1,4 @@
-"""What the decoding loop needs of a model."""
+"""The interface between the decoding loop and a model."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,111 +13,111 @@ from lade.tree import Tree
 
 
 class Forward(Protocol):
-    """What a forward gives back; transformers' own output classes do."""
+    """Output of a forward; transformers' own output classes conform."""
 
     @property
     def logits(self) -> Tensor:
-        """[rows, num_nodes, vocab_size]; of a prefill, those of the last tokens alone."""
+        """[rows, num_nodes, vocab_size]; of a prefill, only those of the last tokens."""
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
-        """Of every layer, [rows, num_nodes, hidden_size], where they were asked for."""
+        """Of every layer, [rows, num_nodes, hidden_size], if requested."""
 
     @property
     def attentions(self) -> tuple[Tensor | None, ...] | None:
-        """Of every layer, [rows, heads, num_nodes, num_keys], where they were asked for."""
+        """Of every layer, [rows, heads, num_nodes, num_keys], if requested."""
 
 
 class Alone(NamedTuple):
-    """What a forward over a single token of each row, as in plain decoding, found behind it."""
+    """Result of a forward over a single token per row, as in plain decoding."""
 
-    nodes: list[int]  # which of the nodes run last it was, in each row
-    logits: Tensor  # [rows, vocab_size]
+    nodes: list[int]  # for each row, the node of the last step whose token was run
+    logits: Tensor  # [rows, vocab_size], after that token
 
 
 class Target(Protocol):
-    """A model in the middle of one generation: what the decoding loop needs of it.
+    """A model during one generation, as the decoding loop uses it.
 
-    Between steps every committed token of a row but the last, its next root, has been run.
+    Between steps, all committed tokens of a row but the last, its next root, have been run.
     """
 
     device: torch.device
-    vocab_size: int  # no token id of a draft may reach it
-    max_candidates: int | None  # paths of a draft that one forward can verify; None for any number
-    is_lockstep: bool  # whether all rows must be of one length between steps
+    vocab_size: int  # exclusive upper bound on the token ids of drafts
+    max_candidates: int | None  # paths of a draft that one forward can verify; None for no limit
+    is_lockstep: bool  # whether all rows must be of equal length between steps
 
     @property
     def is_timing_valid(self) -> bool:
-        """Whether the last forward took as long as others of its size will."""
+        """Whether the last forward's time is representative of its size."""
 
     @property
     def num_cached(self) -> list[int]:
-        """Tokens before the root of each row there is now."""
+        """Number of tokens before the root, for each row in use."""
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens that the next forward runs once more."""
+        """Number of committed tokens that the next forward runs again."""
 
     @property
     def must_catch_up(self) -> bool:
-        """Whether the next forward should have no draft, because there are too many of those."""
+        """Whether the next forward should have no draft, as when `num_pending` is too large."""
 
     def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts, through a view of the model if one is given."""
 
     def width_of(self, num_tokens: int) -> int:
-        """Return how many tokens of each row a forward runs for so many."""
+        """Return the padded width of a forward over `num_tokens` per row."""
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return what `forward` takes for a tree behind each row's committed tokens."""
+        """Return the inputs of `forward` for one tree per row, after its committed tokens."""
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on such inputs; a device may still be at it when this returns."""
+        """Run the model on the inputs; a device may still be computing when this returns."""
 
     def discard(self) -> None:
-        """Forget what was run last, and want no draft any more."""
+        """Discard the last forward, and request no more drafts (`must_catch_up`)."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Of the nodes run last, keep those on each row's accepted path, the root first."""
+        """Keep the nodes of the last forward on each row's accepted path, root first."""
 
     def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Commit, and run a committed token of each row once more, alone; nothing else changes.
+        """Commit, and run one committed token of each row again, alone, without side effects.
 
         Returns:
-            None where that cannot be done without a trace; committed is all the same.
+            None if that is not possible without side effects; the paths are committed anyway.
         """
 
     def select(self, places: Sequence[int]) -> None:
-        """Go on with some rows alone, given as ascending indices into those there are now."""
+        """Continue with some rows only, given as ascending indices into the rows in use."""
 
     def rejoin(self) -> None:
-        """Take back the rows that were left out."""
+        """Take all deselected rows back into use."""
 
     def hand_over(self, cache: Any) -> Any:
-        """Let the caller's cache hold what was run, rows being of one length; return the cache."""
+        """Let a cache hold what was run and return the one that does; rows have equal length."""
 
     def close(self) -> None:
-        """Leave the caller's cache as it was made; called once, also after an error."""
+        """Restore the settings of the caller's cache; called once, also after an error."""
 
     def undo(self) -> None:
-        """Put the caller's cache back to what it held before the prompts, after an error."""
+        """Restore the caller's cache to its content before the prompts, after an error."""
 
     def release(self) -> None:
-        """Let a later call have what it can use; called last, and not after an error."""
+        """Leave reusable memory to later calls; called last, and not after an error."""
 
 
-_MOST_AT_ONCE = 64  # tokens of a row
+_MOST_AT_ONCE = 64  # tokens per row in one forward
 
 
 def fill_cache(target: Target, text: Text) -> int:
-    """Run the padding that rows lack behind their text, until the cache has all at full length.
+    """Run the padding that short rows lack, until the cache holds all rows at full length.
 
     Args:
-        target: has run the text of all rows, those that were left out included.
-        text: whose rows are finished.
+        target: a target that has run the text of all rows, including deselected ones.
+        text: the text, with all rows finished.
 
     Returns:
-        How many forwards it took.
+        The number of forwards.
     """
     target.rejoin()
     roots = [token_ids[-1] for token_ids in text.token_ids]
@@ -127,7 +127,7 @@ def fill_cache(target: Target, text: Text) -> int:
         most = 1 if target.must_catch_up else _MOST_AT_ONCE
         nums = [min(num, most) for num in missing]
         padding = text.pad_token_id
-        assert padding is not None  # else no row is shorter than the others
+        assert padding is not None  # without padding, all rows are of equal length
         trees = [
             Tree.build(root, chain([padding] * max(0, num - 1)))
             for root, num in zip(roots, nums, strict=True)

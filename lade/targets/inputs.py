@@ -1,4 +1,4 @@
-"""What `generate` prepared for a prompt, as it is with more text behind it, or for more rows."""
+"""Model arguments that `generate` prepared for a prompt, extended by tokens or by rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
-# Arguments with a value for every token.
+# Arguments with a value per token.
 CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
 
 
 def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:
-    """Return the arguments of a prompt as they are with so many tokens of text behind it."""
+    """Return the arguments for a prompt followed by `num_new` tokens of text."""
     longer = dict(model_kwargs)
 
     def append(name: str, value: Tensor) -> None:
@@ -35,7 +35,7 @@ def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:
 
 
 def widened(model_kwargs: dict[str, Any], num_rows: int) -> dict[str, Any]:
-    """Return the arguments of one row for several rows like it."""
+    """Return the arguments of one row repeated for `num_rows` rows."""
     wide = dict(model_kwargs)
     for name in CONTINUED:
         known = model_kwargs.get(name)

@@ -1,4 +1,4 @@
-"""That memory as a cache of transformers."""
+"""A transformers cache on the memory of `kv_memory`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._storage = storage
         self._group = group
         self._index = index  # in the group
-        self.num_pending = 0  # slots written behind the committed ones
-        self._num_indexed = 0  # the same of the indexer's keys
+        self.num_pending = 0  # slots written after the committed ones
+        self._num_indexed = 0  # the same for indexer keys
         self._indexer_place: tuple[Store, int] | None = None
 
     @property
@@ -47,7 +47,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def indexer_keys(self) -> Tensor | None:
-        """[rows, length, index_head_dim] of a layer that indexes its keys."""
+        """[rows, length, index_head_dim] in a layer that indexes its keys, else None."""
         if not self.is_indexer_initialized:
             return None
         assert self._indexer_place is not None
@@ -55,7 +55,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return states[:, 0]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Find a place in the stores; called with the first keys and values."""
+        """Claim a place in the stores; called with the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self._storage.begin(key_states.shape[0])
         if not self._has_place:
@@ -67,7 +67,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values behind those of each row; return views of the whole layer."""
+        """Write new keys and values after those of each row; return views of the whole layer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys = self._put(*self._key_place, key_states, self.num_pending)
@@ -76,7 +76,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write new indexer keys [rows, num_new, index_head_dim]; return those of the layer."""
+        """Write indexer keys [rows, num_new, index_head_dim]; return all of the layer."""
         states = indexer_key_states[:, None]
         if not self.is_indexer_initialized:
             self._storage.begin(states.shape[0])
@@ -89,7 +89,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return indexer_keys
 
     def take_over(self, layer: Any) -> None:
-        """Copy what a filled layer of a transformers cache holds."""
+        """Copy the contents of a filled layer of a transformers cache."""
         if not getattr(layer, "is_initialized", False) or layer.keys is None:
             return
         self.lazy_initialization(layer.keys, layer.values)
@@ -105,7 +105,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.update_indexer(layer.indexer_keys)
 
     def hand_over(self, layer: Any, copies: bool) -> None:
-        """Let a layer of a transformers cache hold what this one holds, or a copy of it."""
+        """Let a layer of a transformers cache hold this layer's contents, or copies of them."""
         if not self.is_initialized:
             return
         length = self.get_seq_length()
@@ -125,35 +125,35 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             layer.indexer_keys, layer.is_indexer_initialized = indexer_keys, True
 
     def commit(self) -> None:
-        """Begin to count pending slots anew."""
+        """Reset the count of pending slots."""
         self.num_pending = self._num_indexed = 0
 
     def forget(self) -> None:
-        """Be as new, with memory that is there already."""
+        """Reset, keeping the allocation."""
         self.is_initialized = self.is_indexer_initialized = False
         self.commit()
 
     def get_seq_length(self) -> Any:
-        """Return the number of slots of the longest row, also those no longer held.
+        """Return the number of slots of the longest row, including those no longer held.
 
-        An int; an int64 tensor [] while a forward is recorded that will be run at other lengths, so
-        that what depends on it is recorded, too, or cannot be.
+        An int; but an int64 tensor [] while recording a forward that will run at other lengths, so
+        that whatever depends on it is recorded, too, or the recording fails.
         """
-        if not self.is_initialized:  # a layer that no token has come to, as for images
+        if not self.is_initialized:  # a layer that no token has reached, such as one for images
             return 0
         if self._storage.length is not None:
             return self._storage.length
         return max(self._storage.lengths, default=0) + self.num_pending
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that `update` will return, and the first one's slot."""
+        """Return the number of keys that `update` will return, and the slot of the first."""
         offset = self.offset
         if self._group.fixed is not None:
             return self._group.fixed.num_shown, offset
         return self.get_seq_length() + query_length - offset, offset
 
     def get_max_length(self) -> int:
-        """Return -1: the cache grows without a fixed end."""
+        """Return -1: the cache has no fixed maximum."""
         return -1
 
     def _held(self, store: Store, index: int) -> Tensor:
@@ -166,7 +166,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if group.window is None or not storage.is_prefilling:
             slots = storage.slots(num_pending, num_new)
             return store.write(index, states, slots, group.offset)
-        # A long prompt need not be held whole to keep the last of it.
+        # Only the end of a long prompt is kept, so memory for all of it is not needed.
         length = max(storage.lengths) + num_pending
         num_held = length - group.first_slot(length)
         num_kept = length + num_new - group.first_slot(length + num_new)
@@ -174,16 +174,16 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class TreeCache(Cache):  # type: ignore[misc]
-    """A `transformers.Cache` of preallocated layers for attention of every kind.
+    """A `transformers.Cache` of preallocated layers for all kinds of attention.
 
     Args:
-        kinds: of the layers, as `kind_of` tells them.
-        num_slots: tokens of the prompt.
-        max_slots: tokens that can be needed at all; memory grows in steps, and not beyond this
-            unless more tokens come.
+        kinds: kind of each layer, as returned by `kind_of`.
+        num_slots: number of prompt tokens.
+        max_slots: maximum number of tokens expected; memory grows in steps, and beyond this only if
+            more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
-        is_fixed: whether steps will be of fixed shape; `num_slots` then is what to begin with, room
-            for new tokens included, for memory that moves has to be recorded anew.
+        is_fixed: whether steps will have fixed shapes; `num_slots` is then the initial allocation,
+            including room for new tokens, because steps must be recorded anew if memory moves.
     """
 
     def __init__(
@@ -224,50 +224,50 @@ class TreeCache(Cache):  # type: ignore[misc]
 
     @property
     def windows(self) -> list[int | None]:
-        """The windows of the layers, each once; None for layers that keep all."""
+        """The distinct windows of the layers; None for layers that keep all slots."""
         return [*self._groups]
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the memory lies; what recorded them must not be run when they have changed."""
+        """Memory addresses; a recording must not be replayed after they have changed."""
         return tuple(store.whole.data_ptr() for store in self._storage)
 
     @property
     def device(self) -> torch.device | None:
-        """Where the memory lies; None before the first forward."""
+        """Device of the memory; None before the first forward."""
         return next((store.whole.device for store in self._storage), None)
 
     @property
     def room(self) -> int:
-        """Slots that all layers without a window have memory for; others need no more."""
+        """Slots that all layers without a window have room for; windowed layers need no more."""
         stores = self._groups.get(None, ())
         return min((store.whole.shape[3] for store in stores), default=sys.maxsize)
 
     @property
     def is_clearing(self) -> bool:
-        """Whether layers with windows hold what is no number, and will have let it go by and by."""
+        """Whether windowed layers still hold NaN, which will leave their windows eventually."""
         return any(group.clears for group in self._groups.values())
 
     @property
     def num_bytes(self) -> int:
-        """Size of the memory."""
+        """Size of the memory in bytes."""
         return sum(store.whole.nbytes for store in self._storage)
 
     def first_slot(self, window: int | None) -> int:
-        """Return the first slot that layers with this window hold."""
+        """Return the first slot held by layers with this window."""
         for layer in self._held:
             if layer._group.window == window:
                 return layer.offset
         return 0
 
     def reserve(self, num_new: int) -> dict[int | None, int]:
-        """Have room for so many slots behind those of the longest row.
+        """Reserve room for `num_new` slots after those of the longest row.
 
         Returns:
-            By window how many slots its layers have room for.
+            For each window, the number of slots that its layers have room for.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for them.
+            torch.OutOfMemoryError: there is not enough memory.
         """
         stop = max(self.lengths) + num_new
         rooms = {}
@@ -278,30 +278,30 @@ class TreeCache(Cache):  # type: ignore[misc]
         return rooms
 
     def fix(self, slots: Mapping[int | None, FixedSlots], length: Tensor | None = None) -> None:
-        """Let forwards write at these slots, given by window, until they are fixed anew.
+        """Make forwards write at these slots until the next call.
 
         Args:
-            slots: of every window.
-            length: of the longest row, int64 []: what layers are to tell a forward that is recorded
-                to be run at other lengths, too.
+            slots: the slots of every window.
+            length: length of the longest row, int64 [], which layers report while recording a
+                forward that will also run at other lengths.
         """
         for window, group in self._groups.items():
             group.fixed = slots[window]
         self._storage.length = length
         for layer in self._held:
-            layer.commit()  # what was written before, and not committed, is written anew
+            layer.commit()  # uncommitted slots are overwritten
 
     def reset(self) -> None:
-        """Forget all but the memory, for another prompt with as many rows."""
+        """Reset, keeping the allocation, for another prompt with as many rows."""
         self._storage.reset()
         for layer in self._held:
             layer.forget()
 
     def keep_all(self, may_be_nan: bool = False) -> None:
-        """Commit every slot of the prompt, those of padding too; what comes now may be rejected.
+        """Commit all slots of the prompt, including padding; later tokens may be rejected.
 
         Args:
-            may_be_nan: whether to look for slots that are no number, as padding is to some models.
+            may_be_nan: whether to look for slots with NaN, as some models give for padding.
         """
         num_pending = max(layer.num_pending for layer in self._held)
         self._commit([length + num_pending for length in self.lengths])
@@ -311,10 +311,10 @@ class TreeCache(Cache):  # type: ignore[misc]
             group.clear(self.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Of the slots written since the last commit, keep those of each row's path, in order.
+        """Keep the slots of each row's path, in order, of those written since the last commit.
 
         Args:
-            paths: for each row node indices, ascending, counted from the row's committed slots.
+            paths: for each row, ascending node indices, counted from the row's committed slots.
         """
         for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True)):
             in_place = 0
@@ -326,7 +326,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._commit([old + len(path) for old, path in zip(self.lengths, paths, strict=True)])
 
     def pending(self, nodes: Sequence[int]) -> list[Tensor]:
-        """Return copies of what was written for one node of each row since the last commit."""
+        """Return copies of the states of one node per row, written since the last commit."""
         return [
             torch.stack(
                 [
@@ -338,21 +338,21 @@ class TreeCache(Cache):  # type: ignore[misc]
         ]
 
     def put_pending(self, states: Sequence[Tensor]) -> None:
-        """Write such copies over what was written first since the last commit."""
+        """Write copies from `pending` over each row's first node since the last commit."""
         for (store, offset), of_rows in zip(self._storage.stores(), states, strict=True):
             for row, (state, length) in enumerate(zip(of_rows, self.lengths, strict=True)):
                 store.buffer[:, row, :, length - offset] = state
 
     def select(self, places: Sequence[int]) -> None:
-        """Go on with these of the rows in use, ascending; between steps only."""
+        """Continue with these of the rows in use, ascending; only between steps."""
         self._storage.select(places)
 
     def rejoin(self) -> None:
-        """Take all rows back into use; between steps only."""
+        """Take all rows back into use; only between steps."""
         self._storage.rejoin()
 
     def take_over(self, cache: DynamicCache) -> None:
-        """Copy what a filled cache holds; that cache stays as it is. Before the prompt only."""
+        """Copy the contents of a filled cache, which is not changed; only before the prompt."""
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, TreeCacheLayer):
                 mine.take_over(theirs)
@@ -360,9 +360,9 @@ class TreeCache(Cache):  # type: ignore[misc]
         self._commit([length + num_pending for length in self.lengths])
 
     def hand_over(self, cache: DynamicCache, *, copies: bool = False) -> None:
-        """Let a dynamic cache hold what this one holds; rows are of one length.
+        """Let a dynamic cache hold this cache's contents; rows must be of equal length.
 
-        Unless it gets copies, its keys and values then are views of memory that all layers share.
+        Without `copies`, its keys and values become views of memory that all layers share.
         """
         assert len(set(self.lengths)) == 1
         for index, mine in enumerate(self.layers):
@@ -370,9 +370,7 @@ class TreeCache(Cache):  # type: ignore[misc]
                 continue
             keys, values = mine.keys, mine.values
             if index >= len(cache.layers) and keys is not None and values is not None:
-                cache.update(
-                    keys[:, :, :0], values[:, :, :0], index
-                )  # it makes layers as they come
+                cache.update(keys[:, :, :0], values[:, :, :0], index)  # creates the layer
             if index < len(cache.layers):
                 mine.hand_over(cache.layers[index], copies)
 

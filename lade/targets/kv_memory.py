@@ -1,4 +1,4 @@
-"""Memory for keys and values: slots that are written once and moved where a path is kept."""
+"""Memory for keys and values, in slots that are written once and moved when a path is kept."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,18 +10,18 @@ from transformers import cache_utils
 
 from lade.transfer import integers_on
 
-FIRST_NUM_SLOTS = 256  # slots beyond the prompt at the first allocation
-_GROWTH = 4  # then a quarter more, up to the longest the generation can get
-_MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before it moves the rest up
+FIRST_NUM_SLOTS = 256  # slots after the prompt at the first allocation
+_GROWTH = 4  # each growth adds a quarter, up to the maximum length of the generation
+_MAX_SLACK = 256  # slots that a windowed layer keeps beyond its window before the rest moves up
 
 Kind = Literal["full", "windowed", "indexed", "empty"]
 
 
 class LayerKind(NamedTuple):
-    """What one layer of a cache keeps."""
+    """What a cache layer keeps."""
 
     kind: Kind
-    window: int | None = None  # a windowed layer keeps one slot less, as transformers' own does
+    window: int | None = None  # a windowed layer keeps one slot fewer, as transformers' own does
 
 
 # By exact type: an unknown subclass may keep more than its parents.
@@ -35,7 +35,7 @@ if hasattr(cache_utils, "DummyLayer"):  # not in the oldest supported version
 
 
 def kind_of(layer: Any) -> LayerKind | None:
-    """Return what a layer of a transformers cache keeps, or None if a `TreeCache` cannot."""
+    """Return the kind of a transformers cache layer, or None if a `TreeCache` has no such kind."""
     kind = _KINDS.get(type(layer))
     if kind is None:
         return None
@@ -43,16 +43,16 @@ def kind_of(layer: Any) -> LayerKind | None:
 
 
 class FixedSlots(NamedTuple):
-    """Where the layers with one window write in a forward of fixed shape, and what they show."""
+    """Slots that layers with one window write and return in a forward of fixed shape."""
 
-    of_new: Tensor  # int64 [rows, num_new], counted from the first slot that they hold
-    num_shown: int  # slots, from that one on; more than any row has
+    of_new: Tensor  # int64 [rows, num_new], slots to write, counted from the first slot held
+    num_shown: int  # slots returned, from the first slot held on; more than any row has
 
 
 class Store:
-    """One tensor for the keys (or the values) of all layers of one shape: one copy moves them all.
+    """One tensor for the keys (or values) of all layers of one shape: one copy moves them all.
 
-    Both `whole`, with all rows of the batch, and `buffer`, with those in use, are
+    Both `whole`, with all rows of the batch, and `buffer`, with the rows in use, are
     [num_layers, rows, heads, num_slots, head_dim].
     """
 
@@ -67,7 +67,7 @@ class Store:
         self.use(rows)
 
     def use(self, num_rows: int) -> None:
-        """Work on the first rows alone."""
+        """Restrict `buffer` to the first rows."""
         self.buffer = self.whole[:, :num_rows]
 
     def swap(self, one: int, other: int) -> None:
@@ -77,7 +77,7 @@ class Store:
         self.whole[:, other] = held
 
     def fits(self, states: Tensor) -> bool:
-        """Tell whether a layer with such new keys or values can live here."""
+        """Return whether this store can hold a layer with such keys or values."""
         mine, other = self.buffer[0], states
         return (mine.dtype, mine.device) == (other.dtype, other.device) and (
             mine.shape[0],
@@ -86,7 +86,7 @@ class Store:
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
     def write(self, layer: int, states: Tensor, slots: "_Slots", offset: int) -> Tensor:
-        """Put new states behind each row's own; return a view of all states of the layer."""
+        """Write new states after each row's own; return a view of all states of the layer."""
         stop = slots.stop - offset
         self.reserve(stop)
         mine = self.buffer[layer]
@@ -98,7 +98,7 @@ class Store:
         return mine[:, :, :stop]
 
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
-        """Put new states at slots that the device alone knows; return a view of those shown."""
+        """Write new states at slots that only the device knows; return a view of those shown."""
         mine = self.buffer[layer]
         if mine.shape[0] == 1:
             mine.index_copy_(2, slots.of_new[0], states)
@@ -108,7 +108,7 @@ class Store:
         return mine[:, :, : slots.num_shown]
 
     def roll(self, layer: int, states: Tensor, num_held: int, num_kept: int) -> Tensor:
-        """Return the states held and new ones behind them; keep the last of both alone."""
+        """Return the held states followed by the new ones; keep only the last `num_kept`."""
         held = self.buffer[layer][:, :, :num_held]
         all_states = torch.cat([held, states], dim=2) if num_held else states
         self.reserve(num_kept)
@@ -116,20 +116,20 @@ class Store:
         return all_states
 
     def drop(self, num_slots: int, stop: int) -> None:
-        """Forget the first slots of every layer; those before `stop` move up."""
+        """Drop the first `num_slots` slots of every layer; the others before `stop` move up."""
         self.whole[:, :, :, : stop - num_slots] = self.whole[:, :, :, num_slots:stop].clone()
 
     def reserve(self, stop: int) -> None:
-        """Have room for so many slots; those held move to other memory where there is too little.
+        """Ensure room for `stop` slots, moving the contents to new memory if needed.
 
         Raises:
-            torch.OutOfMemoryError: there is not even memory for those; nothing was changed.
+            torch.OutOfMemoryError: there is not enough memory; nothing was changed.
         """
         num_slots = self.whole.shape[3]
         if stop <= num_slots:
             return
         roomy = num_slots + max(FIRST_NUM_SLOTS, num_slots // _GROWTH)
-        if stop <= self._max_slots:  # else more came than was planned, and more may come
+        if stop <= self._max_slots:  # else more came than planned, and yet more may come
             roomy = min(roomy, self._max_slots)
         larger = self._allocated(self.whole, stop, max(stop, roomy))
         larger[:, :, :, :num_slots] = self.whole
@@ -137,16 +137,16 @@ class Store:
         self.use(self.buffer.shape[1])
 
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:
-        """Return memory for so many slots, or for the least number where there is not so much."""
+        """Return memory for `num_slots` slots, or for `least` if there is not enough."""
         shape = list(like.shape)
         for wanted in (num_slots, least):
             shape[3] = wanted
             try:
-                # Not an inference tensor, which nothing outside of that mode may write to: the
-                # memory may outlive the call.
+                # Not an inference tensor, which cannot be written to outside of inference mode:
+                # the memory may outlive the call.
                 with torch.inference_mode(False):
-                    # What is hidden by a mask is still multiplied by 0, and memory never written to
-                    # may hold NaN. One row alone has hidden slots only where shapes are fixed.
+                    # Masked slots are still multiplied by 0, and memory never written to may hold
+                    # NaN. A single row has masked slots only if shapes are fixed.
                     is_hidden = self._is_fixed or shape[1] > 1
                     return like.new_zeros(shape) if is_hidden else like.new_empty(shape)
             except torch.OutOfMemoryError as error:
@@ -161,28 +161,28 @@ class Store:
 
 
 class _Slots:
-    """Where a forward writes: behind the cached tokens of each row."""
+    """Slots that a forward writes: after the cached tokens of each row."""
 
     def __init__(self, starts: Sequence[int], num_new: int) -> None:
         self.stop = max(starts) + num_new
-        self.index: Tensor | None = None  # int64 [rows, num_new], or None where all rows are alike
+        self.index: Tensor | None = None  # int64 [rows, num_new], or None if equal in all rows
         if min(starts) < max(starts):
             self.index = torch.tensor(starts)[:, None] + torch.arange(num_new)
 
 
 class Group:
-    """The stores of all layers with one window (or with none), and the first slot they hold."""
+    """The stores of all layers with the same window (or none), and the first slot they hold."""
 
     def __init__(
         self, window: int | None, num_layers: int, num_slots: int, max_slots: int, is_fixed: bool
     ) -> None:
         self.window = window
         self.offset = 0
-        self.fixed: FixedSlots | None = None  # of the forwards from now on
+        self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
         self._num_layers = num_layers
         self._slack = min(_MAX_SLACK, window) if window is not None else 0
-        self.clears = False  # whether what leaves a window may be no number
+        self.clears = False  # whether slots that leave a window may hold NaN
         if window is not None:
             max_slots = min(max_slots, window + self._slack + FIRST_NUM_SLOTS)
             num_slots = max_slots if is_fixed else min(num_slots, window + self._slack)
@@ -194,13 +194,13 @@ class Group:
             yield from stores
 
     def place(self, what: str, layer: int, states: Tensor) -> tuple[Store, int]:
-        """Return the store for a layer's keys, values or indexer keys, and the layer's row in it.
+        """Return the store for a layer's keys, values or indexer keys, and its index there.
 
-        `layer` counts the layers of this group.
+        `layer` is the layer's index in this group.
         """
         stores = self._stores[what]
         if not stores and self._num_layers > 1:
-            # The first layer speaks for the others: most models' layers are alike.
+            # Shaped by the first layer: in most models all layers are alike.
             stores.append(self._new_store(self._num_layers, states))
         if self._num_layers > 1 and stores[0].fits(states):
             return stores[0], layer
@@ -211,11 +211,11 @@ class Group:
         return Store(num_layers, states, self._num_slots, self._max_slots, self._is_fixed)
 
     def first_slot(self, length: int) -> int:
-        """Return the first slot that a token behind `length` others can see."""
+        """Return the first slot visible to a token after `length` others."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def clear(self, lengths: Sequence[int]) -> None:
-        """Clear what has left the windows of the rows in use: NaN is NaN, hidden or not."""
+        """Zero slots that have left the windows of the rows in use: NaN spreads even if masked."""
         if not self.clears:
             return
         for store in self:
@@ -225,7 +225,7 @@ class Group:
         self.clears = any(bool(store.buffer[:, :, :, :stop].isnan().any()) for store in self)
 
     def trim(self, lengths: Sequence[int]) -> None:
-        """Forget what has left the window of every row, now and then."""
+        """Drop slots that have left the window of every row, once there are enough of them."""
         num_slots = self.first_slot(min(lengths)) - self.offset
         if self.window is None or num_slots < self._slack:
             return
@@ -235,27 +235,30 @@ class Group:
 
 
 class Storage:
-    """All stores of a cache. Layers hold this, not the cache: a cycle would keep memory alive."""
+    """All stores of a cache.
+
+    Layers refer to this, not to the cache: a reference cycle would keep memory alive.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self.is_prefilling = True  # every token run now stays
+        self.is_prefilling = True  # while all tokens run are kept
         self.lengths: list[int] = []  # committed slots of each row in use
-        self._rows: list[int] = []  # which row lies where, those in use first
-        self._parked: dict[int, int] = {}  # committed slots of the rows not in use
-        self._slots: dict[tuple[int, int], _Slots] = {}  # of the forward now running
-        self.length: Tensor | None = None  # of the longest row, where the device has to look
+        self._rows: list[int] = []  # the row at each place in memory, rows in use first
+        self._parked: dict[int, int] = {}  # committed slots of rows not in use, by row
+        self._slots: dict[tuple[int, int], _Slots] = {}  # of the current forward
+        self.length: Tensor | None = None  # of the longest row, if reported as a tensor
 
     def __iter__(self) -> Iterator[Store]:
         for group in self._groups:
             yield from group
 
     def stores(self) -> list[tuple[Store, int]]:
-        """Return all stores, each with the first slot that it holds."""
+        """Return all stores, each with the first slot it holds."""
         return [(store, group.offset) for group in self._groups for store in group]
 
     def reset(self) -> None:
-        """Forget all but the memory."""
+        """Reset, keeping the allocation."""
         self.is_prefilling, self.length = True, None
         self.lengths, self._rows, self._parked, self._slots = [], [], {}, {}
         for group in self._groups:
@@ -265,13 +268,13 @@ class Storage:
             store.use(store.whole.shape[1])
 
     def begin(self, num_rows: int) -> None:
-        """Take the number of rows from the first states that come."""
+        """Set the number of rows, known from the first states."""
         self.lengths = self.lengths or [0] * num_rows
 
     def slots(self, num_pending: int, num_new: int) -> _Slots:
-        """Return where to write `num_new` states behind the committed and the pending ones."""
+        """Return the slots for `num_new` states after the committed and the pending ones."""
         known = self._slots.get((num_pending, num_new))
-        if known is None:  # one forward asks the same of every layer
+        if known is None:  # the same for all layers of a forward
             known = _Slots([length + num_pending for length in self.lengths], num_new)
             self._slots = {(num_pending, num_new): known}
         return known
@@ -286,13 +289,13 @@ class Storage:
                 group.clear(lengths)
 
     def end_prefill(self) -> None:
-        """From now on tokens are run that may be rejected."""
+        """End the prefill: tokens run from now on may be rejected."""
         self.is_prefilling = False
         for group in self._groups:
             group.offset = group.first_slot(max(self.lengths, default=0))
 
     def move(self, row: int, source: list[int], start: int) -> None:
-        """Copy slots `source` of a row, in every layer, to those from `start` on."""
+        """Copy the slots `source` of a row to those from `start` on, in every layer."""
         indices: dict[tuple[torch.device, int], Tensor] = {}
         for group in self._groups:
             first = start - group.offset
@@ -305,7 +308,7 @@ class Storage:
                 mine[:, :, first : first + len(source)] = mine.index_select(2, index)
 
     def select(self, places: Sequence[int]) -> None:
-        """Go on with these places, ascending, and park the rows of the others behind them."""
+        """Continue with these places, ascending, and park the other rows after them."""
         self._rows = self._rows or [*range(len(self.lengths))]
         for place in set(range(len(self.lengths))) - set(places):
             self._parked[self._rows[place]] = self.lengths[place]
@@ -315,7 +318,7 @@ class Storage:
         self._use(len(places))
 
     def rejoin(self) -> None:
-        """Take all rows back into use, in their first order."""
+        """Take all rows back into use, in their original order."""
         if not self._parked:
             return
         in_use = dict(zip(self._rows, self.lengths, strict=False))

@@ -1,4 +1,4 @@
-"""What the attention layers of a model keep, and how far they reach."""
+"""The cache layout of a model's attention layers: what they keep and how far they reach."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lade.compat import Model
 from lade.errors import UnsupportedModelError
 from lade.targets.kv_memory import LayerKind, kind_of
 
-# Layers with several masks: which of a config's fields says how far they reach.
+# By layer type, what limits the reach of a layer.
 _REACHES = {
     "full_attention": None,
     "indexed_attention": None,
@@ -24,15 +24,15 @@ class TreeLayout(NamedTuple):
     """What the attention layers of a model keep, and how far they reach."""
 
     kinds: tuple[LayerKind, ...]
-    reaches: dict[str, Reach]  # by layer type; all alike, under any name, where one mask does
+    reaches: dict[str, Reach]  # by layer type; if all are equal, one mask serves all layers
 
 
 def tree_layout(model: Model) -> TreeLayout:
     """Return the layout of a model whose trees a 4D mask can describe.
 
     Raises:
-        UnsupportedModelError: a rule says that trees are beyond it; what only a forward can tell
-            is left to `lade.probing`.
+        UnsupportedModelError: a rule shows that the model cannot run trees; whatever only a forward
+            can show is left to `lade.probing`.
     """
     config = model.config.get_text_config(decoder=True)
     parameters = inspect.signature(model.forward).parameters
@@ -65,7 +65,7 @@ def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
     chunk = getattr(config, "attention_chunk_size", None)
     names = set(getattr(config, "layer_types", None) or ())
     if not names:
-        # All layers are alike, as transformers' own caches and masks have it.
+        # All layers are alike, as transformers' own caches and masks assume.
         if getattr(config, "sliding_window", None) is not None:
             return {"sliding_attention": Reach(window=config.sliding_window)}
         if chunk is not None:
@@ -87,9 +87,9 @@ def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
 
 
 def rope_of(config: Any) -> tuple[str, int] | None:
-    """Return type and limit of a rotary embedding whose angles follow the length of a forward.
+    """Return type and limit of a rotary embedding whose angles depend on the forward's length.
 
-    The limit is the number of positions at which the angles change.
+    The limit is the number of positions at which the angles change. None for other embeddings.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
@@ -101,5 +101,5 @@ def rope_of(config: Any) -> tuple[str, int] | None:
     return None
 
 
-# Slots behind the longest text: the rejected part of a last tree.
+# Slots after the longest text, for the rejected part of a last tree.
 MAX_OVERHANG = 64

@@ -1,7 +1,7 @@
-"""Verifying drafts with the model's own causal masks: one path, or several as rows of a batch.
+"""Verification with the model's own causal masks: one path, or several as rows of a batch.
 
-For models that no tree mask can describe: without position_ids, with ALiBi, with convolutions, with
-a recurrent state, or without a cache at all.
+For models that cannot run trees under a mask: without position_ids, with ALiBi, with convolutions,
+with a recurrent state, or without a cache at all.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,16 @@ from lade.targets.rollback import (
 from lade.targets.ties import TieError, Untied
 from lade.tree import ROOT, Tree
 
-MAX_ROWS = 4  # paths of a draft as rows of a batch; each reads the whole cache once more
-_MAX_PENDING = 16  # tokens to run again; beyond, a step without a draft brings the state up to date
+MAX_ROWS = 4  # candidates per draft as rows of a batch; each reads the whole cache once more
+_MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft updates the state
 
 
 class _Layout(NamedTuple):
-    """Where the nodes of one step's trees are run."""
+    """Rows and columns in which the nodes of one step's trees are run."""
 
-    width: int  # tokens of a row, those run again not counted
-    rows: list[int] | None  # of each node, where one tree takes several rows
-    columns: list[int]  # of each node
+    width: int  # tokens per row, not counting those run again
+    rows: list[int] | None  # row of each node, if one tree takes several rows
+    columns: list[int]  # column of each node
     is_whole: bool  # whether no row is padded
 
 
@@ -51,18 +51,18 @@ class _Outputs(NamedTuple):
 
 
 class ChainTarget:
-    """Verifies paths in the cache that the model itself has made, after going back where they end.
+    """Target that verifies paths in the model's own cache, and rolls it back to where they end.
 
-    A batch of prompts is verified one path a row, and its rows stay of one length.
+    A batch of prompts is verified one path per row, and its rows stay of equal length.
 
     Args:
         model: the target.
-        input_ids: int64 [rows, num_tokens], the prompts; no tokens where `inputs_embeds` is given.
+        input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
-        max_candidates: paths of a draft to verify at once, as rows of a batch.
-        restores: keep the state from before a draft and run the accepted part again, with the next
-            draft, where the draft was not accepted whole; instead of dropping tokens.
-        generation_config: the prefill follows its `prefill_chunk_size`.
+        max_candidates: maximum number of candidates to verify at once, as rows of a batch.
+        restores: whether to restore the state from before a draft that was not accepted whole, and
+            run the accepted part again with the next draft, instead of dropping tokens.
+        generation_config: provides `prefill_chunk_size` for the prefill.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class ChainTarget:
         self._generation_config = generation_config or GenerationConfig()
         self._ids = input_ids  # all tokens before the root
         self._num_prompt = input_ids.shape[1]
-        self._cache: tuple[str, Any] | None = None  # under its name
+        self._cache: tuple[str, Any] | None = None  # name and cache
         self._saved: Any = None
         given = find_cache(model_kwargs)
-        self._given = None if given is None else given[1]  # written to
+        self._given = None if given is None else given[1]  # the caller's cache, written to
         self._as_given = None if self._given is None else saved(self._given)
-        self._is_recording = False  # the cache keeps what left its windows
+        self._is_recording = False  # whether the cache keeps what has left its windows
         self._is_plain = False
 
     @property
     def num_cached(self) -> list[int]:
-        """Tokens before the root of each row."""
+        """Number of tokens before the root of each row."""
         num_new = self._ids.shape[1] - self._num_prompt
         return [self._num_slots + num_new] * self._ids.shape[0]
 
@@ -123,15 +123,15 @@ class ChainTarget:
 
     @property
     def is_timing_valid(self) -> bool:
-        """True: none is prepared for the next."""
+        """Always True: no forward does work for later ones."""
         return True
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the same: no forward is larger than it has to be."""
+        """Return `num_tokens`: forwards are not padded."""
         return num_tokens
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return the arguments of the model's forward for a path behind each row's tokens."""
+        """Return the forward's arguments for the paths after each row's committed tokens."""
         if self.is_lockstep:
             paths = [[*range(len(tree))] for tree in trees]
             rows = None
@@ -159,20 +159,20 @@ class ChainTarget:
         return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on such inputs; bring what comes back into the order of the nodes."""
+        """Run the model and return its outputs in node order."""
         layout = self._layout
         if self._cache is not None:
-            if self._restores and layout.width > 1:  # a root alone is always kept
+            if self._restores and layout.width > 1:  # a lone root is always accepted
                 self._saved = saved(self._cache[1])
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
             output = self._stepping(**inputs, return_dict=True)
         except TieError:
-            raise  # after the forward, which is taken back
+            raise  # the forward is complete, and `discard` takes it back
         except BaseException:
             if self._cache is not None and layout.rows is not None:
-                pick(self._cache[1], 0, self.device)  # it may be the caller's
+                pick(self._cache[1], 0, self.device)  # it may be the caller's cache
             raise
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
@@ -196,7 +196,7 @@ class ChainTarget:
         )
 
     def discard(self) -> None:
-        """Forget what was run last, and want no draft any more."""
+        """Discard the last forward, and request no more drafts."""
         self._is_plain = True
         if self._cache is None:
             return
@@ -213,7 +213,7 @@ class ChainTarget:
         self._saved = None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted paths; go back to where they end."""
+        """Keep the accepted paths; roll the cache back to where they end."""
         num_kept, layout = len(paths[0]), self._layout
         assert all(len(path) == num_kept for path in paths)
         kept = [
@@ -231,7 +231,7 @@ class ChainTarget:
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
         else:
-            if isinstance(cache, Cache):  # in place: it may be the caller's
+            if isinstance(cache, Cache):  # in place: it may be the caller's cache
                 vars(cache).update(vars(self._saved))
             else:
                 self._cache = name, self._saved
@@ -239,9 +239,10 @@ class ChainTarget:
         self._saved = None
 
     def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Run a token of each path alone, on a copy of the cache, and commit.
+        """Run one token of each path alone, on a copy of the cache, and commit.
 
-        That is the last one; where a state is restored, the first one, right behind that state.
+        That is the path's last token, or its first, directly after the saved state, if states are
+        restored.
         """
         alone = self._look(paths)
         self.commit(paths)
@@ -266,13 +267,16 @@ class ChainTarget:
         return Alone([path[num_kept - 1] for path in paths], output.logits[:, -1])
 
     def _cache_before(self, num_kept: int, last: int) -> Any:
-        """Return a copy of the cache that holds all but the last of so many nodes of a path."""
+        """Return a copy of the cache with a path's first `num_kept - 1` nodes; None if impossible.
+
+        `last` is the last node of the path.
+        """
         assert self._cache is not None
-        if self._restores:  # tokens that are run again would be run along with it
+        if self._restores:  # with pending tokens, no token could be run alone
             return None if self._saved is None or self.num_pending else saved(self._saved)
         cache, layout = self._cache[1], self._layout
         if why_not_savable(cache) is not None or isinstance(cache, StaticCache):
-            return None  # what it holds is not copied, and would be written over
+            return None  # its contents are not copied, and would be overwritten
         trial = saved(cache)
         if layout.rows is not None:
             pick(trial, layout.rows[last], self.device)
@@ -280,13 +284,13 @@ class ChainTarget:
         return trial
 
     def select(self, places: Sequence[int]) -> None:
-        """Keep all rows: they stay of one length."""
+        """Do nothing: all rows are kept, at equal length."""
 
     def rejoin(self) -> None:
-        """Do nothing: no row was left out."""
+        """Do nothing: no row was deselected."""
 
     def hand_over(self, cache: Any) -> Any:
-        """Let the caller's cache hold every token before the root; return what holds it."""
+        """Let the caller's cache hold every token before the root; return the cache that does."""
         if self._cache is None:
             return cache
         if self.num_pending:
@@ -301,22 +305,22 @@ class ChainTarget:
         return cache
 
     def close(self) -> None:
-        """Let the cache forget again what it need not keep."""
+        """Stop the cache from keeping what has left its windows."""
         if self._cache is not None and self._is_recording:
             record_past(self._cache[1], False)
 
     def undo(self) -> None:
-        """Let the caller's cache hold again what it held before the prompts."""
+        """Restore the caller's cache to its content before the prompts."""
         if self._given is None:
             return
         if isinstance(self._given, Cache):
             vars(self._given).update(vars(self._as_given))
 
     def release(self) -> None:
-        """Do nothing: all goes with the call."""
+        """Do nothing: nothing outlives the call."""
 
     def _count_slots(self) -> int:
-        """Return how many keys the prompt has left, where there are keys at all."""
+        """Return the number of cached prompt tokens, or the prompt's length if none are counted."""
         length = None if self._cache is None else length_of(self._cache[1])
         if length is not None:
             return length
@@ -326,7 +330,7 @@ class ChainTarget:
     def _prepared(
         self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False, cache: Any = None
     ) -> dict[str, Any]:
-        """Return the arguments for the last tokens of each row, prepared by the model itself."""
+        """Return the arguments for each row's last `num_tokens`, prepared by the model itself."""
         num_rows = input_ids.shape[0]
         model_kwargs = extended(self._model_kwargs, input_ids.shape[1] - self._num_prompt)
         if is_wide:
@@ -344,7 +348,7 @@ class ChainTarget:
 
 
 def _paths(tree: Tree) -> list[list[int]]:
-    """Return the paths from the root to every leaf, that of the first node first."""
+    """Return the paths from the root to every leaf, in the order of the leaves."""
     inner = {parent for parent, _ in tree.children}
     leaves = [node for node in range(len(tree)) if node not in inner]
     parents = [ROOT - 1, *(tree.draft.parents + 1).tolist()]

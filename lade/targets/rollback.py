@@ -1,7 +1,7 @@
-"""How the caches that transformers makes go back to where they were before a forward.
+"""Rolling back transformers' own caches to before a forward.
 
-Two ways: `crop` drops the newest tokens, where a cache holds every token apart; `save` keeps what a
-forward will change, where the past is folded into a state.
+`crop` drops the newest tokens of a cache that holds every token separately; `saved` keeps what a
+forward will change, for caches that fold the past into a state.
 """
 
 import copy
@@ -18,10 +18,10 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-# Under which names `generate` and the models hand caches to each other.
+# Names under which `generate` and models pass caches to each other.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
-# Exact types: layers whose update makes new tensors, so that old ones can be kept by reference.
+# Exact types: layers whose updates make new tensors, so that old ones can be kept by reference.
 _REPLACED = {
     cache_utils.DynamicLayer,
     cache_utils.DynamicSlidingWindowLayer,
@@ -31,7 +31,7 @@ _REPLACED = {
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
-    """Return name and value of the cache in model arguments or in an output; None if none is."""
+    """Return name and value of the cache in model arguments or an output, or None."""
     for name in _CACHE_NAMES:
         cache = holder.get(name)
         if cache is not None:
@@ -40,7 +40,7 @@ def find_cache(holder: Any) -> tuple[str, Any] | None:
 
 
 def length_of(cache: Any) -> int | None:
-    """Return how many tokens a cache holds; None where its past is a state without a length."""
+    """Return the number of tokens in a cache; None if it is a state without a length."""
     try:
         length: int = cache.get_seq_length()
     except (AttributeError, ValueError):
@@ -49,13 +49,13 @@ def length_of(cache: Any) -> int | None:
 
 
 def cache_in(holder: Any) -> Any:
-    """Return the cache in model arguments or in an output, under whatever name; or None."""
+    """Return the cache in model arguments or an output, under any name, or None."""
     found = find_cache(holder)
     return None if found is None else found[1]
 
 
 def why_not_croppable(cache: Any) -> str | None:
-    """Return why the newest tokens cannot be dropped from a cache that was filled, or None."""
+    """Return why the newest tokens cannot be dropped from a filled cache, or None if they can."""
     if isinstance(cache, EncoderDecoderCache):
         if cache.cross_attention_cache.get_seq_length() > 0:
             return "its cache holds what an encoder made"
@@ -74,13 +74,13 @@ def why_not_croppable(cache: Any) -> str | None:
 
 
 def _may_have_state(layer: Any) -> bool:
-    """Tell whether a layer has a recurrent state, or may get one with its first forward."""
+    """Return whether a layer has a recurrent state, or may get one in its first forward."""
     is_new = not any(layer.is_conv_states_initialized.values())
     return is_new or any(layer.is_recurrent_states_initialized.values())
 
 
 def record_past(cache: Any, is_on: bool) -> None:
-    """Let layers that forget what left their window keep it until the next `crop`, or not."""
+    """Make windowed layers keep what leaves their window until the next `crop`, or stop that."""
     for part in _parts(cache):
         for layer in part.layers:
             if hasattr(layer, "record_past"):
@@ -88,12 +88,12 @@ def record_past(cache: Any, is_on: bool) -> None:
 
 
 def crop(cache: Any, num_tokens: int) -> None:
-    """Drop the newest tokens; to be called after every forward, also to drop none."""
+    """Drop the newest `num_tokens` tokens; must follow every forward, even to drop none."""
     for part in _parts(cache):
         for layer in part.layers:
             if isinstance(layer, StaticLayer):
                 if layer.is_initialized:
-                    layer.cumulative_length.sub_(num_tokens)  # what lies behind is written over
+                    layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
             elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
                 layer.crop(-num_tokens)
 
@@ -103,7 +103,7 @@ def _parts(cache: Any) -> list[Cache]:
 
 
 def why_not_savable(cache: Any) -> str | None:
-    """Return why a cache cannot be kept as it is before a forward, or None."""
+    """Return why a cache cannot be saved before a forward, or None if it can."""
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     if isinstance(cache, Cache):
@@ -114,11 +114,11 @@ def why_not_savable(cache: Any) -> str | None:
 
 
 def saved(cache: Any) -> Any:
-    """Return a cache that stays as this one is now, whatever is done with this one.
+    """Return a snapshot of a cache that later forwards do not change.
 
     Only what a forward changes in place is copied; keys and values are shared.
     """
-    if type(cache) in (list, tuple):  # of states, as the oldest recurrent models have it
+    if type(cache) in (list, tuple):  # of states, as in the oldest recurrent models
         return type(cache)(saved(part) for part in cache)
     if isinstance(cache, Tensor):
         return cache.clone()
@@ -137,9 +137,9 @@ def _saved_layer(layer: Any) -> Any:
         return copy.copy(layer)
     is_known = type(layer).__module__ == cache_utils.__name__
     if not is_known:
-        return copy.deepcopy(layer)  # of one model alone; may hold anything
+        return copy.deepcopy(layer)  # specific to one model; may hold anything
     twin = copy.copy(layer)
-    # A static layer writes behind what it holds, and that is not seen.
+    # A static layer writes after what it holds, where the snapshot does not look.
     holds_keys = isinstance(layer, DynamicLayer) or type(layer) is StaticLayer
     for name, value in vars(layer).items():
         if not (holds_keys and name in ("keys", "values")):
@@ -156,10 +156,10 @@ def _cloned(value: Any) -> Any:
 
 
 def expand(cache: Any, num_rows: int, device: torch.device) -> None:
-    """Repeat the only row of a cache."""
+    """Repeat the only row of a cache `num_rows` times."""
     cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
 
 
 def pick(cache: Any, row: int, device: torch.device) -> None:
-    """Keep one row of a cache alone."""
+    """Keep only one row of a cache."""
     cache.reorder_cache(torch.tensor([row], device=device))

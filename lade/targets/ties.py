@@ -1,11 +1,11 @@
-"""Ties where a model chooses the keys that a query sees: what verifying them together may decide.
+"""Ties between keys in sparse attention, which a forward over a tree may break differently.
 
-Sparse attention with an indexer gives every key a score and lets a query see the `index_topk` best.
-Scores end in a ReLU summed over the heads of the indexer; with few heads many are zero, and which
-of two equal ones is taken follows where they lie in memory. A tree has its nodes' keys where plain
-decoding has none, so a tie at the last place may go to another key there, and the text is another
-from then on. Nothing can be seen of that in what a forward returns; this module looks at the scores
-while it runs. A forward with a tie is not used: the rest of the call is decoded token by token.
+Sparse attention with an indexer scores every key and lets a query see the `index_topk` best. Scores
+end in a ReLU summed over the indexer's heads; with few heads many are zero, and which of two equal
+keys is taken depends on where they lie in memory. A tree has its nodes' keys where plain decoding
+has none, so a tie for the last place may go to another key, and the text differs from then on. The
+outputs of a forward do not show this, so this module looks at the scores while it runs. A forward
+with a tie is not used: the rest of the call is decoded token by token.
 """
 
 from threading import get_ident
@@ -19,17 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from lade.compat import Model
 from lade.view import with_own_hooks
 
-# What rounding may do to a score, as a part of the greatest one of its query: scores that are
-# nearer to each other are a tie. Measured: the same tokens in trees of 9 nodes and one at a time,
-# five architectures of 3 to 5 layers, 16 and 64 heads. Scores are float32 in either case; in a
-# model of float64 it is their own rounding alone that differs, by 3.2e-6 at most (1.3e-6
-# in 99 of 100 queries), and in one of float32 also that of the layers before, by 8e-6 in four of
-# them, by 2.9e-4 in the fifth (3.5e-5 in 99 of 100). Of 7020 queries in float32 five had a gap that
-# rounding might close, of 7e-5 at most; 1 % have one below this tolerance, 0.1 % in float64.
+# Largest effect of rounding on a score, relative to the greatest score of its query: scores closer
+# than that count as tied. Measured with the same tokens in trees of 9 nodes and one at a time, for
+# five architectures of 3 to 5 layers, 16 and 64 heads. Scores are float32 in either case. In
+# float64 models only their own rounding differs, by at most 3.2e-6 (1.3e-6 in 99 of 100 queries);
+# in float32 models also that of earlier layers, by 8e-6 in four architectures and 2.9e-4 in the
+# fifth (3.5e-5 in 99 of 100). Of 7020 float32 queries, five had a gap that rounding might close, of
+# at most 7e-5; 1 % have a gap below this tolerance, 0.1 % in float64.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
 
-# Scores at or below are of keys that a query must not see: -inf, or the least number of a dtype
-# where masks are added. Such keys stay masked when they are chosen, so a tie among them is none.
+# Scores at or below this are of keys that a query must not see: -inf, or the least number of a
+# dtype if masks are additive. Such keys stay masked even if chosen, so their ties do not count.
 _MASKED = torch.finfo(torch.float32).min / 2
 
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -40,26 +40,25 @@ class TieError(RuntimeError):
 
 
 def num_chosen(model: Model) -> int | None:
-    """Return how many keys each query of a model chooses, or None if it sees all."""
+    """Return the number of keys each query of a model chooses, or None if it sees all."""
     config = model.config.get_text_config(decoder=True)
     number: int | None = getattr(config, "index_topk", None)
     return number
 
 
 def applies(model: Model) -> bool:
-    """Tell whether drafts for a model are verified under watch.
+    """Return whether a model's forwards over several tokens must be watched for ties.
 
-    In half precision they are not: there ties are everywhere, and rounding may change the text of
-    any model.
+    Not in half precision: ties are everywhere there, and rounding may change any model's text.
     """
     return num_chosen(model) is not None and model.dtype in _TOLERANCES
 
 
 class Untied:
-    """Runs forwards of a model, each of which must have no tie.
+    """Runs forwards of a model and raises if one may have a tie.
 
     Args:
-        model: one that `applies` is true of; it is left as it is.
+        model: a model for which `applies` is true; it is not changed.
     """
 
     def __init__(self, model: Model) -> None:
@@ -71,26 +70,26 @@ class Untied:
         """Run a forward.
 
         Raises:
-            TieError: it may have had a tie.
+            TieError: the forward may have had a tie.
         """
         with self._watch:
             output = self._view(**inputs)
-        # A single token sees its keys where plain decoding has them.
+        # A single token's keys lie where plain decoding has them.
         if inputs["input_ids"].shape[1] > 1 and self._watch.found:
             raise TieError("which keys its sparse attention takes was decided by a tie")
         return output
 
 
 class TieWatch:
-    """Looks at how keys are chosen in a forward: `with watch: ...`, then `watch.found`.
+    """Watches how keys are chosen in a forward: `with watch: ...`, then `watch.found`.
 
-    Its hooks are at the indexers, and there at nothing but `topk`; routers of experts, which choose
-    by `topk` too, are elsewhere. It may be used for one forward after another, and for the forwards
-    of the thread that entered it. What it cannot see counts as a tie: a compiled indexer, or one
-    of another kind. A recorded forward (a CUDA graph) runs none of this and cannot be watched.
+    It hooks the indexers, and there only `topk`; expert routers, which also choose by `topk`, are
+    other modules. It can be reused for one forward after another, and watches only the thread that
+    entered it. What it cannot see counts as a tie: a compiled indexer, or one of another kind. A
+    recorded forward (a CUDA graph) runs no hooks and cannot be watched.
 
     Args:
-        model: one that `applies` is true of.
+        model: a model for which `applies` is true.
     """
 
     def __init__(self, model: Model) -> None:
@@ -112,7 +111,7 @@ class TieWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Interrupted in an indexer, torch calls no hook behind it.
+        # After an interrupt in an indexer, torch does not call its forward hook.
         while self._mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
         for handle in self._handles:
@@ -122,10 +121,11 @@ class TieWatch:
 
     @property
     def tied(self) -> Tensor | None:
-        """Of the last forward, bool [rows, queries]: who had a tie in any layer; None if unknown.
+        """Queries of the last forward with a tie in any layer, bool [rows, queries], or None.
 
-        A query that sees one with a tie is computed from it: of a draft's path, what is behind the
-        first node with a tie is as doubtful as that node. Does not wait for the device.
+        None means unknown. A query that sees one with a tie is computed from it: on a draft's path,
+        everything after the first node with a tie is as doubtful as that node. Does not wait for
+        the device.
         """
         if self._is_blind or not self._num_runs:
             return None
@@ -142,7 +142,7 @@ class TieWatch:
         self._ties: list[Tensor] = []  # bool [rows, queries] of each look
         self._num_runs = 0  # of indexers
         self._num_before = 0  # looks before the last run
-        self._is_blind = False  # whether one was run that could not be looked at
+        self._is_blind = False  # whether an indexer ran without a look
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if get_ident() == self._thread:
@@ -157,11 +157,11 @@ class TieWatch:
 
     @torch.no_grad()
     def _look(self, scores: Tensor, chosen: Tensor) -> None:
-        """Note the ties of one choice.
+        """Record the ties of one choice.
 
         Args:
             scores: [rows, queries, keys].
-            chosen: the best of them, [rows, queries, k].
+            chosen: the best of these scores, [rows, queries, k].
         """
         if scores.dim() != 3 or chosen.shape[:-1] != scores.shape[:-1]:
             return
@@ -169,12 +169,12 @@ class TieWatch:
 
 
 def ties_at_last_place(scores: Tensor, chosen: Tensor, tolerance: float) -> Tensor:
-    """Tell of each query whether a key that was not chosen was as good as one that was.
+    """Return for which queries a key that was not chosen is as good as one that was.
 
     Args:
         scores: [..., keys]; masked ones are -inf, or about the least number of their dtype.
-        chosen: [..., k], the best of them.
-        tolerance: how near is as good, as a part of the greatest score's size.
+        chosen: [..., k], the best of these scores.
+        tolerance: difference that counts as equal, relative to the greatest absolute score.
 
     Returns:
         bool [...].
@@ -184,16 +184,16 @@ def ties_at_last_place(scores: Tensor, chosen: Tensor, tolerance: float) -> Tens
     least = chosen.amin(-1, keepdim=True)
     size = scores.masked_fill(scores <= _MASKED, 0.0).abs().amax(-1, keepdim=True)
     num_as_good = (scores >= least - tolerance * size).sum(-1)
-    # Who sees fewer keys than it may choose has them all.
+    # A query that sees fewer keys than it may choose gets all of them.
     return (num_as_good > chosen.shape[-1]) & (least.squeeze(-1) > _MASKED)
 
 
 class _TopkMode(TorchFunctionMode):
-    """Shows every `topk` of a thread to a function; inside indexers alone.
+    """Passes every `topk` of a thread to a function; active only inside indexers.
 
-    Around a whole forward it costs 3 to 5 microseconds for each of 250 calls a layer, half as much
-    as a tiny model's forward takes. In indexers it costs 0.4 ms a layer with all else that a watch
-    does, on a CPU with one thread.
+    Around a whole forward it would cost 3 to 5 microseconds for each of 250 calls per layer, half
+    the time of a tiny model's forward. Inside indexers, the whole watch costs 0.4 ms per layer, on
+    a CPU with one thread.
     """
 
     def __init__(self, look: Any) -> None:

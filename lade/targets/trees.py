@@ -1,4 +1,4 @@
-"""Whole trees verified in one forward."""
+"""Verification of whole trees in one forward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +24,8 @@ from lade.tree import Tree, TreeBatch
 from lade.view import with_attention
 from ngram_pool import Draft
 
-# Attention implementations that honour a dense 4D mask, and whether it is added to the scores.
-# (Flex attention would too, but compiles anew for trees of other sizes.)
+# Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
+# attention would do so, too, but recompiles for every tree size.)
 MASK_IS_ADDED = {
     "sdpa": False,
     PACKED_SDPA: False,
@@ -36,20 +36,20 @@ MASK_IS_ADDED = {
 
 
 class TreeTarget:
-    """Verifies whole trees in one forward, by a 4D mask and explicit positions.
+    """Target that verifies whole trees in one forward, by a 4D mask and explicit positions.
 
-    Layers that do not see the whole text get a mask of their own, in a dict by layer type.
+    Layers that do not see the whole text get their own mask, in a dict by layer type.
 
     Args:
         model: the target.
-        input_ids: int64 [rows, num_tokens], the prompts; no tokens where `inputs_embeds` is given.
-        model_kwargs: what `generate` prepared for the prefill; `attention_mask` (2D or None) and
-            `position_ids` are continued by this class. A filled `past_key_values` is copied.
-        layout: of the model's attention layers.
-        max_new_tokens: memory for keys and values is planned by it.
-        generation_config: the prefill follows its `prefill_chunk_size`.
-        attention: the implementation to verify with, where the model's own ignores masks or is
-            slow with them; the prefill is run with the model's own.
+        input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
+        model_kwargs: what `generate` prepared for the prefill; this class extends `attention_mask`
+            (2D or None) and `position_ids`. A filled `past_key_values` is copied.
+        layout: cache layout of the model's attention layers.
+        max_new_tokens: maximum number of new tokens to plan key and value memory for.
+        generation_config: provides `prefill_chunk_size` for the prefill.
+        attention: the attention implementation for verification, if the model's own ignores masks
+            or is slow with them; the prefill uses the model's own. None for the model's own.
     """
 
     max_candidates: int | None = None
@@ -87,7 +87,7 @@ class TreeTarget:
         self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
         mask = model_kwargs.get("attention_mask")
         self._padding = None if mask is None else mask.bool().to(self.device)
-        # In front of each row, where chunks begin behind it.
+        # Leading padding of each row; chunks begin after it.
         self._num_padding = (
             None if self._padding is None else (self._padding.cumsum(dim=-1) == 0).sum(dim=-1)
         )
@@ -97,9 +97,9 @@ class TreeTarget:
             if model_kwargs.get(name)
         }
         self._attention = attention
-        self._stepping: Any = None  # what runs the trees
+        self._stepping: Any = None  # runs the trees
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
-        # Where it chooses keys, rows of one length have them where plain decoding has.
+        # If the model chooses keys, rows of equal length have them where plain decoding has them.
         longest = num_slots + max_new_tokens
         self.is_lockstep = (
             input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
@@ -107,7 +107,7 @@ class TreeTarget:
         self._is_plain = False
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
-        # The common case, whose mask is made in a tenth of the time.
+        # The common case, whose mask takes a tenth of the time to make.
         self._sees_all = {*self._reaches.values()} == {FULL} and not is_added
 
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
@@ -116,7 +116,7 @@ class TreeTarget:
 
     @property
     def num_cached(self) -> list[int]:
-        """Cached tokens of each row there is now."""
+        """Number of cached tokens of each row in use."""
         return self.cache.lengths
 
     def prefill(self, view: Model | None = None) -> Forward:
@@ -124,7 +124,7 @@ class TreeTarget:
         model = self._model if view is None else view
         output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
         cache = cache_in(output)
-        # phi3 begins with one of its own where the prompt is long.
+        # phi3 starts a cache of its own if the prompt is long.
         if cache is not None and cache is not self.cache:
             self.cache.take_over(cache)
         self.cache.keep_all(may_be_nan=self._padding is not None)
@@ -136,31 +136,31 @@ class TreeTarget:
             last = positions[..., -1].to(self.device).expand(*positions.shape[:-2], rows)
         self._position_offsets = last - (num_cached - 1)  # position minus cache slot
         self._learn_habits(last)
-        self._rows = [*range(rows)]  # those there are now
+        self._rows = [*range(rows)]  # rows in use
         self._place_rows()
         forward: Forward = output
         return forward
 
     @property
     def must_catch_up(self) -> bool:
-        """Whether drafts are not wanted now.
+        """Whether the next forward should have no draft.
 
-        Padding may be no number, and so is a node that it is hidden from, in layers with windows
-        until it has left them: as plain decoding does, token by token.
+        Padding may be NaN, and in windowed layers it also makes nodes NaN that do not see it, until
+        it has left the window. Until then, decoding is token by token, as plain decoding is.
         """
         return self._is_plain or self.cache.is_clearing
 
     @property
     def is_timing_valid(self) -> bool:
-        """True: none is prepared for the next."""
+        """Always True: no forward does work for later ones."""
         return True
 
     def width_of(self, num_tokens: int) -> int:
-        """Return the same: no forward is larger than it has to be."""
+        """Return `num_tokens`: forwards are not padded."""
         return num_tokens
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
-        """Return the arguments of the model's forward for trees behind the committed tokens."""
+        """Return the forward's arguments for trees after the committed tokens."""
         self._trees = trees
         batch = TreeBatch.stack(trees, self.device)
         return {
@@ -175,12 +175,12 @@ class TreeTarget:
         }
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on such inputs."""
+        """Run the model on the inputs."""
         output: Forward = self._view()(**inputs)
         return output
 
     def discard(self) -> None:
-        """Forget what was run last, and want no draft any more."""
+        """Discard the last forward, and request no more drafts."""
         self.cache.keep([[]] * len(self._rows))
         self._is_plain = True
 
@@ -190,7 +190,7 @@ class TreeTarget:
         self._place_rows()
 
     def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Commit; run the last node of every path alone behind those before it."""
+        """Commit, and run the last node of every path again, alone, after those before it."""
         if not all(paths):
             self.commit(paths)
             return None
@@ -207,34 +207,34 @@ class TreeTarget:
         return Alone(nodes, logits)
 
     def forward_once(self, inputs: Any) -> Forward:
-        """Run the model on such inputs, and note nothing for forwards to come."""
+        """Run the model on the inputs, without effect on later forwards."""
         return self.forward(inputs)
 
     def select(self, places: Sequence[int]) -> None:
-        """Leave the other rows out; what the cache holds of them stays."""
+        """Deselect the other rows; the cache keeps their contents."""
         self.cache.select(places)
         self._rows = [self._rows[place] for place in places]
         self._place_rows()
 
     def rejoin(self) -> None:
-        """Take back the rows that were left out."""
+        """Take all deselected rows back into use."""
         self.cache.rejoin()
         self._rows = [*range(self._position_offsets.shape[-1])]
         self._place_rows()
 
     def hand_over(self, cache: Any) -> Any:
-        """Let a dynamic cache hold what this target's own holds."""
+        """Let a dynamic cache hold the contents of this target's own, and return it."""
         self.cache.hand_over(cache)
         return cache
 
     def close(self) -> None:
-        """Do nothing: the model and the caller's cache were never touched."""
+        """Do nothing: the model and the caller's cache were never changed."""
 
     def undo(self) -> None:
         """Do nothing: the caller's cache was copied."""
 
     def _view(self) -> Model:
-        """Return what runs trees; made after the prefill, which may leave notes in the model."""
+        """Return the view that runs trees; made after the prefill, which may set attributes."""
         if self._stepping is None:
             attention, model = self._attention, self._model
             view = model if attention is None else with_attention(model, attention)
@@ -242,10 +242,10 @@ class TreeTarget:
         return self._stepping
 
     def release(self) -> None:
-        """Do nothing: all goes with the call."""
+        """Do nothing: nothing outlives the call."""
 
     def _learn_habits(self, last: Tensor) -> None:
-        """Learn what the model itself makes of the inputs of tokens behind the prompt."""
+        """Learn from the model how it prepares the inputs of tokens after the prompt."""
         ids = self._input_ids
         later = self._model.prepare_inputs_for_generation(
             torch.cat([ids, ids.new_zeros((ids.shape[0], 1))], dim=1),
@@ -253,7 +253,7 @@ class TreeTarget:
             **extended(self._model_kwargs, 1),
         )
         for name in TOKEN_TYPES:
-            if later.get(name) is None:  # of the prompt alone
+            if later.get(name) is None:  # only for the prompt
                 self._model_kwargs.pop(name, None)
         positions = later.get("position_ids")
         if self._model_kwargs.get("position_ids") is not None and positions is not None:
@@ -266,7 +266,7 @@ class TreeTarget:
         ]
 
     def _token_types(self, trees: TreeBatch) -> dict[str, Tensor]:
-        """Return the types of the trees' tokens where the prompt has some: those of text."""
+        """Return the token types of the trees, those of text, if the prompt has token types."""
         types = {}
         for name in TOKEN_TYPES:
             of_prompt = self._model_kwargs.get(name)
@@ -280,7 +280,7 @@ class TreeTarget:
         if trees.width == 1 and self._padding is None and min(cached) == max(cached):
             most = [reach.num_slots for reach in self._reaches.values()]
             if all(num_slots is None or cached[0] < num_slots for num_slots in most):
-                return None  # as `generate` itself does for one token
+                return None  # as in `generate` for one token
         if self._padding is None and trees.token_ids.shape[0] == 1 and self._sees_all:
             shape = (1, 1, trees.width, cached[0] + trees.width)
             mask = torch.ones(shape, dtype=torch.bool, device=self.device)
@@ -307,7 +307,7 @@ class TreeTarget:
 
 
 def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:
-    """Return what the layers are to keep: what those of the caller's cache keep.
+    """Return the layer kinds to allocate, taken from the caller's cache if there is one.
 
     A dynamic cache made without a config keeps the whole text in every layer.
     """

@@ -1,4 +1,4 @@
-"""What transformers calls in place of `model.generate`; all of it is in the package lade."""
+"""What transformers calls in place of `model.generate`; the implementation is in lade."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ def generate(
 ) -> Any:
     """Generate as `model.generate` does, with fewer forwards.
 
-    `model` comes by name, as transformers gives it. So the others can come by place, where this
-    function is the `generate` of a model whose folder holds it.
+    transformers passes `model` by name, so the others can be passed by position where this function
+    is the `generate` of a model whose folder contains it.
 
     Args:
         inputs: this and the next three are the parameters of `model.generate`, in its order.
-        generation_config: see there.
-        logits_processor: see there.
-        stopping_criteria: see there.
+        generation_config: as for `model.generate`.
+        logits_processor: as for `model.generate`.
+        stopping_criteria: as for `model.generate`.
         model: the model that writes.
-        kwargs: what else `model.generate` takes; `pool`, `config` and `on_step` of `lade.generate`.
+        kwargs: the rest of `model.generate`; `pool`, `config` and `on_step` of `lade.generate`.
     """
     return lade.generate(
         model,

@@ -1,4 +1,4 @@
-"""How many draft tokens are accepted step by step: recorded, and brought to a MAT asked for.
+"""Accepted draft tokens step by step: as recorded, and adjusted to a given MAT.
 
 Next file: `drafter.py`.
 """
@@ -19,23 +19,23 @@ from lade.stats import Step
 from ngram_pool import NGramPool
 
 #: How many steps accepted 0, 1, 2, … draft tokens: greedy answers of SmolLM2-135M-Instruct in
-#: bfloat16 to the six prompts of `lade demo`, 192 tokens each at most, none of which ends in a
-#: loop. Drafted by one pool without a table, 31 tokens a step; 279 steps, MAT 3.08.
+#: bfloat16 to the six prompts of `lade demo`, at most 192 tokens each, none ending in a loop.
+#: Drafted by one pool without a table, 31 tokens per step; 279 steps, MAT 3.08.
 RECORDED = (125, 58, 28, 16, 11, 10, 9, 3, 3, 2, 3, 1, 2, 2, 1, 2, 1, *[0] * 8, 1, *[0] * 4, 1)
 
-_STEEPEST = 50.0  # of the tilt: beyond it all weight is on one count
+_STEEPEST = 50.0  # bound of the tilt; beyond it, all weight is on one count
 _NUM_HALVINGS = 60
 _SEED = 0
 
 
 def recorded_in(traces_path: Path, num_draft_tokens: int) -> list[int]:
-    """Return how many steps accept 0, 1, 2, … draft tokens where traces are replayed.
+    """Return how many steps accept 0, 1, 2, … draft tokens when traces are replayed.
 
     One pool without a table drafts for all answers that do not end in a loop. The last step of an
     answer may be cut short by its end, and is left out.
 
     Raises:
-        ValueError: it is no file of traces, or has no step to count.
+        ValueError: it is not a file of traces, or has no step to count.
     """
     recorded = read_traces(traces_path)
     drafter = PoolDrafter(NGramPool())
@@ -55,21 +55,21 @@ def recorded_in(traces_path: Path, num_draft_tokens: int) -> list[int]:
 def counts_at(
     histogram: Sequence[int], mat: float, num_draft_tokens: int, num_steps: int
 ) -> list[int]:
-    """Return how many draft tokens successive steps accept, so that their mean is as asked for.
+    """Return how many draft tokens successive steps accept, with a given mean.
 
-    The counts are the recorded ones; how often each comes is changed by a factor exponential in it,
-    which among all distributions of that mean is the nearest to the recorded one (in relative
-    entropy). Of that distribution the steps are evenly spaced quantiles, in random order, so that
-    few steps have the mean of many; it is as near to the one asked for as such a choice can be.
+    The counts are the recorded ones, reweighted by a factor exponential in the count, which yields
+    the distribution of that mean nearest to the recorded one (in relative entropy). The steps are
+    evenly spaced quantiles of this distribution in random order, so that few steps have the mean of
+    many; it is as near to the given one as such a choice can be.
 
     Args:
         histogram: how many steps accepted 0, 1, 2, … draft tokens.
-        mat: the mean accepted tokens to come to, the bonus token included.
-        num_draft_tokens: no step accepts more; recorded steps that did count as if it had been all.
+        mat: the MAT to reach, the bonus token included.
+        num_draft_tokens: maximum of a step; recorded steps above it count as accepting that many.
         num_steps: how many counts to return.
 
     Raises:
-        ValueError: no change of frequencies brings the counts to this mean.
+        ValueError: no reweighting brings the counts to this mean.
     """
     clipped = [0] * (num_draft_tokens + 1)
     for count, num_recorded in enumerate(histogram):

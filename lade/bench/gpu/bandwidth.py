@@ -1,4 +1,4 @@
-"""How fast the device copies its own memory: the measure of all steps.
+"""How fast the device copies its own memory: the yardstick for all steps.
 
 Next file: `host.py`.
 """
@@ -10,14 +10,14 @@ import torch
 
 from lade.bench.gpu.stage import Stage
 
-# Much more than any cache holds; a smaller card copies less.
+# Much more than any cache holds; less on a smaller card.
 _COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
-_NUM_COPIES = 8  # in a row, so that launching them takes no time beside
+_NUM_COPIES = 8  # in a row, so that launching them costs no extra time
 _NUM_REPEATS = 9
 
 
 def measure_bandwidth(device: torch.device, stage: Stage) -> None:
-    """Copy a large block within the device's memory; what is read and what is written count.
+    """Copy a large block within the device's memory; bytes read and bytes written both count.
 
     Raises:
         torch.OutOfMemoryError: there is no room for two blocks.
@@ -50,6 +50,6 @@ def _time_copies(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device is done."""
+    """Wait for a device to finish."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

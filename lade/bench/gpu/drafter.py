@@ -1,4 +1,4 @@
-"""A drafter that is right as often as it is told to be.
+"""A drafter with a prescribed number of right tokens in each draft.
 
 Next file: `stage.py`.
 """
@@ -15,8 +15,8 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft, NGramPool
 
-# A tree grows as if the first child of every node came with this probability, and each further one
-# with so much of the one before it.
+# Trees grow as if the first child of every node had probability _FIRST, and each further one _NEXT
+# times that of the one before it.
 _FIRST = 0.6
 _NEXT = 0.25
 
@@ -27,19 +27,19 @@ class _Outline(NamedTuple):
     parents: NDArray[np.int32]
     depths: NDArray[np.int32]
     probs: NDArray[np.float64]
-    #: For the token of each node, its parent, and how many tokens it lies behind the right one.
+    #: For each node, its parent, and the offset of its token id from the right one.
     places: list[tuple[int, int]]
 
 
 class ReplayedDrafter:
-    """Proposes trees of a fixed number of nodes, of which each step accepts a given number.
+    """Drafter of trees of a fixed size, of which each step accepts a prescribed number of nodes.
 
-    A pool does all the work that it would do for lade; only what it drafts is thrown away.
+    A pool does all the work that it would do for lade; only its drafts are thrown away.
 
     Args:
-        successors: [vocab_size], the token that the target says behind each.
-        counts: how many draft tokens successive steps of a sequence accept; then it begins anew.
-        num_draft_tokens: nodes of every tree, as far as the end of the text leaves room.
+        successors: [vocab_size], the token that the target emits after each token.
+        counts: how many draft tokens successive steps of a sequence accept; then they repeat.
+        num_draft_tokens: nodes of every tree; fewer where the end of the text leaves less room.
     """
 
     num_successors = DEFAULT_NUM_SUCCESSORS
@@ -53,18 +53,18 @@ class ReplayedDrafter:
             num_accepted: _outline(num_accepted, num_draft_tokens) for num_accepted in {*counts}
         }
         self._pool = PoolDrafter(NGramPool())
-        self._num_observed: dict[int, int] = {}  # by sequence; the prefill's token is the first
+        self._num_observed: dict[int, int] = {}  # by sequence; first, the prefill's token
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        """Begin with the first count."""
+        """Begin a sequence with the first count."""
         sequence = self._pool.open(prompt_ids)
         self._num_observed[sequence] = 0
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Propose a tree whose path of so many right tokens leads to wrong ones alone.
+        """Propose a tree with a path of as many right tokens as prescribed; all others are wrong.
 
-        The path is not the front of the tree: the nodes beside it have to be moved away.
+        The path's nodes are not the first of the tree: those beside it have to be moved away.
         """
         self._pool.draft(sequence, committed, max_draft_tokens)
         step = max(0, self._num_observed[sequence] - 1)
@@ -79,7 +79,7 @@ class ReplayedDrafter:
         )
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Count the steps."""
+        """Observe the tokens and count the step."""
         self._pool.observe(sequence, token_ids)
         self._num_observed[sequence] += 1
 
@@ -91,28 +91,28 @@ class ReplayedDrafter:
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Let the pool learn what the target found likely."""
+        """Feed the target's successors to the pool."""
         self._pool.harvest(sequence, committed, token_ids, parents, successors)
 
     def close(self, sequence: int) -> None:
-        """Forget the sequence."""
+        """End the sequence."""
         self._pool.close(sequence)
         del self._num_observed[sequence]
 
 
 class _Node(NamedTuple):
-    """A node of a growing tree; those with higher probabilities come first, parents before all."""
+    """A node of a growing tree; sorts by falling probability, so parents come before children."""
 
     minus_prob: float
     number: int
-    parent: int  # its number
+    parent: int  # the parent's number
     depth: int
     rank: int  # among the children of its parent
     is_right: bool
 
 
 def _outline(num_accepted: int, num_nodes: int) -> _Outline:
-    """Grow a tree best first; the path to be accepted is in it even where it goes deeper."""
+    """Grow a tree best first; it contains the accepted path even where that goes deeper."""
     numbers = count()
     chosen: dict[int, _Node] = {}
     heap = [_Node(-_FIRST, next(numbers), -1, 1, 0, num_accepted > 0)]
@@ -121,7 +121,7 @@ def _outline(num_accepted: int, num_nodes: int) -> _Outline:
         node = heapq.heappop(heap)
         num_left = num_nodes - len(chosen)
         if not node.is_right and num_left <= num_accepted - num_right:
-            continue  # all that is left is for the path
+            continue  # the remaining nodes are reserved for the path
         chosen[node.number] = node
         num_right += node.is_right
         child_is_right = node.is_right and node.depth < num_accepted
@@ -135,7 +135,7 @@ def _outline(num_accepted: int, num_nodes: int) -> _Outline:
     nodes = [*chosen.values()]  # in order of probability, as they were popped
     index = {node.number: place for place, node in enumerate(nodes)} | {-1: -1}
     parents = [index[node.parent] for node in nodes]
-    # The first child of a wrong node, or behind the path, is the first wrong token.
+    # After a wrong node, or after the path, the first child already is a wrong token.
     offsets = [0 if node.is_right else node.rank + 1 for node in nodes]
     return _Outline(
         np.array(parents, np.int32).reshape(-1),

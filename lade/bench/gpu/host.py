@@ -1,7 +1,8 @@
 """How long the host keeps the device waiting between two forwards, with a model that costs nothing.
 
-All that lade does in a step is done: a pool drafts, steps have fixed shapes, the tokens chosen come
-back, pool and budget learn. Only the forward is looked up in a table. Next file: `steps.py`.
+Everything that lade does in a step is done: a pool drafts, steps have fixed shapes, the chosen
+tokens come back, pool and budget learn. Only the forward is replaced by a look-up in a table. Next
+file: `steps.py`.
 """
 
 from dataclasses import replace
@@ -34,19 +35,19 @@ from ngram_pool import NGramPool
 
 _NUM_NODES = (8, 16, 32, 64)
 _VOCAB_SIZE = 2048
-_SHARES = (0.55, 0.2, 0.15, 0.1)  # of the tokens that may follow each token
+_SHARES = (0.55, 0.2, 0.15, 0.1)  # probabilities of the tokens that may follow each token
 _NUM_HELD = 60_000  # tokens in the pool
 _NUM_PROMPT = 500
 _NUM_NEW = 600
-_NUM_REPEATS = 5  # the first of which compiles, and is not counted
+_NUM_REPEATS = 5  # the first compiles and is not counted
 
 
 def measure_host(device: torch.device, stage: Stage) -> None:
-    """Time what lies between two forwards, by nodes in a tree; medians of repeats.
+    """Time the host between two forwards, by tree size; medians over repeats.
 
     Args:
-        device: what is sent and waited for goes to and comes from it.
-        stage: gets a row for each size.
+        device: the device to send inputs to and to wait for.
+        stage: receives a row per tree size.
     """
     config = {**SHAPES["tiny"].config, "vocab_size": _VOCAB_SIZE}
     config["max_position_embeddings"] = 131_072
@@ -74,7 +75,7 @@ def measure_host(device: torch.device, stage: Stage) -> None:
 
 
 class _Language:
-    """A table of which token follows, by token and position; part of it can be foreseen."""
+    """A table of the next token by token and position; partly predictable."""
 
     def __init__(self, device: torch.device) -> None:
         rng = np.random.default_rng(0)
@@ -85,7 +86,7 @@ class _Language:
         self._which_on_device = torch.from_numpy(self._which).to(device)
 
     def text(self, num_tokens: int, seed: int) -> list[int]:
-        """Return a text drawn at random."""
+        """Return a random text."""
         rng = np.random.default_rng(seed)
         token_ids = [int(rng.integers(_VOCAB_SIZE))]
         for which in rng.choice(len(_SHARES), num_tokens - 1, p=_SHARES).tolist():
@@ -93,7 +94,7 @@ class _Language:
         return token_ids
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> "_Answer":
-        """Look the next token up, as a model's forward would find it."""
+        """Look up the next tokens, in place of a model's forward."""
         which = self._which_on_device[(position_ids * 7919 + input_ids) % len(self._which)]
         logits = torch.zeros((*input_ids.shape, _VOCAB_SIZE), device=input_ids.device)
         return _Answer(logits.scatter_(2, self._on_device[which, input_ids][..., None], 5.0))
@@ -106,12 +107,12 @@ class _Answer(NamedTuple):
 class _Run(NamedTuple):
     draft_tokens_per_step: float
     mat: float
-    waited_for_sec: float  # of a step: what is done before the next forward is launched
-    deferred_sec: float  # of a step: what is done while the device is at it
+    waited_for_sec: float  # per step, before the next forward is launched
+    deferred_sec: float  # per step, while the device runs that forward
 
 
 class _TimedSpeculator(Speculator):
-    """Times what it learns, which is deferred until the device is at the next forward."""
+    """Speculator that times its learning, which is deferred to the next forward."""
 
     learning_sec = 0.0
 
@@ -125,7 +126,7 @@ class _TimedSpeculator(Speculator):
 def _run(
     model: Model, language: _Language, pool: NGramPool, prompt: list[int], num_nodes: int
 ) -> _Run:
-    """Decode with everything but a model."""
+    """Decode as lade does, with a table in place of the model's forward."""
     input_ids = torch.tensor([prompt], device=model.device)
     target = FixedTarget(
         *(model, input_ids, {"use_cache": True}, tree_layout(model), _NUM_NEW),

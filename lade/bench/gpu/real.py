@@ -20,19 +20,19 @@ _TEMPERATURES = (0.0, 0.7)
 
 
 class _TimeIsUpError(Exception):
-    """Ends a run between two answers."""
+    """Signal that ends a run between two answers."""
 
 
 def measure_real(
     load: Callable[[], LoadedModel], prompts: Sequence[Prompt], max_new_tokens: int, stage: Stage
 ) -> None:
-    """Answer prompts with a model that has to be loaded first; where it cannot be had, say why.
+    """Load a model and answer prompts with it; if it cannot be fetched, note why.
 
     Args:
         load: returns the model, on the device to measure.
-        prompts: to answer.
-        max_new_tokens: the longest answer.
-        stage: gets a row for each decoding and method; answers that end in a loop are rows apart.
+        prompts: the prompts to answer.
+        max_new_tokens: maximum length of an answer.
+        stage: receives a row per decoding and method; answers that end in a loop get rows apart.
     """
     with stage.part("all", ModelFetchError, MissingExtraError):
         loaded = load()

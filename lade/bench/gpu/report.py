@@ -8,11 +8,11 @@ from lade.bench.gpu.stage import Stage
 from lade.bench.report import share_text, speedup_text
 from lade.bench.tables import Sheet
 
-_Cell = tuple[str, Callable[[Mapping[str, Any]], str]]  # heading, and what stands under it
+_Cell = tuple[str, Callable[[Mapping[str, Any]], str]]  # heading, and the text below it for a row
 
 
 def as_json(stages: Sequence[Stage], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return all that was measured so far, ready for JSON."""
+    """Return all measurements so far, ready for JSON."""
     return {
         "environment": environment(),
         "settings": settings,
@@ -21,7 +21,7 @@ def as_json(stages: Sequence[Stage], settings: dict[str, Any]) -> dict[str, Any]
 
 
 def table(stage: Stage) -> Sheet:
-    """Return the table of a stage, with all that it left out below."""
+    """Return the table of a stage, with what it left out listed below."""
     num_words, cells = _TABLES[stage.name]
     rows = [[text_of(row) for _, text_of in cells] for row in stage.rows]
     notes = [f"not run: {what}: {reason}" for what, reason in stage.left_out.items()]
@@ -65,7 +65,7 @@ _TITLES = {
     "speed": "Whole answers, drafts replayed",
     "real": "SmolLM2-135M-Instruct",
 }
-# By stage: how many of the first columns hold words, and all columns.
+# By stage: the number of leading columns, which hold words, and all columns.
 _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
     "bandwidth": (
         1,

@@ -1,4 +1,4 @@
-"""All stages in turn, each with its share of the time.
+"""Run all stages in turn, each with its share of the time.
 
 Next file: `report.py`.
 """
@@ -22,7 +22,7 @@ from lade.bench.prompts import Prompt
 from lade.models.loading import LoadedModel
 from lade.probing.report import probe
 
-# Of the whole time; compiling and eager decoding take most. What a stage leaves is for the others.
+# Shares of the time; compiling and eager decoding take most. Unused time goes to later stages.
 _WEIGHTS = {"bandwidth": 1, "host": 1, "model": 1, "steps": 3, "speed": 6, "real": 3}
 
 
@@ -34,8 +34,8 @@ class Plan:
     shapes: Sequence[Shape]
     minutes: float
     recorded: Sequence[int]  # how many steps accepted 0, 1, 2, … draft tokens
-    mat: float  # to bring them to
-    num_nodes: int  # of each tree of whole answers, the root included
+    mat: float  # to adjust them to
+    num_nodes: int  # of each tree in whole answers, the root included
     load_real: Callable[[], LoadedModel]
     real_prompts: Sequence[Prompt]
     real_max_new_tokens: int = 128
@@ -44,19 +44,20 @@ class Plan:
         """Return how many draft tokens successive steps of a whole answer accept.
 
         Raises:
-            ValueError: what was recorded cannot be brought to the MAT.
+            ValueError: the recorded counts cannot be adjusted to the MAT.
         """
-        num_steps = max(1, round((shape.max_new_tokens - 1) / self.mat))  # one token is prefill's
+        # One token is the prefill's.
+        num_steps = max(1, round((shape.max_new_tokens - 1) / self.mat))
         return counts_at(self.recorded, self.mat, self.num_nodes - 1, num_steps)
 
 
 def run_stages(plan: Plan, stages: list[Stage], say: Callable[[str], None]) -> Iterator[Stage]:
-    """Run every stage and yield it when it is done.
+    """Run every stage and yield each when it is done.
 
     Args:
         plan: what to do.
-        stages: gets each stage as it begins, so that an unfinished one is not lost either.
-        say: told what is being done.
+        stages: receives each stage as it begins, so that an unfinished one is not lost either.
+        say: called with what is being done.
     """
     clock = _Clock(plan)
 
@@ -85,7 +86,7 @@ def _stages_of(
     bytes_per_sec: float | None,
     begin: Callable[[str, Shape], Stage],
 ) -> Iterator[Stage]:
-    """Run the stages of one shape; its model lives as long as they do."""
+    """Run the stages of one shape, whose model is freed after them."""
     made: list[KnownModel] = []
 
     def make(stage: Stage) -> None:
@@ -128,22 +129,22 @@ def _stages_of(
 
 
 def _free() -> None:
-    """Give a model's memory back, and that of what was compiled or captured for it."""
+    """Free a model's memory, and that of what was compiled or captured for it."""
     torch.compiler.reset()
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is none
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 @dataclass
 class _Clock:
-    """Hands out the time, stage by stage in the order of the plan."""
+    """Allots the time to stages, in the order of the plan."""
 
     plan: Plan
     _start: float = field(default_factory=perf_counter)
-    _num_parts: int = 0  # given away so far
+    _num_parts: int = 0  # allotted so far
 
     def end_of(self, name: str) -> float:
-        """Return when the stage that begins now has to end, by `perf_counter`."""
+        """Return when the stage that begins now must end, by `perf_counter`."""
         per_shape = sum(_WEIGHTS[name] for name in ("model", "steps", "speed"))
         whole = (
             _WEIGHTS["bandwidth"]

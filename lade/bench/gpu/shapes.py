@@ -1,10 +1,10 @@
 """Models with real shapes and random weights, whose text is known.
 
-Random weights alone give logits that nearly tie, so that in half precision the text would hang on
-the size of a forward. Here the residual stream is mostly the embedding of the last token, since
-what the layers add to it is small, and the row of the output layer that stands for the token behind
-a token is that token's embedding. The model then goes from token to token on one long cycle, by a
-wide margin, and does all the work of a dense model on the way. Next file: `acceptance.py`.
+Random weights alone give logits that nearly tie, so in half precision the text would depend on the
+size of a forward. Here the residual stream is mostly the embedding of the last token, since the
+layers add little to it, and the output layer's row for the token after a token is that token's
+embedding. The model then goes from token to token on one long cycle, by a wide margin, and does all
+the work of a dense model on the way. Next file: `acceptance.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ class Shape:
     config: Mapping[str, Any]  # of LlamaConfig
     contexts: Sequence[int] = (512, 2048, 8192, 32768)  # tokens before a timed step
     tree_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes, the root included
-    prompt_length: int = 2048  # of whole answers
+    prompt_length: int = 2048  # for whole answers
     max_new_tokens: int = 256
-    #: Of the positions, as Llama 3 scales them.
+    #: Rotary parameters, as Llama 3 scales positions.
     rope: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -46,8 +46,8 @@ def _llama3(factor: float) -> dict[str, Any]:
     }
 
 
-#: By name. Llama-3.2-1B shares its embeddings with its output layer and this one does not, which
-#: takes more memory; a step reads the same bytes.
+#: By name. Llama-3.2-1B shares its embeddings with its output layer and "1b" does not, which takes
+#: more memory; a step reads the same bytes.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -81,7 +81,7 @@ SHAPES = {
             },
             rope=_llama3(8.0),
         ),
-        # To try the command out, on a CPU too.
+        # To try the command out, also on a CPU.
         Shape(
             "tiny",
             {
@@ -94,7 +94,7 @@ SHAPES = {
                 "head_dim": 16,
                 "max_position_embeddings": 512,
             },
-            contexts=(64, 128, 1024),  # the last one is longer than the positions reach
+            contexts=(64, 128, 1024),  # the last one exceeds the positions
             prompt_length=32,
             max_new_tokens=64,
         ),
@@ -103,27 +103,27 @@ SHAPES = {
 
 
 class KnownModel(NamedTuple):
-    """A model of which it is known what it says."""
+    """A model whose greedy text is known."""
 
     model: Model
-    successors: list[int]  # [vocab_size]: the token that greedy decoding puts behind each
+    successors: list[int]  # [vocab_size]: the token that greedy decoding puts after each
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a forward reads: all but the embeddings, of which it reads rows."""
+        """Bytes of weights that a forward reads: all but the embeddings, read only in rows."""
         embeddings = self.model.get_input_embeddings().weight
         weights = sum(weight.nbytes for weight in self.model.parameters())
         return int(weights - embeddings.nbytes)
 
     @property
     def bytes_per_cached_token(self) -> int:
-        """Bytes of keys and values that a forward reads for each token before it."""
+        """Bytes of keys and values that a forward reads for each cached token."""
         config = self.model.config
         num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return int(num_values * self.model.dtype.itemsize)
 
     def answer(self, last_token_id: int, num_tokens: int) -> list[int]:
-        """Return what greedy decoding says behind a token."""
+        """Return the tokens that greedy decoding puts after a token."""
         token_ids = [last_token_id]
         for _ in range(num_tokens):
             token_ids.append(self.successors[token_ids[-1]])
@@ -131,14 +131,14 @@ class KnownModel(NamedTuple):
 
 
 def make_model(shape: Shape, device: torch.device) -> KnownModel:
-    """Make a model on a device; no weight is ever anywhere else.
+    """Make a model directly on a device; no weight is ever anywhere else.
 
-    torch's own random state is left as it is.
+    torch's own random state is left unchanged.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     """
-    # No token ends the text: every answer has the length asked for.
+    # No token ends the text: every answer has the requested length.
     config = LlamaConfig(
         **shape.config,
         **({"rope_parameters": dict(shape.rope)} if shape.rope else {}),
@@ -164,7 +164,7 @@ def random_prompt(shape: Shape, num_tokens: int, seed: int) -> Tensor:
 
 
 def _one_cycle(num_tokens: int) -> Tensor:
-    """Return a random permutation that comes back to a token only after all others."""
+    """Return a random permutation that is a single cycle."""
     order = torch.randperm(num_tokens)
     successors = torch.empty_like(order)
     successors[order] = order.roll(-1)
@@ -172,11 +172,11 @@ def _one_cycle(num_tokens: int) -> Tensor:
 
 
 def _make_known(model: Model, successors: Tensor) -> None:
-    """Let the last token decide the next one."""
+    """Make the last token decide the next one."""
     config = model.config
     embeddings = model.get_input_embeddings().weight
     embeddings.normal_()
-    # Two additions to the residual stream a layer, scaled as GPT-2 scales them.
+    # Two additions to the residual stream per layer, scaled as in GPT-2.
     scale = (2 * config.num_hidden_layers) ** -0.5
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(scale)

@@ -1,7 +1,7 @@
 """Whole answers: `generate`, `generate` with a compiled static cache, and lade, in turn.
 
-Drafts are replayed, so that so many tokens are accepted as were asked for; all else is the work
-that lade does. Next file: `real.py`.
+Drafts are replayed so that the requested number of tokens is accepted; all else is the work that
+lade does. Next file: `real.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,21 +29,21 @@ METHODS = {
 
 _NUM_PROMPTS = 2
 _MAX_ROUNDS = 3  # over all prompts
-_NUM_WARM_UPS = 2  # the first compiles or captures; of a compiled graph, the second records
-_FEW_TOKENS = 8  # to warm up what neither compiles nor captures
+_NUM_WARM_UPS = 2  # the first compiles or captures; with a compiled graph, the second records
+_FEW_TOKENS = 8  # for warming up what neither compiles nor captures
 
 
 def measure_speed(
     known: KnownModel, shape: Shape, counts: Sequence[int], num_nodes: int, stage: Stage
 ) -> None:
-    """Let every method answer the same prompts, in turn, and sum up what they did.
+    """Run every method on the same prompts in turn and summarise the results.
 
     Args:
         known: the model.
-        shape: says how long prompts and answers are.
+        shape: has the lengths of prompts and answers.
         counts: how many draft tokens successive steps of lade accept.
-        num_nodes: of each of its trees, the root included.
-        stage: gets a row for each method; methods that fail are left out with the reason.
+        num_nodes: nodes of each of its trees, the root included.
+        stage: receives a row per method; methods that fail are left out with the reason.
     """
     drafter = ReplayedDrafter(known.successors, counts, num_nodes - 1)
     methods: dict[str, Method] = {
@@ -69,7 +69,7 @@ def measure_speed(
             first = number % max(1, len(answers))
             for name in (*[*answers][first:], *[*answers][:first]):
                 answers[name].append(methods[name](known.model, _inputs(prompt), options))
-    finally:  # what was measured is kept, also if the rest was interrupted
+    finally:  # keep what was measured, even if the rest was interrupted
         last_tokens = [int(prompt[0, -1]) for prompt in prompts]
         stage.rows += _rows(known, shape, answers, median(prefills or [0.0]), last_tokens, warm_ups)
 
@@ -81,12 +81,12 @@ def _warm_up(
     prompt: torch.Tensor,
     stage: Stage,
 ) -> dict[str, float]:
-    """Let each method answer before it is timed; return how long that took, of those that can."""
+    """Run each method before it is timed; return the seconds taken, by method that ran."""
     took = {}
     for name, method in methods.items():
         if not stage.may_begin(name):
             continue
-        # A compiler has many ways to fail, and none of them is lade's.
+        # A compiler can fail in many ways, none of them lade's fault.
         with stage.part(name, *([Exception] if name == "static" else [])):
             start = perf_counter()
             num_tokens = _FEW_TOKENS if name == "plain" else shape.max_new_tokens
@@ -116,7 +116,7 @@ def _rows(
     last_tokens: Sequence[int],
     warm_ups: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Return what each method did; times are medians, ratios are of medians."""
+    """Return a row per method; times are medians, and ratios are ratios of medians."""
     expected = [known.answer(token_id, shape.max_new_tokens) for token_id in last_tokens]
     secs = {
         name: median(answer.sec for answer in of_method)
@@ -154,7 +154,7 @@ def _rows(
 
 
 def _counts(stats: Sequence[DecodeStats]) -> dict[str, Any]:
-    """Return what lade's steps did, and what they took; nothing of other methods."""
+    """Return what lade's steps did and how long they took; empty for other methods."""
     total = DecodeStats()
     for each in stats:
         total.add(each)

@@ -1,4 +1,4 @@
-"""One stage of the benchmark: what it found so far, and what it left out and why.
+"""One stage of the benchmark: its findings so far, and what it left out and why.
 
 Next file: `bandwidth.py`.
 """
@@ -20,16 +20,16 @@ _NUM_DIGITS = 6
 
 @dataclass
 class Stage:
-    """A stage, filled as it goes, so that nothing is lost with what comes after."""
+    """A stage, filled as it runs, so that nothing is lost by what comes after."""
 
     name: str
-    shape: str | None  # the model's, where it has one
+    shape: str | None  # the model's, if it has one
     ends_at: float  # by `perf_counter`; no part begins later
-    say: Callable[[str], None]  # told what is being done
+    say: Callable[[str], None]  # called with what is being done
     rows: list[dict[str, Any]] = field(default_factory=list)  # ready for JSON
     left_out: dict[str, str] = field(default_factory=dict)  # what was not run, and why
-    failure: str | None = None  # what ended it before its time
-    traceback: str = ""  # of the failure; for the eye, not for files, as it has paths
+    failure: str | None = None  # what ended it early
+    traceback: str = ""  # of the failure; to print, not to save, as it has paths
     sec: float = 0.0
 
     @property
@@ -43,7 +43,7 @@ class Stage:
         return perf_counter() < self.ends_at
 
     def run(self, work: Callable[["Stage"], None]) -> "Stage":
-        """Do the work of the stage; whatever goes wrong in it ends the stage and no other one."""
+        """Do the work of the stage; an error in it ends this stage and no other."""
         self.say(self.title)
         start = perf_counter()
         try:
@@ -60,7 +60,7 @@ class Stage:
         return self
 
     def may_begin(self, what: str) -> bool:
-        """Tell whether there is time for a part of the stage, and where not, note it."""
+        """Return whether there is time for a part of the stage; if not, note it."""
         if self.has_time:
             self.say(f"{self.title}: {what}")
             return True
@@ -69,16 +69,16 @@ class Stage:
 
     @contextmanager
     def part(self, what: str, *others: type[Exception]) -> Iterator[None]:
-        """Leave a part out that the device has no memory for, or that fails in other given ways."""
+        """Leave out a part that runs out of device memory or raises one of `others`."""
         kinds: tuple[type[Exception], ...] = (torch.OutOfMemoryError, *others)
         try:
             yield
         except kinds as error:
             self.left_out[what] = _reason(error)
-            torch.cuda.empty_cache()  # does nothing where there is none
+            torch.cuda.empty_cache()  # does nothing without a GPU
 
     def as_json(self) -> dict[str, Any]:
-        """Return all that was found, ready for JSON."""
+        """Return all findings, ready for JSON."""
         return {
             "stage": self.name,
             "shape": self.shape,
@@ -90,7 +90,7 @@ class Stage:
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with floating-point numbers of as many digits as mean something."""
+    """Return a row with its floats rounded to `_NUM_DIGITS` significant digits."""
     return {
         name: float(f"{value:.{_NUM_DIGITS}g}") if isinstance(value, float) else value
         for name, value in row.items()

@@ -1,7 +1,7 @@
-"""How long a step takes, by the nodes of its tree and by the text before it.
+"""How long a step takes, by the size of its tree and the length of the text before it.
 
-A step is what the decoding loop does between a draft and its verification: the tree's tensors, the
-forward, and the target's choices, until they are on the host. Next file: `speed.py`.
+A step is what the decoding loop does between a draft and its verification: it makes the tree's
+tensors, runs the forward, and waits for the target's choices on the host. Next file: `speed.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,19 +28,19 @@ from lade.targets.base import Target
 from lade.tree import ROOT, Tree
 from ngram_pool import DEFAULT_NUM_SUCCESSORS, Draft
 
-_NUM_WARM_UPS = 3  # of each size: kernels are chosen, compiled or captured
+_NUM_WARM_UPS = 3  # per size: kernels are chosen, compiled or captured
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
-_MAX_SEC = 6.0  # of rounds at one context, beyond the least
+_MAX_SEC = 6.0  # of rounds per context, once _MIN_ROUNDS are done
 _ROW = 0
 
 
 @contextmanager
 def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterator[Target]:
-    """Yield a model set up to verify drafts, the prompt already run, as `lade.decode` does it.
+    """Yield a model set up to verify drafts as by `lade.decode`, the prompt already run.
 
     Raises:
-        UnsupportedModelError: whole trees cannot be verified here, with the reason.
+        UnsupportedModelError: whole trees cannot be verified here; says why.
     """
     prepared: dict[str, Any] = {}
 
@@ -73,24 +73,24 @@ def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterato
 
 
 class _Timing(NamedTuple):
-    """One step."""
+    """The timing of one step."""
 
     sec: float
     host_sec: float  # until the forward was launched; the rest is waiting
     num_cached: int  # tokens before its root
-    why_eager: str | None  # why it was not a recorded step replayed
+    why_eager: str | None  # why no recording was replayed
 
 
 def measure_steps(
     known: KnownModel, shape: Shape, bytes_per_sec: float | None, stage: Stage
 ) -> None:
-    """Time steps of all tree sizes at all contexts; the prompts are run for it, untimed.
+    """Time steps of all tree sizes at all contexts; the prefills are not timed.
 
     Args:
         known: the model.
-        shape: says which sizes and contexts.
-        bytes_per_sec: what the device copies, if that is known.
-        stage: gets a row for each size and context.
+        shape: has the tree sizes and contexts.
+        bytes_per_sec: the device's copy bandwidth, if known.
+        stage: receives a row per size and context.
     """
     longest = shape.config["max_position_embeddings"]
     most = _num_most(len(shape.tree_sizes))
@@ -100,7 +100,7 @@ def measure_steps(
             stage.left_out[what] = f"the model has {longest} positions"
         elif stage.may_begin(what):
             with stage.part(what):
-                # Half of the steps are taken before the context is reached, half of them after it.
+                # Half of the steps are run before the context is reached, half after it.
                 prompt = random_prompt(shape, max(1, context - most // 2), seed=context)
                 root = int(prompt[0, -1])
                 trees = {size: _tree(known, root, size) for size in shape.tree_sizes}
@@ -111,9 +111,9 @@ def measure_steps(
 def _time_steps(
     known: KnownModel, context: int, prompt: Tensor, trees: Mapping[int, Tree], stage: Stage
 ) -> dict[int, list[_Timing]]:
-    """Return the timed steps of each tree size, taken in turn so that all see the same drift.
+    """Time steps of each tree size, taken in turn so that all see the same drift.
 
-    Every step commits its root, so the text grows by a token a step.
+    Every step commits its root, so the text grows by a token per step.
     """
     while trees:
         room = _num_most(len(trees)) + max(trees)
@@ -125,7 +125,7 @@ def _time_steps(
                 fitting[size] = tree
             else:
                 return _rounds(target, trees, stage)
-        # A step that ran out of memory leaves nothing to go on from: anew, with what fits.
+        # A step that ran out of memory leaves nothing to go on from: start again with what fits.
         del target
         trees = fitting
     return {}
@@ -144,7 +144,7 @@ def _rounds(target: Target, trees: Mapping[int, Tree], stage: Stage) -> dict[int
 
 
 def _warm_up(target: Target, tree: Tree, context: int, stage: Stage) -> bool:
-    """Run steps of a size, untimed; tell whether there is memory for it, and where not, note it."""
+    """Run untimed steps of a size; return whether there is memory for it, and note it if not."""
     what = f"context {context}, {len(tree)} nodes or more"
     with stage.part(what):
         for _ in range(_NUM_WARM_UPS):
@@ -153,12 +153,12 @@ def _warm_up(target: Target, tree: Tree, context: int, stage: Stage) -> bool:
 
 
 def _num_most(num_sizes: int) -> int:
-    """Return how many steps there are at most at a context."""
+    """Return the maximum number of steps at a context."""
     return (_NUM_WARM_UPS + _MAX_ROUNDS) * num_sizes
 
 
 def _tree(known: KnownModel, root: int, size: int) -> Tree:
-    """Return a tree of wrong tokens, the shape of a draft."""
+    """Return a tree of wrong tokens with the shape of a draft."""
     if size == 1:
         return Tree.build(root, Draft.empty())
     drafter = ReplayedDrafter(known.successors, [0], size - 1)
@@ -167,7 +167,7 @@ def _tree(known: KnownModel, root: int, size: int) -> Tree:
 
 
 def _time_step(target: Target, tree: Tree) -> _Timing:
-    """Take a step as the decoding loop does; what it leaves behind is waited for, untimed."""
+    """Time a step as in the decoding loop; the commit after it is waited for, untimed."""
     choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
     (num_cached,) = target.num_cached
     start = perf_counter()
@@ -190,7 +190,7 @@ def _rows(
     timings: dict[int, list[_Timing]],
     bytes_per_sec: float | None,
 ) -> list[dict[str, Any]]:
-    """Return what was measured at a context, as medians."""
+    """Return the medians at a context, one row per tree size."""
     of_one = median(timing.sec for timing in timings[1]) if timings.get(1) else None
     rows = []
     for size, of_size in timings.items():

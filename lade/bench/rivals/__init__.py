@@ -1,8 +1,8 @@
-"""Rivals of the arena: published ways of drafting, on lade's own verify core.
+"""Rivals: published drafting methods, reimplemented on lade's own verification.
 
-Each is written anew from its paper as a `Drafter`, so that all methods of a run differ in what they
-draft and in nothing else. None of them is used outside `lade bench`. Where a rival could not be as
-published, its docstring says so; where it leaves a choice open, too.
+Each is written from its paper as a `Drafter`, so the methods of a run differ only in what they
+draft. None is used outside `lade bench`. Docstrings say where a rival deviates from its paper, and
+what they chose where the paper leaves a choice open.
 
 Reading order: `growing.py`, `prompt_lookup.py`, `lookahead.py`, `recycling.py`, `sam.py`,
 `goose.py`, `suffix.py`; `catalogue.py` names them.

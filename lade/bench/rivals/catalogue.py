@@ -17,7 +17,7 @@ from lade.drafting.drafter import Drafter
 
 
 class Rival(NamedTuple):
-    """A published way of drafting."""
+    """A published drafting method."""
 
     make_drafter: Callable[[], Drafter]  # for all prompts of a pass
     max_draft_tokens: int  # as published

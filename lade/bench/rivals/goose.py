@@ -16,22 +16,22 @@ from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
 _NUM_NODES = 60  # of a tree, root included
-_MAX_DRAFT_TOKENS = 100  # of a tree, and of a spine, in full confidence
+_MAX_DRAFT_TOKENS = 100  # of a tree, and of a spine, at full confidence
 _SIZES = (5, 4, 3)  # of the n-grams to match, longest first
-_MAX_COPIED = 20  # by one match
+_MAX_COPIED = 20  # per match
 _LONG_COPY = 8  # tokens that make a copy trustworthy
-_EXTENDING_CONFIDENCE = 0.6  # above it, matching goes on behind what was copied
+_EXTENDING_CONFIDENCE = 0.6  # above it, matching goes on from the end of the copy
 _NUM_SUCCESSORS = 10
 _MIN_SCORE = 0.01
-_MAX_DEPTH = 6  # of nodes that branches grow to
+_MAX_DEPTH = 6  # of the nodes of branches
 _SPINE_BRANCHES = 0.5  # share of the branches that hang from the spine, not from the root
 _SHARES = ((0.2, 0.15), (0.4, 0.3))  # (spine acceptance below, share of the nodes for the spine)
 _LARGEST_SHARE = 0.5
-_SMOOTHING = 0.3  # weight of a new spine acceptance
+_SMOOTHING = 0.3  # weight of the newest spine acceptance
 
 
 class Scored(NamedTuple):
-    """What is likely after a token, best first; two lists, as there are many of them."""
+    """Likely tokens after a token, best first; two lists, as there are many of these."""
 
     token_ids: list[int]
     scores: list[float]
@@ -42,15 +42,15 @@ _NOTHING = Scored([], [])
 
 @dataclass(slots=True)
 class _Occurrences:
-    """Where an n-gram stood before."""
+    """Earlier occurrences of an n-gram."""
 
-    position: int  # behind the earliest
+    position: int  # after the earliest
     num: int = 1
     agree: bool = True  # whether all were followed by the same token
 
 
 class Copy(NamedTuple):
-    """What followed a context before."""
+    """The tokens that followed a context before."""
 
     token_ids: list[int]
     confidence: float
@@ -79,7 +79,7 @@ class _Text:
             found.agree = found.agree and self.token_ids[found.position] == next_token_id
 
     def copy(self, context: Sequence[int]) -> Copy:
-        """Return what followed the earliest occurrence of the context's end."""
+        """Return what followed the earliest occurrence of the context's last tokens."""
         for size in _SIZES:
             found = self._occurrences.get(tuple(context[-size:]))
             if found is not None:
@@ -88,21 +88,21 @@ class _Text:
         return Copy([], 0.0)
 
     def long_copy(self, context: Sequence[int]) -> Copy:
-        """Return a copy that goes on from its own end for as long as it is trusted."""
+        """Return a copy, extended from its own end for as long as it is trusted."""
         copied, confidence = self.copy(context)
         if confidence <= _EXTENDING_CONFIDENCE:
             return Copy(copied, confidence)
         while len(copied) < int(_MAX_DRAFT_TOKENS * confidence):
             more = self.copy([*context[-_SIZES[0] :], *copied])
             copied = copied + more.token_ids
-            # Full confidence lasts for as long as further matches have it, too.
+            # Full confidence lasts only as long as further matches have it, too.
             if not more.token_ids or more.confidence < confidence == 1:
                 break
         return Copy(copied, confidence)
 
 
 def _confidence(num_copied: int, found: _Occurrences) -> float:
-    """Return how far to trust a copy, from 0 to 1."""
+    """Return the confidence in a copy, from 0 to 1."""
     if found.num > 1 and found.agree:
         return 1.0
     if num_copied >= _LONG_COPY:
@@ -112,18 +112,18 @@ def _confidence(num_copied: int, found: _Occurrences) -> float:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What is known of one prompt and its answer."""
+    """The state of one prompt and its answer."""
 
     text: _Text = field(default_factory=_Text)
-    #: The target's likeliest tokens after a token, and after a pair of them.
+    #: The target's likeliest tokens after a token, and after a pair of tokens.
     of_token: dict[int, Scored] = field(default_factory=dict)
     of_pair: dict[tuple[int, int], Scored] = field(default_factory=dict)
     acceptance: float = 0.5  # of spines, smoothed
     spine: list[int] = field(default_factory=list)  # of the last draft
-    spine_position: int = 0  # where in the text it would stand
+    spine_position: int = 0  # where in the text it would begin
 
     def successors(self, previous_token_id: int | None, token_id: int) -> Scored:
-        """Return what is likely after a token: by the pair where it is known."""
+        """Return the likely tokens after a token: by the pair if known, else by the token."""
         if previous_token_id is not None and (previous_token_id, token_id) in self.of_pair:
             return self.of_pair[previous_token_id, token_id]
         return self.of_token.get(token_id, _NOTHING)
@@ -133,7 +133,7 @@ class _Sequence:
         return next((share for limit, share in _SHARES if self.acceptance < limit), _LARGEST_SHARE)
 
     def judge_spine(self, token_ids: Sequence[int]) -> None:
-        """Learn how much of the last spine came."""
+        """Update the acceptance by how much of the last spine was emitted."""
         if self.spine:
             emitted = token_ids[self.spine_position - len(self.text.token_ids) :]
             pairs = zip(self.spine, emitted, strict=False)
@@ -144,7 +144,7 @@ class _Sequence:
 
 
 class _Branching:
-    """Grows one tree: the spine, then branches at the root and at the spine, then behind those."""
+    """Builder of one tree: the spine, branches at the root and the spine, then their extensions."""
 
     def __init__(self, state: _Sequence, committed: Sequence[int], num_nodes: int) -> None:
         self._state = state
@@ -153,7 +153,7 @@ class _Branching:
         self._growable: deque[tuple[int, float]] = deque()  # branches and their scores
 
     def grow(self, spine: Sequence[int]) -> Draft:
-        """Return the tree."""
+        """Build the tree along a spine."""
         nodes = self.growing.add_path(spine)
         room = self.growing.room
         on_spine = max(1, int(room * _SPINE_BRANCHES)) if nodes and room else 0
@@ -166,13 +166,13 @@ class _Branching:
         return self.growing.build()
 
     def _attach(self, node: int, most: int, spine_token_id: int | None) -> None:
-        """Let a node have so many branches, besides its child on the spine."""
+        """Add at most `most` branches to a node, besides its child on the spine."""
         beside = [each for each in self._successors(node) if each[0] != spine_token_id]
         for token_id, score in beside[:most]:
             self._branch(node, token_id, score)
 
     def _extend(self, node: int, score: float) -> None:
-        """Let a branch grow, the likelier and the shallower the wider."""
+        """Extend a branch: the likelier and the shallower it is, the wider."""
         widest = max(1, _NUM_SUCCESSORS // self.growing.depth(node))
         width = min(widest, ceil(self.growing.room * score), self.growing.room)
         for token_id, next_score in self._successors(node)[:width]:
@@ -196,7 +196,7 @@ class _Branching:
 
 
 def _harmonic_shares(num: int, num_places: int) -> list[int]:
-    """Deal a number out, the n-th place getting 1/n of the first's, at least 1 while there are."""
+    """Split a number: the n-th place gets 1/n of the first's, at least 1 while any is left."""
     total = sum(1 / place for place in range(1, num_places + 1))
     shares: list[int] = []
     for place in range(1, num_places + 1):
@@ -205,21 +205,21 @@ def _harmonic_shares(num: int, num_places: int) -> list[int]:
 
 
 class GooseDrafter:
-    """Copy a spine, and put the target's own successors beside it, in shares by what was accepted.
+    """Drafter of a copied spine, with branches of the target's own successors beside it.
 
     The spine is what followed the earliest occurrence of the last 5, 4 or 3 tokens in prompt and
     answer: 20 tokens, or up to 100 where matching goes on from its own end. Branches are what the
-    target found likely after the same pair of tokens, else after the same token: of its top 10
+    target found likely after the same pair of tokens, else after the same token: of its top 10,
     those with 1 % of their probability or more. The spine gets 15, 30 or 50 % of the nodes by its
-    smoothed acceptance (below 0.2, below 0.4, above). Half of the others hang from the root, half
-    from the spine, the n-th node having 1/n of the first's, and what these leave lets branches
-    grow, down to depth 6. A tree has 60 nodes with the root; the more the copy is to be trusted,
-    being long or having all occurrences agree, the more it has, up to 100, and the more of them are
-    spine. With less room the same shares are taken of it. Where the tables know nothing of the last
-    token, the copy is all. Everything begins anew with each prompt.
+    smoothed acceptance (below 0.2, below 0.4, above). Half of the others hang from the root and
+    half from the spine, where the n-th node gets 1/n of the first's share; what these leave extends
+    branches, down to depth 6. A tree has 60 nodes with the root. The more the copy can be trusted,
+    because it is long or all occurrences agree, the more nodes there are, up to 100, and the more
+    of them are spine. With less room, the same shares apply. If the tables know nothing of the last
+    token, the copy is all. Everything starts afresh with each prompt.
 
-    The original also fills its tables with the logits of the whole prompt. Here the prompt teaches
-    what `harvest` is told of it, at present its last token, so the first steps have fewer branches.
+    The original also fills its tables with the logits of the whole prompt. Here, only what
+    `harvest` receives of it, its end, teaches anything, so the first steps have fewer branches.
 
     Source: Jin, Nguyen and Inoue, Goose: Anisotropic Speculation Trees for Training-Free
     Speculative Decoding (arXiv 2604.02047), section 4, with the settings of its table 5.
@@ -239,7 +239,7 @@ class GooseDrafter:
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Grow a tree: the spine first, so that it is the last to be cut."""
+        """Grow a tree, the spine first, so that it is the last to be cut."""
         state = self._open[sequence]
         if committed[-1] not in state.of_token:
             return chain(state.text.copy(committed).token_ids[:max_draft_tokens])
@@ -250,7 +250,7 @@ class GooseDrafter:
         share += confidence * (1 - share)
         state.spine = copied[: min(int(size * share), max_draft_tokens)]
         state.spine_position = len(committed)
-        # From a spine that has all nodes, the root takes none.
+        # The root takes no node from a spine that has all of them.
         num_nodes = max(size - 1, len(state.spine))
         return _Branching(state, committed, num_nodes).grow(state.spine)
 
@@ -275,7 +275,7 @@ class GooseDrafter:
                 state.of_pair[committed[-2], token_id] = scored
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Index what was committed, and hold the last spine against it."""
+        """Judge the last spine by the committed tokens, and index these."""
         state = self._open[sequence]
         state.judge_spine(token_ids)
         state.text.extend(token_ids)

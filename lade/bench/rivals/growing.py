@@ -13,7 +13,7 @@ ROOT = -1  # the parent of first tokens
 
 
 class GrowingDraft:
-    """Nodes in the order in which they were added; a node has one child for each token."""
+    """A draft in the order in which nodes were added; a node has one child per token."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_nodes = max_draft_tokens
@@ -25,7 +25,7 @@ class GrowingDraft:
 
     @property
     def room(self) -> int:
-        """How many nodes more there may be."""
+        """Number of nodes that can still be added."""
         return self._max_nodes - len(self._token_ids)
 
     def token_id(self, node: int) -> int:
@@ -45,9 +45,9 @@ class GrowingDraft:
 
         Args:
             parent: a node, or `ROOT`.
-            token_id: which no other child of the parent has.
-            prob: an estimate that its path is accepted; 1 from rivals that make none, which a fixed
-                budget does not miss.
+            token_id: its token, which no other child of the parent has.
+            prob: estimated probability that its path is accepted; 1 from rivals that estimate none,
+                as a fixed budget needs none.
         """
         assert self.room > 0
         assert (parent, token_id) not in self._children
@@ -60,9 +60,9 @@ class GrowingDraft:
         return node
 
     def add_path(self, token_ids: Iterable[int]) -> list[int]:
-        """Add a candidate, as much of it as there is room for, and return its nodes.
+        """Add as much of a candidate as there is room for, and return its nodes.
 
-        What it shares with earlier candidates is not added again.
+        The part it shares with earlier candidates is not added again.
         """
         node, nodes = ROOT, []
         for token_id in token_ids:

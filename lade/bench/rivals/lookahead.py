@@ -17,7 +17,7 @@ _NUM_CANDIDATES = 7  # G, kept for each token
 
 
 class _Pool:
-    """For each token the N - 1 tokens that followed it, the G last seen of them, newest last."""
+    """For each token, the G latest sequences of N - 1 tokens that followed it, newest last."""
 
     def __init__(self) -> None:
         self._tail: list[int] = []  # the last N - 1 tokens
@@ -45,11 +45,11 @@ class _Pool:
 
 
 class LookaheadDrafter:
-    """Propose the G continuations last seen of the last token, merged into a tree, newest first.
+    """Drafter of the last token's G latest continuations, merged into a tree, newest first.
 
-    N = 5 and G = 7 are the authors' setting for models of 7B. The pool begins anew with every
-    prompt and takes in its n-grams (their POOL_FROM_PROMPT). The original gets all others from its
-    Jacobi window; without one, the n-grams of the answer itself stand in for them.
+    N = 5 and G = 7 are the authors' setting for 7B models. The pool starts afresh with every prompt
+    and takes in its n-grams (their POOL_FROM_PROMPT). The original gets all others from its Jacobi
+    window; without one, the n-grams of the answer itself stand in for them.
 
     Args:
         has_window: learn from a window (`Config(lookahead=…)`) instead of from the answer.
@@ -78,12 +78,12 @@ class LookaheadDrafter:
         return growing.build()
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Add the n-grams of what was committed, where no window does."""
+        """Add the n-grams of the committed tokens, unless a window provides n-grams."""
         if not self._has_window:
             self._open[sequence].extend(token_ids)
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Add n-grams [num_ngrams, N] of a window."""
+        """Add the n-grams [num_ngrams, N] of a window."""
         for ngram in ngrams.tolist():
             self._open[sequence].add(ngram)
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens where the text had them first.
+"""Prompt lookup: copy what followed the first occurrence of the last few tokens.
 
 Next file: `lookahead.py`.
 """
@@ -14,7 +14,7 @@ _NUM_TOKENS = 10  # to copy
 
 
 class _Index:
-    """A text, and where each of its n-grams ended first."""
+    """A text, and where each of its n-grams first ended."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -29,7 +29,7 @@ class _Index:
                     self._ends.setdefault(tuple(text[-size:]), len(text))
 
     def continuation(self, context: Sequence[int], num_tokens: int) -> list[int]:
-        """Return what followed the longest end of the context that something followed."""
+        """Return what followed the longest suffix of the context that anything followed."""
         for size in _SIZES:
             end = self._ends.get(tuple(context[-size:]), len(self.token_ids))
             if end < len(self.token_ids):
@@ -38,10 +38,10 @@ class _Index:
 
 
 class PromptLookupDrafter:
-    """Copy from prompt and answer, along one chain.
+    """Drafter that copies a single candidate from prompt and answer.
 
-    An n-gram of three tokens is looked for, then of two, then of one, and the earliest place
-    counts, as in transformers, which by default looks for two tokens and one; ten are copied.
+    It looks for the last three tokens, then two, then one, and copies ten tokens from the earliest
+    place, as transformers does, which by default looks for two tokens and one.
 
     Source: Saxena, prompt-lookup-decoding (2023), with its own n = 3 and 10 tokens.
     """
@@ -63,7 +63,7 @@ class PromptLookupDrafter:
         return chain(self._open[sequence].continuation(committed, num_tokens))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Index what was committed."""
+        """Index the committed tokens."""
         self._open[sequence].extend(token_ids)
 
     def close(self, sequence: int) -> None:

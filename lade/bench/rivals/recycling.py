@@ -19,17 +19,17 @@ _LEVEL_SIZES = (8, 21, 25, 15, 8, 3)  # nodes by depth, 80 in all
 class Place(NamedTuple):
     """A node of the fixed tree, before it has a token."""
 
-    parent: int  # the parent's place; ROOT under the root
+    parent: int  # the parent's place; ROOT for children of the root
     rank: int  # which successor of its parent's token it takes, from 0
 
 
 def static_tree(level_sizes: Sequence[int], num_successors: int) -> list[Place]:
-    """Return a tree with so many nodes at each depth, best place first.
+    """Return a tree with a given number of nodes at each depth, best place first.
 
-    The paper's tree was merged from measured ones, and only its sizes are taken here. The rule
+    The paper's tree was merged from measured ones, and only its sizes are used here. The rule
     instead: the r-th successor of a token weighs 1/r, a place the product along its path; each
     depth takes the heaviest children of the places above. (The 8, 21 and 25 places at depths 1 to 3
-    then are all those of weights down to 1/8, 1/9 and 1/6: the sizes themselves speak for 1/r.)
+    are then all those of weights down to 1/8, 1/9 and 1/6: the sizes themselves suggest 1/r.)
     """
     chosen: list[tuple[int, ...]] = []  # paths of ranks from 1
     level: list[tuple[int, ...]] = [()]
@@ -46,14 +46,14 @@ _TREE = static_tree(_LEVEL_SIZES, _NUM_SUCCESSORS)
 
 
 class RecyclingDrafter:
-    """Lay out the last seen top 8 successors of each token as a fixed tree of 80 nodes.
+    """Drafter of the latest top 8 successors of each token, laid out as a fixed tree of 80 nodes.
 
-    Every node that the target ran, accepted or not, replaces the successors of its token; of a
-    token at several nodes the last one counts. One matrix serves all sequences and stays warm.
-    Where the successors of a token are not known yet, the places under it stay empty (the original
+    Every node that the target ran, accepted or not, replaces the successors of its token; of
+    several nodes with the same token, the last one counts. One matrix serves all sequences and
+    stays warm. Places under a token whose successors are not known yet stay empty (the original
     fills them with token 0). The paper fills the places level by level; here they come best first,
-    so that the best are taken where there is room for less than 80. The prompt teaches what
-    `harvest` is told of it.
+    so that the best are used where there is room for fewer than 80. Of the prompt, only what
+    `harvest` receives is learned.
 
     Source: Luo et al., Turning Trash into Treasure: Accelerating Inference of Large Language Models
     with Token Recycling (arXiv 2408.08696), section 3.
@@ -63,10 +63,10 @@ class RecyclingDrafter:
 
     def __init__(self) -> None:
         self._handles = count()
-        self._successors: dict[int, list[int]] = {}  # the matrix, of tokens seen
+        self._successors: dict[int, list[int]] = {}  # the matrix, for the tokens seen
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        """Begin a sequence; nothing is kept of it."""
+        """Begin a sequence; it keeps no state."""
         return next(self._handles)
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
@@ -98,7 +98,7 @@ class RecyclingDrafter:
         self._successors.update(zip(token_ids, successors.token_ids.tolist(), strict=True))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Learn nothing: what was committed was harvested."""
+        """Learn nothing: committed tokens were harvested."""
 
     def close(self, sequence: int) -> None:
         """End the sequence; the matrix stays."""

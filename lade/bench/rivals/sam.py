@@ -12,27 +12,27 @@ from lade.drafting.drafts import chain
 from lade.drafting.successors import Successors
 from ngram_pool import Draft
 
-_MAX_TOKENS = 40  # of a chain
-_TOKENS_PER_MATCH = 4  # a chain has one token, and so many for each that matched
-_MIN_MATCH = 5  # shorter matches leave the draft to the other drafter, where there is one
+_MAX_TOKENS = 40  # of a draft
+_TOKENS_PER_MATCH = 4  # a draft has one token, and this many per matched one
+_MIN_MATCH = 5  # shorter matches leave the draft to the other drafter, if any
 
-_START = 0  # the state of no token
+_START = 0  # the state of the empty sequence
 _NONE = -1  # the link of `_START`
 
 
 class Match(NamedTuple):
-    """The longest end of a context that occurred before."""
+    """The longest suffix of a context that occurred before."""
 
     length: int
-    next_position: int  # behind its earliest occurrence in the text
+    next_position: int  # after its earliest occurrence in the text
 
 
 class SuffixAutomaton:
-    """The smallest automaton that reads all substrings of a text; grows in O(1) a token, amortised.
+    """The smallest automaton of all substrings of a text; grows in amortised O(1) per token.
 
     A state stands for substrings that end at the same positions, and its link for the longest of
-    their suffixes that ends elsewhere too. So the link of the whole text is its longest suffix that
-    occurred before.
+    their suffixes that also ends elsewhere. So the link of the whole text is its longest suffix
+    that occurred before.
 
     Source: Blumer et al., The Smallest Automaton Recognizing the Subwords of a Text (1985).
     """
@@ -44,7 +44,7 @@ class SuffixAutomaton:
         self._moves: list[dict[int, int]] = [{}]  # token id -> state
         self._links = [_NONE]
         self._lengths = [0]  # of its longest substring
-        self._ends = [0]  # the position behind its earliest occurrence
+        self._ends = [0]  # the position after its earliest occurrence
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Read the next tokens of the text."""
@@ -55,7 +55,7 @@ class SuffixAutomaton:
         """Return the longest suffix of a context that occurred in the text before its end.
 
         Args:
-            context: the text, perhaps with tokens more.
+            context: the text, possibly followed by more tokens.
         """
         state = max(self._links[self._last], _START)
         length = self._lengths[state]
@@ -80,12 +80,12 @@ class SuffixAutomaton:
         self._last = new
 
     def _suffix_state(self, state: int, token_id: int) -> int:
-        """Return the state of the longest substring of `state`, and the token behind it."""
+        """Return the state of `state`'s longest substring followed by a token."""
         target = self._moves[state][token_id]
         length = self._lengths[state] + 1
         if self._lengths[target] == length:
             return target
-        # `target` also stands for longer substrings, which do not end here: they part ways.
+        # `target` also stands for longer substrings, which do not end here: split it.
         clone = self._new_state(dict(self._moves[target]), length, self._ends[target])
         self._links[clone] = self._links[target]
         self._links[target] = clone
@@ -103,10 +103,10 @@ class SuffixAutomaton:
 
 
 class SamDrafter:
-    """Copy what followed the earliest occurrence of the longest suffix that occurred before.
+    """Drafter that copies what followed the earliest occurrence of the longest repeated suffix.
 
-    A match of m tokens, in prompt and answer, is followed by 1 + 4 m tokens, 40 at most, along one
-    chain. There is no automaton of a corpus, which the original can have besides.
+    After a match of m tokens in prompt and answer, it copies 1 + 4 m tokens, 40 at most, as a
+    single candidate. There is no automaton of a corpus, which the original can have besides.
 
     Source: Hu et al., SAM Decoding: Speculative Decoding via Suffix Automaton (arXiv 2411.10666).
     """
@@ -127,7 +127,7 @@ class SamDrafter:
         return self._open[sequence].match(committed)
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Copy, the longer the match the more; nothing without a match."""
+        """Copy tokens, the longer the match the more; none without a match."""
         length, start = self.match(sequence, committed)
         num_tokens = (
             min(1 + _TOKENS_PER_MATCH * length, _MAX_TOKENS, max_draft_tokens) if length else 0
@@ -135,7 +135,7 @@ class SamDrafter:
         return chain(self._open[sequence].token_ids[start : start + num_tokens])
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Read what was committed."""
+        """Read the committed tokens."""
         self._open[sequence].extend(token_ids)
 
     def close(self, sequence: int) -> None:
@@ -144,9 +144,9 @@ class SamDrafter:
 
 
 class SamRecyclingDrafter:
-    """Copy after a match of 5 tokens or more; else draft as Token Recycling does.
+    """Drafter that copies after a match of 5 tokens or more, else drafts as Token Recycling does.
 
-    Source: as of `SamDrafter` (its combination SAM-Decoding[T]) and of `RecyclingDrafter`.
+    Source: those of `SamDrafter` (its combination SAM-Decoding[T]) and of `RecyclingDrafter`.
     """
 
     num_successors = RecyclingDrafter.num_successors
@@ -177,7 +177,7 @@ class SamRecyclingDrafter:
         self._recycling.harvest(sequence, committed, token_ids, parents, successors)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Read what was committed."""
+        """Read the committed tokens."""
         self._copying.observe(sequence, token_ids)
 
     def close(self, sequence: int) -> None:

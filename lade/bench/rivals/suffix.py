@@ -13,11 +13,11 @@ from lade.bench.rivals.growing import ROOT, GrowingDraft
 from ngram_pool import Draft
 
 _MAX_DEPTH = 24  # of the tries, match and draft together
-_TOKENS_PER_MATCH = 1.0  # a draft has at most so many tokens for each that matched,
-_MORE_TOKENS = 0  # and so many besides
+_TOKENS_PER_MATCH = 1.0  # maximum draft tokens per matched token
+_MORE_TOKENS = 0  # added to that maximum
 _MIN_PROB = 0.1  # of a node's path
 
-_END = -1  # stands between texts
+_END = -1  # separates texts
 
 
 @dataclass(slots=True)
@@ -28,19 +28,19 @@ class _Node:
     children: "dict[int, _Place]" = field(default_factory=dict)  # by the next token
 
 
-# A node or, where a sequence occurred once, the position of its last token; the text has the rest.
+# A node or, for a sequence that occurred once, the position of its last token in the text.
 _Place = _Node | int
 
 
 class SuffixTrie:
     """How often each sequence of tokens, up to a length, occurred in some texts.
 
-    What occurred once needs no nodes, so there are few dicts per token instead of one for each
+    Sequences that occurred once need no nodes, so there are few dicts per token instead of one per
     length. A token is added in O(depth).
     """
 
     def __init__(self) -> None:
-        self._text: list[int] = []  # all texts, each with _END behind it but the current one
+        self._text: list[int] = []  # all texts, each but the current one followed by _END
         self._root = _Node(0)
         self._growing: list[tuple[_Node, int]] = []  # where the text's own suffixes end, and depths
 
@@ -55,12 +55,12 @@ class SuffixTrie:
             ]
 
     def end_text(self) -> None:
-        """End the current text: what is added next does not follow it."""
+        """End the current text; what is added next does not follow it."""
         self._text.append(_END)
         self._growing = []
 
     def find(self, token_ids: Sequence[int]) -> _Place | None:
-        """Return the place of a sequence, None if it did not occur."""
+        """Return the place of a sequence; None if it did not occur."""
         place: _Place | None = self._root
         for token_id in token_ids:
             if isinstance(place, _Node):
@@ -70,7 +70,7 @@ class SuffixTrie:
         return place
 
     def following(self, place: _Place) -> Iterator[tuple[int, _Place, float]]:
-        """Yield what followed: the token, its place, and its share of the occurrences."""
+        """Yield each token that followed, with its place and its share of the occurrences."""
         if isinstance(place, _Node):
             for token_id, child in place.children.items():
                 num = child.num if isinstance(child, _Node) else 1
@@ -79,7 +79,7 @@ class SuffixTrie:
             yield next_token_id, place + 1, 1.0
 
     def _count(self, node: _Node, token_id: int) -> _Node | None:
-        """Count the token just added, behind a node; return its node if it was there before."""
+        """Count the token just added, after a node; return its node if it was there before."""
         child = node.children.get(token_id)
         if child is None:
             node.children[token_id] = len(self._text) - 1
@@ -90,7 +90,7 @@ class SuffixTrie:
         return child
 
     def _node_at(self, position: int) -> _Node:
-        """Return a node for what occurred once so far."""
+        """Return a node for a sequence that occurred once so far."""
         next_token_id = self._token_id(position + 1)
         return _Node(1, {} if next_token_id == _END else {next_token_id: position + 1})
 
@@ -99,7 +99,7 @@ class SuffixTrie:
 
 
 class _Speculation(NamedTuple):
-    """A draft and how good it looks."""
+    """A draft and its score."""
 
     score: float  # the sum of its path probabilities
     draft: Draft
@@ -138,17 +138,18 @@ class _Request:
 
 
 class SuffixDrafter:
-    """Draft the most frequent continuations of the match that promises most.
+    """Drafter of the most frequent continuations of the most promising match.
 
-    A trie holds prompt and answer of a request, another one, for all sequences, the answers that
-    ended before; both know sequences of up to 24 tokens. Every end of the text that occurred is
-    tried in both: nodes are added by the probability of their path, a ratio of frequencies, until
-    it falls below 0.1 or there is a node for each token that matched. The draft with the greatest
-    sum of these probabilities is taken; of equals the request's own, then the longer match.
+    One trie holds the prompt and answer of a request; another, for all sequences, holds the answers
+    that ended before. Both know sequences of up to 24 tokens. Every suffix of the text that
+    occurred is tried in both: nodes are added by the probability of their path, a ratio of
+    frequencies, until it falls below 0.1 or there is a node per matched token. The draft with the
+    greatest sum of these probabilities is taken; of equals, the request's own, then the longer
+    match.
 
-    The settings are the defaults of the authors' library in vLLM, but for drafting trees, which is
-    off there. It adds answers to the shared trie as they grow, and keeps 10 000 of them: here they
-    are added when they end, and all are kept, as a pass has fewer.
+    The settings are the defaults of the authors' library in vLLM, except that trees are drafted,
+    which is off there. It adds answers to the shared trie as they grow, and keeps 10 000 of them;
+    here they are added when they end, and all are kept, as a pass has fewer.
 
     Source: Oliaro et al., SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications
     (arXiv 2411.04975), section 3.
@@ -166,7 +167,7 @@ class SuffixDrafter:
         return sequence
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Speculate from every match, and return the best."""
+        """Return the best draft over all matches."""
         best = _Speculation(0.0, Draft.empty())
         for trie in (self._open[sequence].trie, self._answers):
             places = _matches(trie, committed)
@@ -178,7 +179,7 @@ class SuffixDrafter:
         return best.draft
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Add what was committed to the request."""
+        """Add the committed tokens to the request."""
         request = self._open[sequence]
         request.trie.extend(token_ids)
         request.answer_ids += token_ids
@@ -190,7 +191,7 @@ class SuffixDrafter:
 
 
 def _matches(trie: SuffixTrie, committed: Sequence[int]) -> list[_Place]:
-    """Return the places of the last token, of the last two, and so on while they occurred."""
+    """Return the places of the last token, the last two and so on, for as long as they occurred."""
     places: list[_Place] = []
     for length in range(1, min(len(committed), _MAX_DEPTH - 1) + 1):
         place = trie.find(committed[-length:])

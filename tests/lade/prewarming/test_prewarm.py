@@ -19,7 +19,7 @@ from lade.errors import UnsupportedModelError
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Prompter, speaking
+from lade.prewarming.prompter import Prompter, prompting
 from lade.prewarming.run import PrewarmProgress, Run
 from lade.prewarming.tables import (
     Effort,
@@ -49,7 +49,7 @@ def run_on(
 ) -> tuple[Run, list[PrewarmProgress]]:
     """Work for so many readings of a clock."""
     told: list[PrewarmProgress] = []
-    with speaking(model, stored.table.num_successors) as prompter:
+    with prompting(model, stored.table.num_successors) as prompter:
         prompter.num_rows = 4
         run = Run(
             prompter,
@@ -79,7 +79,7 @@ def likeliest(model: Any, *token_ids: int) -> tuple[list[int], list[float]]:
 def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(family: str) -> None:
     model = tiny_model(family, attention="eager")
     token_ids = np.arange(2, 13)
-    with speaking(model, 8) as prompter:
+    with prompting(model, 8) as prompter:
         prompter.num_rows = 4
         ids, probs = prompter.successors_of(7, token_ids)
     for token_id, row_ids, row_probs in zip(token_ids.tolist(), ids, probs, strict=True):
@@ -94,14 +94,14 @@ def test_texts_tell_the_successors_at_every_place(family: str) -> None:
     columns: list[Any] = []
     told: list[Any] = []
 
-    def hear(tokens: Any, successors: Any) -> bool:
+    def collect(tokens: Any, successors: Any) -> bool:
         columns.append(tokens[:, -1])
         told.append(successors)
         return True
 
-    with speaking(model, 8) as prompter:
+    with prompting(model, 8) as prompter:
         prompter.num_rows = 3
-        assert prompter.write(12, 5, hear)
+        assert prompter.write(12, 5, collect)
     texts = np.stack(columns, axis=1)
     assert texts.shape == (3, 12)
     assert (texts[:, 0] == prompter.start_token_id).all()
@@ -119,15 +119,15 @@ def test_texts_are_drawn_from_the_whole_distribution() -> None:
     model = tiny_model("llama", seed=3)
     counts = np.zeros(VOCAB_SIZE)
 
-    def hear(tokens: Any, _: Any) -> bool:
+    def collect(tokens: Any, _: Any) -> bool:
         if tokens.shape[1] == 2:
             np.add.at(counts, tokens[:, -1], 1)
         return len(tokens[0]) < 2
 
-    with speaking(model, 8) as prompter:
+    with prompting(model, 8) as prompter:
         prompter.num_rows = 1000
         for seed in range(4):
-            prompter.write(3, seed, hear)
+            prompter.write(3, seed, collect)
     with torch.no_grad():
         probs = model(torch.tensor([[prompter.start_token_id]])).logits[0, -1].softmax(-1).numpy()
     expected = counts.sum() * probs
@@ -206,9 +206,9 @@ def test_no_batch_of_texts_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> 
     seeds: list[int] = []
     write = Prompter.write
 
-    def noted(self: Prompter, num_tokens: int, seed: int, hear: Any) -> bool:
+    def noted(self: Prompter, num_tokens: int, seed: int, collect: Any) -> bool:
         seeds.append(seed)
-        return write(self, num_tokens, seed, hear)
+        return write(self, num_tokens, seed, collect)
 
     monkeypatch.setattr(Prompter, "write", noted)
     stored, model = new(), tiny_model("llama")
@@ -292,7 +292,7 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         return forward(self, input_ids, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", small)
-    with speaking(model, 8) as prompter:
+    with prompting(model, 8) as prompter:
         prompter.num_rows = 32
         ids, _ = prompter.successors_of(7, np.arange(40))
         assert ids.shape == (40, 8)
@@ -303,7 +303,7 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         assert prompter.num_rows == 8
     assert run.made().num_lone_tokens == VOCAB_SIZE
     monkeypatch.setattr(type(model), "forward", out_of_memory)
-    with speaking(model, 8) as prompter, pytest.raises(torch.OutOfMemoryError):
+    with prompting(model, 8) as prompter, pytest.raises(torch.OutOfMemoryError):
         prompter.successors_of(7, np.arange(40))
 
 

@@ -22,7 +22,7 @@ from lade.drafting.drafts import chain
 from lade.probing.profile import profile_of
 from lade.support.tiny import tiny_model as architecture
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt
+from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
 
 MAMBA2: dict[str, Any] = {
     "num_heads": 4,
@@ -85,7 +85,7 @@ PROMPTS = [torch.tensor([[5, 6, 7, 5, 6]]), torch.arange(2, 30)[None]]
 def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor) -> None:
     recurrent = family == "mamba2"
     options: dict[str, Any] = MAMBA2 if recurrent else {}
-    model = shared_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
+    model = tiny_model(family, seed=1, attention="eager" if recurrent else "sdpa", **options)
     try:
         model.generate(prompt, max_new_tokens=2, cache_implementation="static")
     except TypeError as failure:  # of llama4, in the oldest supported transformers
@@ -110,7 +110,7 @@ def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor)
 
 
 def test_a_batch_in_a_static_cache() -> None:
-    model = shared_model("llama", seed=1)
+    model = tiny_model("llama", seed=1)
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5], [4, 9, 9, 4, 9, 9], [0, 8, 3, 8, 3, 8]])
     mask = (prompt != 0).long()
     _, got = both(model, prompt, attention_mask=mask, cache_implementation="static", accept=1.0)
@@ -476,7 +476,7 @@ def rope(kind: str, **options: Any) -> dict[str, Any]:
 
 
 def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
-    model = shared_model(
+    model = tiny_model(
         "llama", seed=1, max_position_embeddings=24, rope_parameters=rope("dynamic", factor=2.0)
     )
     for length in (4, 20, 30):
@@ -492,7 +492,7 @@ def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
 
 def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    model = shared_model(
+    model = tiny_model(
         "phi3",
         seed=1,
         max_position_embeddings=96,
@@ -509,7 +509,7 @@ def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() 
 
 
 def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> None:
-    model = shared_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
+    model = tiny_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
     widths: list[tuple[int, ...]] = []
     model.register_forward_pre_hook(
         lambda module, args, inputs: widths.append(tuple(inputs["input_ids"].shape)),
@@ -537,7 +537,7 @@ def test_a_mask_that_follows_the_length_is_plain_beyond_it() -> None:
 
 def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
     """It may be anything inside, and a short check sees none of it."""
-    model = shared_model("mistral", seed=1)
+    model = tiny_model("mistral", seed=1)
 
     class Elsewhere(type(model)):  # type: ignore[misc]
         pass
@@ -555,7 +555,7 @@ def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
 
 def test_a_single_row_with_padding_is_judged_as_a_batch_is() -> None:
     """A model that sees padding in trees is fine without any, and must not be trusted with it."""
-    model = shared_model("llama", seed=1)
+    model = tiny_model("llama", seed=1)
     forward = model.model.forward
 
     def sees_padding(*args: Any, **kwargs: Any) -> Any:

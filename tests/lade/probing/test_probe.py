@@ -498,7 +498,8 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     assert model.config._attn_implementation == "blind"
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about the way in which transformers compiles it
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")  # of torch, about how transformers compiles it
 def test_flex_attention_prefills_and_another_one_verifies() -> None:
     model = tiny_model("llama", seed=3, head_dim=16, dtype=torch.float32)
     model.set_attn_implementation("flex_attention")
