@@ -109,7 +109,7 @@ METHODS: dict[str, MethodInfo] = {
     ),
     "lade_stable": MethodInfo(
         lambda config: Lade(replace(config or Config(), stable_text=True), NGramPool()),
-        "as lade, with text that does not depend on the pool, in half precision either",
+        "as lade, with text that does not depend on the pool, even in half precision",
         drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
         is_default=False,
     ),

@@ -184,8 +184,8 @@ def check(
     """Tell what lade does with a model, and what that gains on this machine.
 
     A check of the model finds out how it can verify drafts without a change of its text, and why
-    not in a better way. Then the six prompts of the demo are answered by plain generate and by
-    lade in turn, each with an empty pool.
+    better methods are ruled out. Then the six prompts of the demo are answered by plain generate
+    and by lade in turn, each with an empty pool.
     """
     from lade.cli.check import run
 

@@ -163,7 +163,7 @@ def check_prompts(loaded: LoadedModel, texts: Sequence[str], max_new_tokens: int
     room = room_for(loaded.model, longest, max_new_tokens)
     if room < max_new_tokens:
         raise ValueError(
-            f"expected --max-new-tokens of at most {room} behind the longest prompt, "
+            f"expected --max-new-tokens of at most {room} after the longest prompt, "
             f"got {max_new_tokens}"
         )
 

@@ -35,7 +35,7 @@ class Probe:
 
 
 def probe(model: Model, *, num_rows: int = 1) -> Probe:
-    """Report how lade verifies drafts of a model, and why by no better method.
+    """Report how lade verifies drafts of a model, and why better methods are ruled out.
 
     Runs the self-check of the first generation, unless that has already been run.
 

@@ -26,7 +26,7 @@ _KINDS: tuple[Kind, ...] = (
     *("tree", "rows", "chain", "snapshot", "plain"),
     *("not a text model", "cannot build"),
 )
-_HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better way")
+_HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
 _TOLD: tuple[Verdict, ...] = ("exact", "tie", "wrong", "failed")
 _BAD: tuple[Verdict, ...] = ("wrong", "failed")
 _MAX_REASON = 120  # characters; the JSON has all of it
@@ -40,13 +40,13 @@ them as a batch, greedily and sampled, {new} new tokens each. Drafts are made so
 tokens are right and some are wrong. Rows such as `mixtral-window` are the same architecture with
 what its default configuration leaves off.
 
-A way is how drafts are verified: `tree`, all candidates in one forward; `rows`, candidates as rows
-of a batch; `chain`, one candidate, the cache cropped behind what was accepted; `snapshot`, one
-candidate, from a copy of the state; `plain`, not at all: the same text at plain speed. A check of
-the loaded model chooses the best way that is exact (`lade.probe`), so a model with trained weights
-may get another one than here.
+Drafts are verified by one of these methods: `tree`, all candidates in one forward; `rows`,
+candidates as rows of a batch; `chain`, one candidate, with the cache cropped after what was
+accepted; `snapshot`, one candidate, from a copy of the state; `plain`, not at all: the same text at
+plain speed. A check of the loaded model chooses the best method that is exact (`lade.probe`), so a
+model with trained weights may get another one than here.
 
-- **one row**, **batch**: the way taken for one sequence and for several.
+- **one row**, **batch**: the method chosen for one sequence and for several.
 - **MAT**: mean accepted tokens, those that a step commits to a row. It is that of these drafts, and
   says that they were accepted and rejected, not how fast a real model is.
 - **text**: *exact* if every token is that of plain `generate`, in float64, or in float32 where that
@@ -54,7 +54,7 @@ may get another one than here.
   two logits are the same up to rounding. *Wrong*: any other. *Failed*: lade raises where plain
   `generate` does not. What plain `generate` itself cannot do with the model is named, and not
   compared.
-- **why no better way**: for each better way, what the check found.
+- **why no better method**: for each better method, what the check found.
 """
 
 
@@ -116,8 +116,8 @@ def table(rows: Sequence[Row]) -> Sheet:
         made.append((name, *verifications, verdict, *(details or [""]), reason))
     headings = ("model type", "one row", "batch", "MAT", "text", "details", "reason")
     caption = (
-        "One row, batch: how drafts of one sequence and of several are verified; under it, why not "
-        "in a better way."
+        "One row, batch: how drafts of one sequence and of several are verified; under it, why "
+        "better methods are ruled out."
     )
     return Sheet("Verification", headings, 1, [made], caption, num_notes=2, warn_of=_BAD)
 

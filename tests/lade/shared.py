@@ -36,7 +36,7 @@ class _Shared:
             "attributes": _attributes_of(model) == self._attributes,
             "generation config": vars(model.generation_config) == self._generation_config,
             "values of weights": _num_writes(model) == self._num_writes,
-            # An exact way that was found wrong: somebody planted a fault.
+            # A method found exact and then wrong: somebody planted a fault.
             "verdicts": not any(p.dropped or p.found_wrong for p in Profiles.of(model)),
         }
         return [name for name, is_same in same.items() if not is_same]
