@@ -72,12 +72,14 @@ class TestWithTheDefaultModel:
         assert len(from_a_thread.split()) > 20
         assert from_a_thread == in_an_event_loop
 
+    @pytest.mark.exhaustive
     def test_stopping(self, capsys: pytest.CaptureFixture[str]) -> None:
         at_string, by_rule = map(ast.literal_eval, run("stopping.py", capsys).splitlines())
         assert at_string.endswith("Monkeys")
         assert by_rule.endswith("\n")
         assert by_rule.count("\n") == 3
 
+    @pytest.mark.exhaustive
     def test_constrained_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
         answer = json.loads(run("constrained_json.py", capsys))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import lade.decoder
-from tests.grids import thinned
 from tests.stress.interrupts import (
     Line,
     Result,
@@ -31,7 +30,8 @@ def nothing_was_found(result: Result) -> bool:
     return (result.raised, result.wrong, result.left, result.told) == (0, 0, 0, [])
 
 
-@pytest.mark.parametrize("name", thinned(USES, "tree"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", USES)
 def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
     result = interrupt_lines([name], answer_every=12, later_every=10, known=_KNOWN)
     _DONE.add(name)

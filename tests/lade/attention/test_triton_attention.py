@@ -229,7 +229,7 @@ def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
         yield run
 
 
-@pytest.mark.parametrize("case", thinned(CASES, *CASES[::5]), ids=named)
+@pytest.mark.parametrize("case", thinned(CASES, *CASES[::9]), ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
     case: Case, interpreted: Callable[[Case], dict[str, Any]]
 ) -> None:

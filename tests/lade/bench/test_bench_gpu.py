@@ -332,6 +332,7 @@ def check_speed(stage: dict[str, Any]) -> None:
     assert "mean_accepted_tokens" not in rows["plain"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("real")
 def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
     traces, path = tmp_path / "traces.safetensors", tmp_path / "gpu.json"
@@ -347,6 +348,7 @@ def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
     assert 2.5 < row["draft_tokens_per_step"] <= 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("real")
 def test_a_stage_that_fails_loses_nothing_and_stops_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

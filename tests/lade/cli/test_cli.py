@@ -393,6 +393,7 @@ def test_bench_run_samples_batches_and_says_what_it_leaves_out(folder: str, tmp_
         assert entry["lade_fresh"]["same_text"]
 
 
+@pytest.mark.exhaustive
 def test_bench_memory_compares_processes_and_writes_json(folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcabc\nxyxyxy\nhello\n")

@@ -162,7 +162,7 @@ def path_of(cells: Any, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text", "deepseek_v3"))
 @torch.no_grad()
 def test_a_cell_has_the_logits_of_its_own_path(family: str, attention: str) -> None:
     """Whatever is drafted beside it; and so has a node of the draft, with a window behind it."""
@@ -242,7 +242,9 @@ def slow_ngrams(
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", thinned(["llama", "mistral", "gemma3_text", "deepseek_v3"], "gemma3_text")
+)
 @pytest.mark.parametrize("size", SIZES)
 def test_ngrams_are_those_of_a_slow_jacobi_iteration(family: str, size: tuple[int, int]) -> None:
     rng = np.random.default_rng(3)

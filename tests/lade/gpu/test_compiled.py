@@ -8,10 +8,10 @@ import torch
 
 import lade
 from lade.probing.profile import profile_of
-from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
 from tests.lade.tiny import tiny_model
 
+pytestmark = pytest.mark.exhaustive  # compilers take their time
 COMPILED = lade.Config(execution="compiled", max_draft_tokens=7)
 
 
@@ -25,7 +25,7 @@ def _single_thread() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("family", thinned(["llama", "gemma3_text"], "llama"))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_text_is_that_of_generate(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all of the compiler but its last part, which makes machine code."""
     compile_ = torch.compile
@@ -38,7 +38,6 @@ def test_the_text_is_that_of_generate(family: str, monkeypatch: pytest.MonkeyPat
     assert not profile_of(model).workspace_store.compiled
 
 
-@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_machine_code_gives_that_text_too() -> None:

@@ -124,6 +124,7 @@ def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorde
     assert recorder.num_recorded <= 3  # of two numbers of slots, and not in every call
 
 
+@pytest.mark.exhaustive
 def test_memory_that_was_planned_for_less_grows_in_steps(
     recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,9 @@ def exact_distribution(model: Any, prompt: list[int], temperature: float) -> tor
 
 
 @pytest.mark.parametrize("temperature", thinned([0.5, 1.0, 1.6], 1.0))
-@pytest.mark.parametrize("processor", [None, TemperatureLogitsWarper(1.0)], ids=["ragged", "joint"])
+@pytest.mark.parametrize(
+    "processor", thinned([None, TemperatureLogitsWarper(1.0)], None), ids=["ragged", "lockstep"]
+)
 def test_text_has_the_distribution_of_the_target(temperature: float, processor: Any) -> None:
     """Pairs of first tokens of 6000 samples; the pool holds the model's own samples and noise."""
 

@@ -17,6 +17,7 @@ from lade.targets.layout import tree_layout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
 from ngram_pool import Draft
+from tests.grids import thinned
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
@@ -140,10 +141,11 @@ def test_windows_and_chunks_reach_as_far_as_the_token_would_in_plain_decoding() 
 
 
 FAMILIES = ["llama", "gpt2", "deepseek_v3", "mistral", "gemma3_text", "llama4_text"]
+QUICK = ("llama", "deepseek_v3", "gemma3_text")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
 def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(
     family: str, attention: str
 ) -> None:
@@ -188,7 +190,7 @@ def check_cache(model: Any, target: TreeTarget, row: int, committed: list[int]) 
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
 def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attention: str) -> None:
     model = tiny_model(family, seed=4, attention=attention)
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
