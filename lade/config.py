@@ -24,6 +24,10 @@ class Lookahead:
     It adds (N-1)·W - 1 tokens to every step. The defaults are those that the paper's authors name
     for models of 7B parameters.
 
+    Args:
+        window_size: W, the number of columns: n-grams produced per step, at successive positions.
+        ngram_size: N, the length of each n-gram in tokens; each takes N-1 steps to form.
+
     Raises:
         TypeError: a field is not an integer.
         ValueError: a field is out of its range.
@@ -32,9 +36,7 @@ class Lookahead:
     ICML 2024, section 3 (arXiv 2402.02057).
     """
 
-    #: W, the number of columns: n-grams produced per step, at successive positions.
     window_size: int = 7
-    #: N, the length of each n-gram in tokens; each takes N-1 steps to form.
     ngram_size: int = 5
 
     def __post_init__(self) -> None:
@@ -56,56 +58,62 @@ class Lookahead:
 class Config:
     """Decoding settings; in exact arithmetic none changes the text, except `acceptance`.
 
+    Args:
+        max_candidates: G, the maximum number of candidates (root-to-leaf paths) in a draft; None
+            for no limit.
+        max_draft_tokens: Maximum number of draft tokens to verify per step; if set, every step
+            verifies as many as the draft has, up to this number. None lets the measured cost of a
+            step decide (`lade.budget`). 0 disables drafting.
+        acceptance: How draft tokens are accepted when sampling. "exact" emits, seed for seed, the
+            tokens that `generate(do_sample=True)` emits, and accepts a draft token if it is the
+            same. "rejection" draws drafts from the pool's own probabilities and accepts or rejects
+            them so that the text has the target's distribution (`lade.sampling.rejection`), with
+            other tokens for the same seed. Greedy decoding is the same with both: its target
+            distribution is a single token.
+        verification: Verification method. "tree": all candidates in one forward, under a tree mask;
+            "rows": candidates as rows of a batch; "chain": only the best candidate, with the cache
+            cropped after the accepted tokens; "snapshot": the same, restoring a copy of the state
+            from before the draft; "plain": no drafts. None takes the best method that a check of
+            the model finds exact (`lade.probe`).
+        execution: How forwards that verify trees are executed. "eager": each as large as it has to
+            be. "fixed": padded to a few shapes, in memory that is kept with the model between calls
+            (`lade.release`). "graphs": those shapes, recorded as CUDA graphs and replayed if the
+            model allows it. "compiled": the same for the output of `torch.compile`, without graphs
+            on devices other than CUDA; the first calls take minutes, and the compiled model is not
+            checked as the model itself is. None is "graphs" on CUDA and "eager" elsewhere.
+        stable_text: Whether a prompt gets the same text in half precision, too, whatever the pool
+            holds: all steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or
+            `lookahead` needs it) and attention sums in float64. Slower than without, and slower
+            than plain decoding on unpredictable text; the text is no closer to that of `generate`.
+            Only for models verified by trees, without experts.
+        lookahead: Window of lookahead decoding, run beside the draft in every forward; it teaches
+            the pool n-grams that no text has contained yet. Only for models that verify whole
+            trees. None runs no window.
+        step_costs: Cost of a step, in any unit, by the number of tokens in its forward, all rows
+            together: at least two sizes, including 1, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes
+            in between are interpolated. How much of a draft is verified then depends only on the
+            drafter's probabilities, so runs repeat exactly. Stored as a copy sorted by size and
+            excluded from the hash; do not modify it. None measures costs while decoding.
+        uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
+            one.
+        strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
+            drafters. Otherwise a single warning reports them, and the call continues without
+            drafts.
+
     Raises:
         TypeError: a field is not an integer.
         ValueError: a field is out of its range.
     """
 
-    #: G, the maximum number of candidates (root-to-leaf paths) in a draft; None for no limit.
     max_candidates: int | None = None
-    #: Maximum number of draft tokens to verify per step; if set, every step verifies as many as the
-    #: draft has, up to this number. None lets the measured cost of a step decide (`lade.budget`). 0
-    #: disables drafting.
     max_draft_tokens: int | None = None
-    #: How draft tokens are accepted when sampling. "exact" emits, seed for seed, the tokens that
-    #: `generate(do_sample=True)` emits, and accepts a draft token if it is the same. "rejection"
-    #: draws drafts from the pool's own probabilities and accepts or rejects them so that the text
-    #: has the target's distribution (`lade.sampling.rejection`), with other tokens for the same
-    #: seed. Greedy decoding is the same with both: its target distribution is a single token.
     acceptance: Acceptance = "exact"
-    #: Verification method. "tree": all candidates in one forward, under a tree mask; "rows":
-    #: candidates as rows of a batch; "chain": only the best candidate, with the cache cropped after
-    #: the accepted tokens; "snapshot": the same, restoring a copy of the state from before the
-    #: draft; "plain": no drafts. None takes the best method that a check of the model finds exact
-    #: (`lade.probe`).
     verification: Verification | None = None
-    #: How forwards that verify trees are executed. "eager": each as large as it has to be. "fixed":
-    #: padded to a few shapes, in memory that is kept with the model between calls (`lade.release`).
-    #: "graphs": those shapes, recorded as CUDA graphs and replayed if the model allows it.
-    #: "compiled": the same for the output of `torch.compile`, without graphs on devices other than
-    #: CUDA; the first calls take minutes, and the compiled model is not checked as the model itself
-    #: is. None is "graphs" on CUDA and "eager" elsewhere.
     execution: Execution | None = None
-    #: Whether a prompt gets the same text in half precision, too, whatever the pool holds: all
-    #: steps have one width (8 tokens, 32 on CUDA, more if `max_draft_tokens` or `lookahead` needs
-    #: it) and attention sums in float64. Slower than without, and slower than plain decoding on
-    #: unpredictable text; the text is no closer to that of `generate`. Only for models verified by
-    #: trees, without experts.
     stable_text: bool = False
-    #: Window of lookahead decoding, run beside the draft in every forward; it teaches the pool
-    #: n-grams that no text has contained yet. Only for models that verify whole trees. None runs no
-    #: window.
     lookahead: Lookahead | None = None
-    #: Cost of a step, in any unit, by the number of tokens in its forward, all rows together: at
-    #: least two sizes, including 1, as in `{1: 31.0, 8: 34.2, 16: 41.9}`; sizes in between are
-    #: interpolated. How much of a draft is verified then depends only on the drafter's
-    #: probabilities, so runs repeat exactly. Stored as a copy sorted by size and excluded from the
-    #: hash; do not modify it. None measures costs while decoding.
     step_costs: Mapping[int, float] | None = field(default=None, hash=False)
-    #: Whether to use the table that `lade.prewarm` made for the model, if there is one.
     uses_table: bool = True
-    #: Whether a drafter's errors and invalid drafts are raised, for authors of drafters. Otherwise
-    #: a single warning reports them, and the call continues without drafts.
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:

@@ -13,14 +13,21 @@ _DERIVED = (
 
 
 class Step(NamedTuple):
-    """The tokens one step committed to one row; the first step of a row is its prefill."""
+    """The tokens one step committed to one row; the first step of a row is its prefill.
 
-    token_ids: list[int]  # in order; ends where a stop condition was met; no padding
+    Attributes:
+        token_ids: Committed tokens, in order, up to where a stop condition was met; no padding.
+        num_draft_tokens: Draft tokens that the step verified for this row.
+        num_accepted: Number of `token_ids`, from the first on, that were drafted.
+        row: Row in the batch.
+        is_corrected: Whether the last token is a bonus token that replaces rejected ones: the
+            accepted path ended at a node that had children in the draft, none of them this token.
+    """
+
+    token_ids: list[int]
     num_draft_tokens: int
-    num_accepted: int  # how many of `token_ids`, from the first on, were drafted
-    row: int = 0  # in the batch
-    #: Whether the last token is a bonus token that replaces rejected ones: the accepted path ended
-    #: at a node that had children in the draft, none of them this token.
+    num_accepted: int
+    row: int = 0
     is_corrected: bool = False
 
 
@@ -37,24 +44,41 @@ class DecodeStats:
 
     A step is one target forward after prefill; a row step is one row's part in it, so a single row
     has as many row steps as steps. `str` gives a one-line summary, `as_dict` everything.
+
+    Attributes:
+        num_steps: Target forwards after prefill.
+        num_row_steps: Steps times rows, unfinished rows only.
+        num_draft_tokens: Draft tokens verified.
+        num_lookahead_tokens: Tokens run in windows beside the drafts (`lade.drafting.lookahead`).
+        num_accepted_tokens: Draft tokens accepted and emitted.
+        num_committed_tokens: Accepted and bonus tokens of all steps.
+        num_prefills: Prompts run; each commits one more token.
+        num_drafted_row_steps: Row steps that verified at least one draft token.
+        num_corrected_row_steps: Drafted row steps that ended on a rejection; see `Step`.
+        accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
+        prefill_sec: Time of the prefills, until their choices are on the host.
+        draft_sec: Time of asking the drafter and the budget, and of building the tree's tensors.
+        forward_sec: Time of the target's forwards, until their choices are on the host.
+        verify_sec: Time of walking the tree, logits processors and stop conditions included.
+        commit_sec: Time of compacting the cache and of feeding drafter and budget, without
+            streamers.
     """
 
     num_steps: int = 0
-    num_row_steps: int = 0  # unfinished rows only
-    num_draft_tokens: int = 0  # verified
-    num_lookahead_tokens: int = 0  # in windows beside the drafts (`lade.drafting.lookahead`)
-    num_accepted_tokens: int = 0  # draft tokens accepted and emitted
-    num_committed_tokens: int = 0  # by steps: accepted and bonus tokens
-    num_prefills: int = 0  # prompts run; each commits one more token
-    num_drafted_row_steps: int = 0  # row steps that verified at least one draft token
-    num_corrected_row_steps: int = 0  # drafted row steps that ended on a rejection; see `Step`
-    #: Accepted draft tokens by depth in the tree, from depth 1.
+    num_row_steps: int = 0
+    num_draft_tokens: int = 0
+    num_lookahead_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_committed_tokens: int = 0
+    num_prefills: int = 0
+    num_drafted_row_steps: int = 0
+    num_corrected_row_steps: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
     prefill_sec: float = 0.0
-    draft_sec: float = 0.0  # asking the drafter and the budget, and building the tree's tensors
-    forward_sec: float = 0.0  # the target's forward, until its choices are on the host
-    verify_sec: float = 0.0  # walking the tree, logits processors and stop conditions included
-    commit_sec: float = 0.0  # compacting the cache, feeding drafter and budget; not streamers
+    draft_sec: float = 0.0
+    forward_sec: float = 0.0
+    verify_sec: float = 0.0
+    commit_sec: float = 0.0
 
     @property
     def num_tokens(self) -> int:

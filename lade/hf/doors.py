@@ -6,7 +6,7 @@ All preparation (configs, masks, processors, criteria) is left to transformers.
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import (
@@ -30,6 +30,8 @@ from lade.hf.options import (
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
+
+_AnyModel = TypeVar("_AnyModel")
 
 
 def generate(
@@ -105,12 +107,12 @@ def decode(
 
 
 def wrap(
-    model: Model,
+    model: _AnyModel,
     *,
     pool: NGramPool | None = None,
     config: Config | None = None,
     shares_text: bool = False,
-) -> Model:
+) -> _AnyModel:
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
     `model.generate` then also takes `pool`, `drafter`, `config` and `on_step`, each for one call.
@@ -140,7 +142,7 @@ def wrap(
     return model
 
 
-def unwrap(model: Model) -> Model:
+def unwrap(model: _AnyModel) -> _AnyModel:
     """Give a wrapped model its own `generate` back; return the model.
 
     Raises:

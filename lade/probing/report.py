@@ -15,13 +15,21 @@ from lade.probing.rules import refuse_encoder_decoder
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What `lade.probe` found."""
+    """What `lade.probe` found.
 
-    model: str  #: the model's class
-    verification: Verification  #: how drafts are verified
-    attention: str | None  #: the attention implementation that drafts are verified with
-    reasons: Mapping[Verification, str]  #: why each better method was ruled out
-    execution: Execution = "eager"  #: of the forwards that verify drafts
+    Attributes:
+        model: Name of the model's class.
+        verification: Method by which drafts are verified.
+        attention: Attention implementation that verifies drafts.
+        reasons: Why each better method was ruled out.
+        execution: How forwards that verify drafts are executed.
+    """
+
+    model: str
+    verification: Verification
+    attention: str | None
+    reasons: Mapping[Verification, str]
+    execution: Execution = "eager"
 
     def __str__(self) -> str:
         how = f"attention: {self.attention}, execution: {self.execution}"
