@@ -37,6 +37,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource", "undoc-m
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 napoleon_use_rtype = False
+napoleon_use_ivar = True  # fields stand in the docstring of their class, for help() too
 python_use_unqualified_type_names = True
 
 # Every reference to a name of ours must resolve, if it is public.
