@@ -58,16 +58,16 @@ def choose_verification(
         reason = excluded.get(verification)
         if reason is None:
             if verification == "tree" and execution != "eager" and why_eager is None:
-                result = _finding(model, profile, verification, cache, is_padded, WIDTHS)
+                result = _result_of(model, profile, verification, cache, is_padded, WIDTHS)
                 if result.reason is None:
                     return VerificationPlan(
                         verification, result.attention, reasons, execution, WIDTHS
                     )
                 why_eager = result.reason
-            result = _finding(model, profile, verification, cache, is_padded)
+            result = _result_of(model, profile, verification, cache, is_padded)
             if verification == "rows" and is_padded and result.reason is None:
                 # A batch has one path a row; a single row with padding has several.
-                result = _finding(model, profile, verification, cache, False)
+                result = _result_of(model, profile, verification, cache, False)
             if result.reason is None:
                 return VerificationPlan(
                     verification, result.attention, reasons, why_eager=why_eager
@@ -98,7 +98,7 @@ def _choose_stable(
     """
     reason = excluded.get("tree") or why_eager or why_not_stable(model)
     if reason is None:
-        result = _finding(model, profile, "tree", cache, is_padded, (width,))
+        result = _result_of(model, profile, "tree", cache, is_padded, (width,))
         if result.reason is None:
             return VerificationPlan("tree", result.attention, {}, execution, (width,))
         reason = result.reason
@@ -107,7 +107,7 @@ def _choose_stable(
     )
 
 
-def _finding(
+def _result_of(
     model: Model,
     profile: Profile,
     verification: Verification,

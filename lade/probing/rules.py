@@ -60,6 +60,11 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
         # A row with more padding than text sees no key at all there, and then all of them.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
+    if "lsh" in (getattr(config, "attn_layers", None) or ()):  # Reformer's
+        chunk: int = config.lsh_attn_chunk_length
+        if lengths.num_slots + lengths.num_new > chunk:
+            # Up to that length it attends to everything, and a short check finds it exact.
+            return f"beyond {chunk} tokens, its attention hashes tokens by random projections"
     kept: int | None = getattr(config, "keep_window_size", None)
     if kept is not None and lengths.num_slots + lengths.num_new > kept:
         return f"its dynamic mask changes at {kept} tokens, which this call may cross"
@@ -93,6 +98,17 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     if lengths.num_slots // scale == last // scale:
         return None
     return f"its queries are scaled by cache slot, anew at multiples of {scale}"
+
+
+def why_not_exact(model: Model) -> str | None:
+    """Return why no method is exact, whatever a short check finds; None leaves it to the check.
+
+    The largest activation of a forward may be that of the same token with a draft and without one.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "its layers quantize activations by the largest one of a whole forward"
+    return None
 
 
 def why_not_stable(model: Model) -> str | None:

@@ -20,6 +20,7 @@ from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.randomness import draws
+from lade.probing.rules import why_not_exact
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree
@@ -37,7 +38,8 @@ def check(
     """Compare one verification method with plain decoding; any failure becomes the reason."""
     attentions = _attentions_for(model, widths) if verification == "tree" else [None]
     execution: Execution = "eager" if widths is None else "fixed"
-    reason = None
+    if (reason := why_not_exact(model)) is not None:
+        return CheckResult(reason)
     for attention in attentions:
         try:
             with unchanged_random_state(model, profile):

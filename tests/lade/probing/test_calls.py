@@ -490,6 +490,22 @@ def test_drafts_end_where_dynamic_rotary_embeddings_begin_to_move() -> None:
     assert got.stats.num_accepted_tokens > 0
 
 
+def test_attention_that_hashes_at_random_is_plain_where_it_begins_to() -> None:
+    model = architecture("reformer")
+    chunk = model.config.lsh_attn_chunk_length
+    prompt = PROMPTS[0]
+    for room, is_plain in ((chunk - prompt.shape[1], False), (chunk, True)):
+        options: dict[str, Any] = {"max_new_tokens": room, "use_cache": False, "do_sample": False}
+        states = []
+        for decode in (model.generate, functools.partial(lade.generate, model)):
+            torch.manual_seed(0)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                states.append((decode(prompt, **options).tolist(), torch.get_rng_state().tolist()))
+        assert states[0] == states[1]
+        assert any("hashes tokens" in str(each.message) for each in told) == is_plain
+
+
 def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     model = tiny_model(
