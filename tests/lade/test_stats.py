@@ -39,3 +39,25 @@ def test_mat_counts_steps_without_a_draft_that_an_acceptance_length_leaves_out()
     stats.count_row_step(Step([4], 0, 0))
     assert stats.mean_accepted_tokens == 2.0
     assert 1 + stats.num_accepted_tokens / stats.num_drafted_row_steps == 3.0
+
+
+def test_stats_count_and_add_up() -> None:
+    stats = DecodeStats(num_prefills=1)
+    stats.num_steps = 1  # of two rows
+    stats.count_row_step(Step([1, 2, 3], num_draft_tokens=8, num_accepted=2, row=0))
+    stats.count_row_step(Step([4], num_draft_tokens=4, num_accepted=0, row=1))
+    assert (stats.num_row_steps, stats.num_tokens) == (2, 5)
+    assert stats.mean_accepted_tokens == 2.0  # not 2.5: the prefill's token is no step's
+    assert stats.acceptance_rate == 2 / 12
+    assert stats.draft_tokens_per_step == 6.0
+    assert stats.accepted_by_depth == [1, 1]
+    other = DecodeStats(num_prefills=1, forward_sec=3.0, draft_sec=1.0)
+    other.num_steps = 1
+    other.count_row_step(Step([1, 2, 3, 4], num_draft_tokens=3, num_accepted=3))
+    stats.add(other)
+    assert stats.accepted_by_depth == [2, 2, 1]
+    assert (stats.num_steps, stats.num_prefills, stats.num_tokens) == (2, 2, 10)
+    assert stats.overhead == 0.25
+    assert other.accepted_by_depth == [1, 1, 1]
+    assert stats.as_dict()["mean_accepted_tokens"] == 8 / 3
+    assert DecodeStats().mean_accepted_tokens == 0.0

@@ -1,9 +1,8 @@
-"""Choice, verification, statistics and configuration, each alone."""
+"""The target's own token at a node: greedy, processed one by one or all at once, drawn."""
 
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -15,139 +14,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lade.batch import Batch, Limits, Text
-from lade.config import Config
 from lade.sampling.exact import ChoiceAtOnce, Likeliest, ProcessedChoice, Race
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
-from lade.stats import DecodeStats, Step
 from lade.tree import Tree
-from lade.verify import accepted_paths
 from ngram_pool import Draft
+from tests.lade.test_verify import chain_with_branch, text_of
 
 CPU = torch.device("cpu")
-
-
-def chain_with_branch() -> Tree:
-    """Root 1; under it 5 and 6; under 5 another 5; under 6 a 7."""
-    token_ids, parents = np.array([5, 6, 5, 7], np.int32), np.array([-1, -1, 0, 1], np.int32)
-    depths, probs = np.array([1, 1, 2, 2], np.int32), np.array([0.5, 0.4, 0.3, 0.2])
-    return Tree.build(1, Draft(token_ids, parents, depths, probs))
-
-
-def text_of(*prompts: list[int], pad_token_id: int | None = None) -> Text:
-    return Text(torch.tensor(prompts, dtype=torch.int64), pad_token_id)
-
-
-class FixedChoice:
-    """Chooses by row and node, and checks that the node is the row's last token."""
-
-    max_lead = None
-    ranked = None
-
-    def __init__(self, text: Text, token_ids: dict[int, list[int]]) -> None:
-        self.text = text
-        self.token_ids = token_ids
-        self.rounds: list[list[tuple[int, int]]] = []
-
-    def wait(self) -> None:
-        raise AssertionError("nothing to wait for")
-
-    def look_at(self, logits: torch.Tensor, trees: Any) -> None:
-        raise AssertionError("not needed here")
-
-    def tokens_at(self, places: Any) -> list[int]:
-        self.rounds.append(list(places))
-        for row, node in places:
-            assert node == 0 or self.text.token_ids[row][-1] == chain_with_branch().token_ids[node]
-        return [self.token_ids[row][node] for row, node in places]
-
-    def close(self) -> None:
-        raise AssertionError("not needed here")
-
-
-def walk(
-    text: Text, choices: dict[int, list[int]], max_length: int = 99, is_lockstep: bool = False
-) -> tuple[dict[int, list[int]], FixedChoice]:
-    choice = FixedChoice(text, choices)
-
-    def stop(rows: list[int]) -> None:
-        for row in rows:
-            text.is_finished[row] = len(text.token_ids[row]) >= max_length
-
-    limits = Limits(max_length=99, stop=stop, is_lockstep=is_lockstep)
-    batch = Batch(text, [[] for _ in choices], limits)
-    paths = accepted_paths({row: chain_with_branch() for row in choices}, choice, batch)
-    return paths, choice
-
-
-@pytest.mark.parametrize(
-    ("choices", "nodes", "token_ids"),
-    [
-        ([9, 0, 0, 0, 0], [0], [9]),  # nothing accepted: the bonus token alone
-        ([5, 8, 0, 0, 0], [0, 1], [5, 8]),
-        ([5, 5, 0, 4, 0], [0, 1, 3], [5, 5, 4]),
-        ([6, 0, 7, 0, 2], [0, 2, 4], [6, 7, 2]),  # not (1, …): that is 5's branch
-        ([6, 0, 5, 0, 0], [0, 2], [6, 5]),  # 5 is a node, but not under 6
-    ],
-)
-def test_accepted_paths_follow_the_choices(
-    choices: list[int], nodes: list[int], token_ids: list[int]
-) -> None:
-    text = text_of([3, 1])
-    paths, _ = walk(text, {0: choices})
-    assert paths == {0: nodes}
-    assert text.token_ids == [[3, 1, *token_ids]]
-
-
-def test_a_walk_that_stops_asks_for_no_token_more() -> None:
-    text = text_of([3, 1])
-    paths, choice = walk(text, {0: [5, 5, 0, 4, 0]}, max_length=3)
-    assert paths == {0: [0]}
-    assert len(choice.rounds) == 1
-
-
-def test_rows_walk_on_alone_unless_they_are_joint() -> None:
-    choices = {0: [9, 0, 0, 0, 0], 1: [5, 5, 0, 4, 0], 2: [6, 0, 5, 0, 0]}
-    text = text_of([3, 1], [4, 1], [5, 1])
-    paths, _ = walk(text, choices)
-    assert paths == {0: [0], 1: [0, 1, 3], 2: [0, 2]}
-    assert text.token_ids == [[3, 1, 9], [4, 1, 5, 5, 4], [5, 1, 6, 5]]
-    text = text_of([3, 1], [4, 1], [5, 1])
-    paths, choice = walk(text, choices, is_lockstep=True)
-    assert paths == {0: [0], 1: [0], 2: [0]}
-    assert choice.rounds == [[(0, 0), (1, 0), (2, 0)]]
-
-
-# --- text -----------------------------------------------------------------------------------
-
-
-def test_text_grows_row_by_row_and_pads_what_is_finished() -> None:
-    text = text_of([3, 1], [4, 1], pad_token_id=0)
-    for number in range(100):
-        assert text.append(0, number) == number
-        assert text.prefix(0).tolist() == [[3, 1, *range(number + 1)]]
-    text.append(1, 8)
-    text.is_finished[1] = True
-    assert text.append(1, 9) == 0
-    assert text.num_unpadded == [102, 3]
-    assert text.prefix(1).tolist() == [[4, 1, 8, 0]]
-    assert (text.longest, text.num_emitted(1)) == (102, 2)
-    assert text.sequences().tolist() == [[3, 1, *range(100)], [4, 1, 8, *[0] * 99]]
-    with pytest.raises(AssertionError):
-        text.prefixes([0, 1])
-    assert text_of([3, 1], [4, 1]).prefixes([0, 1]).tolist() == [[3, 1], [4, 1]]
-
-
-def test_a_finished_row_without_padding_goes_on_with_its_own_tokens() -> None:
-    text = text_of([3], [4])
-    text.is_finished[0] = True
-    assert text.append(0, 7) == 7
-    assert text.append(1, 8) == 8
-    assert text.sequences().tolist() == [[3, 7], [4, 8]]
-
-
-# --- choice ---------------------------------------------------------------------------------
 
 
 def look(choice: Any, logits: torch.Tensor, draft: Draft | None = None) -> None:
@@ -320,43 +194,3 @@ def test_all_at_once_chooses_what_one_by_one_chooses() -> None:
         assert row == other_row
         for value, other in zip(values, others, strict=True):
             torch.testing.assert_close(value, other)
-
-
-# --- statistics and configuration -----------------------------------------------------------
-
-
-def test_stats_count_and_add_up() -> None:
-    stats = DecodeStats(num_prefills=1)
-    stats.num_steps = 1  # of two rows
-    stats.count_row_step(Step([1, 2, 3], num_draft_tokens=8, num_accepted=2, row=0))
-    stats.count_row_step(Step([4], num_draft_tokens=4, num_accepted=0, row=1))
-    assert (stats.num_row_steps, stats.num_tokens) == (2, 5)
-    assert stats.mean_accepted_tokens == 2.0  # not 2.5: the prefill's token is no step's
-    assert stats.acceptance_rate == 2 / 12
-    assert stats.draft_tokens_per_step == 6.0
-    assert stats.accepted_by_depth == [1, 1]
-    other = DecodeStats(num_prefills=1, forward_sec=3.0, draft_sec=1.0)
-    other.num_steps = 1
-    other.count_row_step(Step([1, 2, 3, 4], num_draft_tokens=3, num_accepted=3))
-    stats.add(other)
-    assert stats.accepted_by_depth == [2, 2, 1]
-    assert (stats.num_steps, stats.num_prefills, stats.num_tokens) == (2, 2, 10)
-    assert stats.overhead == 0.25
-    assert other.accepted_by_depth == [1, 1, 1]
-    assert stats.as_dict()["mean_accepted_tokens"] == 8 / 3
-    assert DecodeStats().mean_accepted_tokens == 0.0
-
-
-def test_config_refuses_what_it_cannot_mean() -> None:
-    assert Config() == Config(None, None, "exact")
-    wrong: list[dict[str, Any]] = [
-        {"max_candidates": 0},
-        {"max_draft_tokens": -1},
-    ]
-    for options in wrong:
-        with pytest.raises(ValueError, match=r"expected Config\(max_"):
-            Config(**options)
-    with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
-        Config(max_candidates=2.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
-        Config(acceptance="typical")  # type: ignore[arg-type]

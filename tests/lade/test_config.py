@@ -1,0 +1,22 @@
+"""Settings that mean nothing are refused."""
+
+from typing import Any
+
+import pytest
+
+from lade.config import Config
+
+
+def test_config_refuses_what_it_cannot_mean() -> None:
+    assert Config() == Config(None, None, "exact")
+    wrong: list[dict[str, Any]] = [
+        {"max_candidates": 0},
+        {"max_draft_tokens": -1},
+    ]
+    for options in wrong:
+        with pytest.raises(ValueError, match=r"expected Config\(max_"):
+            Config(**options)
+    with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
+        Config(max_candidates=2.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
+        Config(acceptance="typical")  # type: ignore[arg-type]
