@@ -10,7 +10,7 @@ import lade
 from tests.grids import thinned
 from tests.lade.tiny import EOS_TOKEN_ID, FAMILIES, ScriptedDrafter, random_prompt, tiny_model
 
-NUM_PROMPTS = 250  # for each family; with nine families, over two thousand
+NUM_PROMPTS = 170  # for each family; with twelve families, over two thousand
 
 
 def plain(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:

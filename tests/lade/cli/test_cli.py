@@ -924,7 +924,7 @@ def test_a_text_ends_where_learned_positions_do(of_learned_positions: str, tmp_p
     assert "1 token," in run("generate", 64 * "a", *options).stderr
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcabc\nabcabcabc\n")
-    with pytest.raises(ValueError, match=r"--max-new-tokens of at most 56 behind the longest pro"):
+    with pytest.raises(ValueError, match=r"--max-new-tokens of at most 56 after the longest pro"):
         run("bench", "run", "--prompts", str(prompts), *options)
 
 

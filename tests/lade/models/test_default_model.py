@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[int], Any]:
     inputs = encode(loaded.tokenizer, prompt, loaded.model.device)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32}
     expected = loaded.model.generate(**inputs, **options)[0].tolist()
     # A fixed number of nodes: the tests must not depend on how fast this machine is just now.
     config = lade.Config(max_draft_tokens=8)
