@@ -7,9 +7,14 @@ supported version.
 from typing import Any
 
 import torch
+import transformers
+from packaging import version
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+
+# Whether indexers of sparse attention take boolean masks; those of 5.15 add them to their scores.
+INDEXERS_TAKE_MASKS = version.parse(transformers.__version__) >= version.parse("5.23")
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from lade.compat import Model
+from lade.compat import INDEXERS_TAKE_MASKS, Model
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.targets.layout import MAX_OVERHANG, rope_of
+from lade.targets.ties import num_chosen
 
 
 def refuse_encoder_decoder(model: Model) -> None:
@@ -60,13 +61,18 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     if lengths.is_padded and "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
         # A row with more padding than text sees no key at all there, and then all of them.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
+    num_tokens = lengths.num_slots + lengths.num_new
+    topk = None if INDEXERS_TAKE_MASKS else num_chosen(model)
+    if topk is not None and num_tokens > topk:
+        # Up to that length all keys are chosen, and a short check finds it exact.
+        return f"beyond {topk} tokens, its sparse attention needs transformers 5.23 or newer"
     if "lsh" in (getattr(config, "attn_layers", None) or ()):  # Reformer's
         chunk: int = config.lsh_attn_chunk_length
-        if lengths.num_slots + lengths.num_new > chunk:
+        if num_tokens > chunk:
             # Up to that length it attends to everything, and a short check finds it exact.
             return f"beyond {chunk} tokens, its attention hashes tokens by random projections"
     kept: int | None = getattr(config, "keep_window_size", None)
-    if kept is not None and lengths.num_slots + lengths.num_new > kept:
+    if kept is not None and num_tokens > kept:
         return f"its dynamic mask changes at {kept} tokens, which this call may cross"
     return None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
-from lade.compat import attention_of
+from lade.compat import INDEXERS_TAKE_MASKS, attention_of
 from lade.support.tiny import causal_lm_types, tiny_model
 from lade.targets.ties import TieWatch, applies, num_chosen, ties_at_last_place
 
@@ -25,6 +25,10 @@ PATH = [5, 17, 17, 60, 33]  # what is decoded behind the prompt
 NODES = [5, 80, 17, 17, 9, 44, 60, 33]
 ON_PATH = [0, 2, 3, 6, 7]
 PARENTS = [-1, 0, 0, 2, 2, 3, 3, 6]
+
+takes_masks = pytest.mark.skipif(
+    not INDEXERS_TAKE_MASKS, reason="indexers of this transformers do not see a tree's mask"
+)
 
 
 def model_with(num_heads: int, name: str = "deepseek_v32", **options: Any) -> Any:
@@ -113,6 +117,7 @@ def test_who_chooses_all_keys_has_no_tie() -> None:
 # --- what the watch sees -------------------------------------------------------------------------
 
 
+@takes_masks
 @pytest.mark.parametrize("name", TYPES)
 def test_nodes_before_the_first_tie_are_as_plain_decoding_has_them(name: str) -> None:
     num_exact = num_other = 0
@@ -134,6 +139,7 @@ def test_nodes_before_the_first_tie_are_as_plain_decoding_has_them(name: str) ->
     assert num_other > 0
 
 
+@takes_masks
 @pytest.mark.parametrize("name", TYPES)
 def test_many_heads_have_no_tie(name: str) -> None:
     model = model_with(16, name, seed=1)
