@@ -310,9 +310,7 @@ class _Worker(threading.Thread):
         before = of_thread()
         while True:
             try:
-                self.is_ready = True
-                while self.is_pending or not self.is_ended:
-                    self._call()
+                self._work()
                 return
             except KeyboardInterrupt:
                 self.is_ready = False
@@ -323,6 +321,12 @@ class _Worker(threading.Thread):
                 self._result.tell("a thread", (f"{n} differs" for n in now if now[n] != before[n]))
                 _clean_thread()
             self.is_pending = False
+
+    def _work(self) -> None:
+        """Call until no interrupt will come; a frame of its own, all of which `run` catches."""
+        self.is_ready = True
+        while self.is_pending or not self.is_ended:
+            self._call()
 
     def _call(self) -> None:
         try:
