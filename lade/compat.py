@@ -1,4 +1,4 @@
-"""All private functions of transformers that lade calls.
+"""All private functions of transformers that lade calls, and what differs between its versions.
 
 They are used only where no public function will do, and are tested on the oldest and the newest
 supported version.
@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+# What 5.23 does and 5.15 does not; versions in between were not tried.
+_IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
 # Whether indexers of sparse attention take boolean masks; those of 5.15 add them to their scores.
-INDEXERS_TAKE_MASKS = version.parse(transformers.__version__) >= version.parse("5.23")
+INDEXERS_TAKE_MASKS = _IS_RECENT
+# Whether `generate` marks a cache that it was given.
+MARKS_CACHES = _IS_RECENT
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

@@ -49,15 +49,8 @@ class Budget(Protocol):
         """
 
 
-class FixedBudget:
-    """Budget of a fixed number of nodes, whatever they cost, for reproducible runs."""
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        self.max_draft_tokens = max_draft_tokens
-
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
-        """Return the size of the largest draft."""
-        return max(map(len, probs))
+class _Unlearning:
+    """Base of budgets that learn nothing."""
 
     def record(
         self,
@@ -70,12 +63,23 @@ class FixedBudget:
         """Learn nothing."""
 
 
+class FixedBudget(_Unlearning):
+    """Budget of a fixed number of nodes, whatever they cost, for reproducible runs."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self.max_draft_tokens = max_draft_tokens
+
+    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+        """Return the size of the largest draft."""
+        return max(map(len, probs))
+
+
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
 
 
-class PricedBudget:
+class PricedBudget(_Unlearning):
     """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
 
     Args:
@@ -95,16 +99,6 @@ class PricedBudget:
         gains = _gains(probs, [1 / len(probs)] * len(probs))
         tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
         return int((gains / interpolated(tokens, self._sizes, self._costs)).argmax())
-
-    def record(
-        self,
-        num_rows: int,
-        num_nodes: int,
-        forward_sec: float | None,
-        outcomes: Sequence[Outcome],
-        num_emitted: Mapping[int, int],
-    ) -> None:
-        """Learn nothing."""
 
 
 # A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import transformers
-from packaging import version
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
@@ -17,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, FixedBudget, PricedBudget
 from lade.closeness import is_exact_in, limit_of
-from lade.compat import Model, decode_plainly, mesh_of
+from lade.compat import MARKS_CACHES, Model, decode_plainly, mesh_of
 from lade.config import Config
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, NoDrafter, SamplingDrafter
@@ -58,9 +56,6 @@ from lade.targets.base import Target
 from lade.targets.rollback import cache_in
 from lade.targets.ties import TieError
 from ngram_pool import NGramPool
-
-# Whether `generate` marks a cache passed by the user; 5.23 does, 5.15 does not.
-_MARKS_CACHES = version.parse(transformers.__version__) >= version.parse("5.23")
 
 
 @dataclass
@@ -374,7 +369,7 @@ class Generation:
         """Whether the caller may have passed the cache, and so may continue from it."""
         if not isinstance(self._cache, DynamicCache):
             return False
-        return not _MARKS_CACHES or getattr(self._cache, "_is_user_defined", False)
+        return not MARKS_CACHES or getattr(self._cache, "_is_user_defined", False)
 
     @property
     def _watching(self) -> Watching:

@@ -33,6 +33,7 @@ from lade.support.tiny import (
     Model,
     NotText,
     causal_lm_types,
+    error_line,
     tiny_model,
 )
 
@@ -221,7 +222,7 @@ def _check(
     try:
         one, batch = probe(model), probe(model, num_rows=2)
     except Exception as error:  # a check that raises is lade's fault, but no reason to stop
-        row.failures["probe"] = _told(error)
+        row.failures["probe"] = error_line(error)
         return
     if not row.is_built:
         row.kind, row.batch_verification, row.why_not = one.verification, batch.verification, None
@@ -255,7 +256,7 @@ def _compare(
         if not all(logits.isfinite().all() for logits in expected.logits):
             raise ArithmeticError("its logits are not finite")
     except Exception as error:  # transformers' own limits, which are not lade's to judge
-        row.plain_failures.setdefault(case.name, _told(error))
+        row.plain_failures.setdefault(case.name, error_line(error))
         return
     prompts = zip(options["input_ids"], options["attention_mask"], strict=True)
     new = expected.sequences[:, case.width :].tolist()
@@ -267,7 +268,7 @@ def _compare(
     try:
         output = _decode(generate, model, options, seed)
     except Exception as error:
-        row.failures[case.name] = _told(error)
+        row.failures[case.name] = error_line(error)
         return
     row.compared.append(case.name)
     row.plain_failures.pop(case.name, None)
@@ -322,10 +323,6 @@ def _gap(logits: Sequence[Tensor], which: int, token: int) -> float | None:
         return None
     first, second = logits[token][which].double().topk(2).values.tolist()
     return float((first - second) / max(abs(first), abs(second)))
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 @contextmanager

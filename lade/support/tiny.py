@@ -114,7 +114,7 @@ def tiny_config(name: str, **overrides: Any) -> PretrainedConfig:
     try:
         return _shrunk(CONFIG_MAPPING[model_type], {**switches, **overrides})
     except Exception as error:  # a configuration's own checks may raise anything
-        raise CannotBuild(f"{name}: no small configuration: {_told(error)}") from error
+        raise CannotBuild(f"{name}: no small configuration: {error_line(error)}") from error
 
 
 def tiny_model(
@@ -156,7 +156,7 @@ def tiny_model(
                 _randomize(parameter_name, parameter, is_transposed)
             logits = _settle(model)
     except Exception as error:  # a class not seen before may raise anything
-        raise CannotBuild(f"{name}: {_told(error)}") from error
+        raise CannotBuild(f"{name}: {error_line(error)}") from error
     if logits.shape[-1] < VOCAB_SIZE or not logits.isfinite().all():
         raise CannotBuild(f"{name}: its logits {list(logits.shape)} are no text, or not finite")
     model.generation_config = GenerationConfig(
@@ -210,7 +210,8 @@ def _replace_timm(config: PretrainedConfig) -> None:
         vars(config)[name] = tower
 
 
-def _told(error: Exception) -> str:
+def error_line(error: Exception) -> str:
+    """Return an error as one line, with its type."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 

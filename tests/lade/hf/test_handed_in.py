@@ -10,10 +10,10 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
-from lade.support.tiny import causal_lm_types
 from lade.support.tiny import tiny_model as tiny_architecture
 from tests.grids import thinned
 from tests.lade.both import ListStreamer
+from tests.lade.targets.test_ties import TYPES
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -233,12 +233,10 @@ def test_what_is_no_number_leaves_the_window() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    thinned(["axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"], "deepseek_v32"),
+    thinned(TYPES, "deepseek_v32"),
 )
 @pytest.mark.parametrize("num_heads", [2, 16])
 def test_sparse_attention_that_ties_is_exact_or_plain(name: str, num_heads: int) -> None:
-    if name not in causal_lm_types():
-        pytest.skip("this transformers does not know it")
     options = {"index_topk": 64, "index_n_heads": num_heads}
     model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float32, **options)
     model.generation_config.eos_token_id = None

@@ -367,18 +367,6 @@ def test_quantized_weights_have_a_fingerprint() -> None:
 # --- files ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> SimpleNamespace:
-    """A model and the file of its table."""
-    model = tiny_model("llama")
-    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
-    table = SuccessorTable(64)
-    table.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
-    effort = Effort(prefix_token_id=9, num_lone_tokens=3, num_texts=2, num_tokens=70, seconds=1.5)
-    write_table(path, model, StoredTable(table, effort))
-    return SimpleNamespace(model=model, path=path, table=table, effort=effort)
-
-
 def change(path: Path, **changes: Any) -> None:
     """Write a file again, with other metadata."""
     with safetensors.safe_open(path, framework="numpy") as file:
