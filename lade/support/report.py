@@ -166,6 +166,9 @@ def reason_of(row: Row) -> str:
             if row.reasons.get(verification) != reason
         }
         found += [f"in a batch, {reason}" for reason in _reasons(new)]
+    for reason in dict.fromkeys(row.plain_by_rule.values()):
+        cases = [case for case, why in row.plain_by_rule.items() if why == reason]
+        found.append(f"plain in {_named(cases)}: {_short(reason)}")
     return "; ".join(found)
 
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from lade.config import Config, Execution, Verification
+from lade.config import SPECULATING, Config, Execution, Verification
 from lade.hf.doors import generate
 from lade.probing.plan import choose_verification
 from lade.probing.report import probe
+from lade.probing.rules import Lengths, why_not_speculate
 from lade.stats import DecodeStats
 from lade.support.drafter import AnswerDrafter
 from lade.support.tiny import (
@@ -110,6 +111,8 @@ class Row:
     compared: list[str] = field(default_factory=list)  # cases
     in_float32: list[str] = field(default_factory=list)  # of those, the ones float64 cannot run
     speculated: list[str] = field(default_factory=list)  # cases in which drafts were verified
+    #: By case: why a call of these lengths is decoded plainly, whatever a short check finds.
+    plain_by_rule: dict[str, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)  # the first of each case
     failures: dict[str, str] = field(default_factory=dict)  # by case: what lade raises
     plain_failures: dict[str, str] = field(default_factory=dict)  # by case: what plain raises
@@ -132,6 +135,12 @@ class Row:
     def speculates(self) -> bool:
         """Whether drafts were verified, and some of them accepted."""
         return self.num_accepted > 0
+
+    @property
+    def should_speculate(self) -> bool:
+        """Whether the chosen verification and the lengths of the calls let drafts be verified."""
+        is_plain = self.kind not in SPECULATING or {*self.compared} <= self.plain_by_rule.keys()
+        return not is_plain
 
     @property
     def verdict(self) -> Verdict:
@@ -271,6 +280,9 @@ def _compare(
         row.failures[case.name] = error_line(error)
         return
     row.compared.append(case.name)
+    reason = why_not_speculate(model, _lengths(case))
+    if reason is not None:
+        row.plain_by_rule[case.name] = reason
     row.plain_failures.pop(case.name, None)
     if model.dtype == torch.float32:
         row.in_float32.append(case.name)
@@ -282,6 +294,11 @@ def _compare(
         which, token = place[0], place[1] - case.width
         gap = None if case.is_sampled else _gap(expected.logits, which, token)
         row.differences.append(Difference(case.name, which, token, gap))
+
+
+def _lengths(case: Case) -> Lengths:
+    longest, is_padded = max(case.lengths), min(case.lengths) < case.width
+    return Lengths(len(case.lengths), longest, case.width, case.num_new, is_padded)
 
 
 def _inputs(case: Case, seed: int) -> dict[str, Any]:

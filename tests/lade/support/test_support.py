@@ -67,7 +67,7 @@ def test_no_architecture_gets_a_wrong_token() -> None:
     found = counts(row for row in rows if not row.is_variant)
     assert found["all"] == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for row in rows:
-        assert row.speculates == (row.kind in ("tree", "rows", "chain", "snapshot")), row.name
+        assert row.speculates == row.should_speculate, row.name
         assert row.kind == "tree" or reason_of(row), row.name
     if IS_NEWEST:
         assert found["speculate"] >= 172
