@@ -60,16 +60,15 @@ def attention_of(model: Model) -> str | None:
     return name
 
 
-def runs_experts_eagerly(model: Model) -> bool:
-    """Return whether a model loops on the host over the experts that tokens are routed to.
+def experts_of(model: Model) -> set[str]:
+    """Return the names of the implementations of experts in use, if transformers has several.
 
-    That is so if transformers has several implementations of its experts and the eager one is in
-    use.
+    "eager" loops on the host over the experts that tokens are routed to.
     """
     can_choose = getattr(model, "_can_set_experts_implementation", None)
     if can_choose is None or not can_choose():
-        return False
-    return "eager" in model.get_experts_implementation().values()
+        return set()
+    return {*model.get_experts_implementation().values()}
 
 
 def has_adapters(model: Model) -> bool:

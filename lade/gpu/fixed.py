@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from lade.attention.masks import Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
+from lade.captures import free_unused
 from lade.compat import Model
 from lade.errors import LadeError
 from lade.gpu.graphs import Graphs, dependencies_of
@@ -27,21 +28,28 @@ from lade.gpu.workspace import (
     WorkspaceKey,
     WorkspaceStore,
     slots_for,
+    spare_bytes,
 )
 from lade.targets.base import Forward
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import FixedSlots, LayerKind
+from lade.targets.kv_memory import FixedSlots, LayerKind, Spare
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree, TreeBatch
 
-# Tokens per row of a forward; trees are padded to the next width. On a GPU a step costs about the
-# same up to 16 or 32 tokens, and each width needs a recording of its own.
+# Tokens per row of a forward; trees are padded to the next width.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+# A step costs about the same up to 16 or 32 tokens there, and each width needs a recording.
+_WIDTHS_ON_CUDA = tuple(width for width in WIDTHS if width not in (2, 4))
 # New tokens that memory is first allocated for, however many may come. Beyond that it grows, and
 # steps are recorded again.
 _FIRST_NEW = 2048
+
+
+def widths_on(device: torch.device) -> tuple[int, ...]:
+    """Return the widths that trees are padded to on a device."""
+    return _WIDTHS_ON_CUDA if device.type == "cuda" else WIDTHS
 
 
 def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
@@ -127,7 +135,12 @@ class FixedTarget(TreeTarget):
         key = WorkspaceKey(num_rows, (*kinds,), _dependencies_of_cache(self.device), self._variant)
         kept = self._store.take(key, room)
         if kept is None:
-            cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True)
+            # As many at once as any text may have, where memory allows it: a conversation grows,
+            # and whenever memory moves, steps are recorded anew.
+            config = self._model.config.get_text_config(decoder=True)
+            longest = getattr(config, "max_position_embeddings", None) or 0
+            spare = Spare(longest, spare_bytes(self.device))
+            cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True, spare=spare)
             kept = Workspace(key, cache)
         self._workspace = kept
         return kept.cache
@@ -245,7 +258,7 @@ class FixedTarget(TreeTarget):
             rooms = self.cache.reserve(width)
         except torch.OutOfMemoryError:
             self._workspace.forget_recordings()  # the missing memory may be theirs
-            torch.cuda.empty_cache()  # does nothing without a GPU
+            free_unused(self.device)
             rooms = self.cache.reserve(width)
         lengths = max(self.num_cached) + width
         shown = []
@@ -281,7 +294,7 @@ class FixedTarget(TreeTarget):
 
     def _run(self, step: _Step, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
-        device = {name: part.long() for name, part in step.inputs.device.items()}
+        device = step.inputs.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
         slots = {
@@ -332,20 +345,22 @@ class FixedTarget(TreeTarget):
         index = self.cache.windows.index(window)
         num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
         slots = first_slot + torch.arange(num_shown, device=self.device)
-        visible = slots < device["num_cached"][:, None]
         not_padding = padding = None
         if shape.is_padded:
             not_padding, padding = self._workspace.visible(shape.rows, slots), device["num_padding"]
+        visible = slots < device["num_cached"][:, None]
+        if not_padding is not None:
             visible = visible & not_padding
         seen = TreeSlots(
             visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
         )
-        mask = seen.mask(reach, 0, self._additive_dtype)
         if self._attention not in (TREE_ATTENTION, STABLE_ATTENTION):
-            return mask
-        # The mask itself says the same, for code that loses the attribute.
+            return seen.mask(reach, 0, self._additive_dtype)
+        # Nobody reads these numbers. Were they read after all, they would spoil what the self-check
+        # compares.
+        nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
         return with_seen(
-            mask,
+            nothing.expand(shape.rows, 1, shape.width, num_shown),
             Seen(
                 num_cached=(device["num_cached"] - first_slot).int(),
                 starts=seen.starts(reach).clamp(min=0).int(),

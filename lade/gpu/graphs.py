@@ -4,16 +4,17 @@ A step of a large model on a GPU waits longer for Python and for kernel launches
 replay is a single launch.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance
-from lade.compat import Model, has_adapters, has_hook, runs_experts_eagerly
+from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
+from lade.gpu.capture import NoWaiting, clear_workspaces, end_allocation, refused_waits
 from lade.targets.layout import rope_of
 
 
@@ -54,97 +55,72 @@ class Recorder(Protocol):
         """Start over, all recordings having been dropped."""
 
 
-class WaitError(RuntimeError):
-    """A forward waits for its device, or moves tensors between it and the host."""
-
-
-# Names of the operations whose result the host must wait for.
-_WAITING = {
-    *("_local_scalar_dense", "item", "is_nonzero", "equal", "_is_all_true", "_is_any_true"),
-    *("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
-}
-
-
-class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that refuses operations a recording must not have, before a capture is spoiled.
-
-    A failed capture leaves torch's streams, memory pools and random state inconsistent, each
-    release in its own way.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or refuse it.
-
-        Raises:
-            WaitError: the operation would wait for the device.
-        """
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        of_tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        kinds = {each.device.type for each in of_tensors}
-        if name == "_to_copy":
-            kinds.add(torch.device(kwargs.get("device") or of_tensors[0].device).type)
-        is_moving = name in ("copy_", "_to_copy") and len(kinds) > 1
-        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
-            masks = [each for each in args[1] if each is not None and each.dtype == torch.bool]
-            is_moving = is_moving or bool(masks)
-        if name in _WAITING or is_moving:
-            raise WaitError(f"{name} waits for the device")
-        return func(*args, **kwargs)
-
-
 class CudaRecorder:
     """Recorder of CUDA graphs, which share one scratch pool: only one runs at a time."""
 
-    # A capture begins with a wait that must not fall into another thread's capture.
-    _one_at_a_time = Lock()
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None
         self.max_bytes = int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        self.begin_anew()
 
     def record(self, run: Run) -> Recording:
-        """Rehearse on the recording's stream, so that libraries allocate memory, then record."""
-        current = torch.cuda.current_stream(self._device)
-        with self._one_at_a_time, torch.cuda.device(self._device):
+        """Rehearse on the recording's stream, so that libraries allocate memory, then record.
+
+        Raises:
+            WaitError: the forward waits for the device; nothing was captured.
+        """
+        with CAPTURING, torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
             try:
                 self._stream.wait_stream(current)
                 with torch.cuda.stream(self._stream):
                     with NoWaiting():
                         run(is_recorded=True)
-                    run(is_recorded=True)  # again, since that mode does not reach compiled code
+                    with (
+                        refused_waits()
+                    ):  # the mode above sees neither into kernels nor compiled code
+                        run(is_recorded=True)
                 current.wait_stream(self._stream)
-                graph = torch.cuda.CUDAGraph()
-                # Other threads may keep using the device meanwhile.
-                mode = "thread_local"
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
-                    output = run(is_recorded=True)
+                return self._capture(run)
             finally:
                 torch.cuda.set_stream(current)  # torch does not restore it after a failed capture
-        self._pool = graph.pool()
+
+    def _capture(self, run: Run) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        clear_workspaces()  # so that the capture's own lie in its pool, which lives as long as it
+        try:
+            # Other threads may keep using the device meanwhile.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+                output = run(is_recorded=True)
+        except BaseException:
+            end_allocation(self._device, self._pool)
+            raise
+        finally:
+            clear_workspaces()
         return Recording(graph.replay, output)
 
     def num_bytes(self) -> int:
         """Return the bytes in use on the device, by any process."""
-        torch.cuda.empty_cache()
+        free_unused(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def begin_anew(self) -> None:
-        """Give the next recordings a new scratch pool; no earlier recording is in use any more."""
-        self._pool = None
+        """Take another stream and scratch pool; no earlier recording is in use any more.
+
+        Those of a failed capture may be unusable.
+        """
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
 
 class Graphs:
     """The recorded forwards of one model on one set of buffers.
 
     A shape first runs eagerly; then it is recorded, and the recording is compared with the eager
-    forward before it is trusted. After a failure nothing more is recorded.
+    forward before it is trusted. Beyond the limits of memory and number, the recording not used for
+    longest is dropped. After a failure nothing is recorded any more.
 
     Args:
         recorder: records forwards on the model's device.
@@ -155,23 +131,17 @@ class Graphs:
     def __init__(self, recorder: Recorder, limit: float) -> None:
         self._recorder = recorder
         self._limit = limit
-        self._recordings: dict[Hashable, Recording] = {}
-        self._num_uses: dict[Hashable, int] = {}
-        self._num_bytes = 0
-        self._failure: str | None = None
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the last used at the end
+        self._num_uses: dict[
+            Hashable, int
+        ] = {}  # of shapes without a recording, since they had one
+        self._uses_before: dict[Hashable, int] = {}  # of shapes whose recordings were dropped
+        self.reason: str | None = None  # why nothing is recorded any more
         self.is_timing_valid = True  # whether the last run took as long as later ones will
 
     def __len__(self) -> int:
         """Return the number of recorded shapes."""
-        return len(self._recordings)
-
-    @property
-    def reason(self) -> str | None:
-        """Why nothing more is recorded, or None."""
-        num = len(self._recordings)
-        if self._num_bytes > self._recorder.max_bytes or num >= _MAX_RECORDINGS:
-            return f"{num} recorded steps take {self._num_bytes / 2**20:.0f} MiB"
-        return self._failure
+        return len(self._kept)
 
     def run(self, key: Hashable, run: Run) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
@@ -183,44 +153,70 @@ class Graphs:
         Returns:
             Logits, valid until the next run.
         """
-        known = self._recordings.get(key)
+        known = self._kept.get(key)
         if known is not None:
             self.is_timing_valid = True
-            known.replay()
-            return known.output
+            self._kept.move_to_end(key)
+            known.recording.replay()
+            return known.recording.output
         output = run(is_recorded=False)
-        self._num_uses[key] = self._num_uses.get(key, 0) + 1
         self.is_timing_valid = self.reason is not None
-        if self.reason is None and self._num_uses[key] > _USES_BEFORE:
-            self._record(key, run, output)
+        if self.reason is None:
+            self._num_uses[key] = self._num_uses.get(key, 0) + 1
+            if self._num_uses[key] > self._uses_before.get(key, _USES_BEFORE):
+                self._record(key, run, output)
         return output
 
     def forget(self) -> None:
         """Drop all recordings; the memory they refer to may have moved."""
-        self._recordings.clear()
+        self._kept.clear()
         self._num_uses.clear()
-        self._num_bytes = 0
+        self._uses_before.clear()
         self._recorder.begin_anew()
 
     def _record(self, key: Hashable, run: Run, expected: Tensor) -> None:
-        before = self._recorder.num_bytes()
         try:
+            before = self._recorder.num_bytes()
             recording = self._recorder.record(run)
             recording.replay()
             error = distance(recording.output, expected)
+            num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
-            self.forget()  # the missing memory may be theirs
-            self._failure = "no memory was left to record a step"
+            self._give_up("no memory was left to record a step")  # what is missing may be theirs
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
-            self._failure = f"a step cannot be recorded ({type(failure).__name__}: {what})"
+            self._give_up(f"a step cannot be recorded ({type(failure).__name__}: {what})")
+        except BaseException:
+            self.forget()  # a capture that was broken off may have spoiled what they share
+            raise
         else:
             if not error <= self._limit:
-                self.forget()
-                self._failure = f"a recorded step differs from the same step by {error:.2g}"
-                return
-            self._recordings[key] = recording
-            self._num_bytes += max(0, self._recorder.num_bytes() - before)
+                self._give_up(f"a recorded step differs from the same step by {error:.2g}")
+            elif num_bytes > self._recorder.max_bytes:
+                self._give_up(f"a recorded step takes {num_bytes / 2**20:.0f} MiB")
+            else:
+                self._keep(key, _Kept(recording, num_bytes))
+
+    def _keep(self, key: Hashable, new: "_Kept") -> None:
+        """Keep a recording, in place of others if there are too many."""
+        self._kept[key] = new
+        del self._num_uses[key]
+        while len(self._kept) > _MAX_RECORDINGS or (
+            sum(each.num_bytes for each in self._kept.values()) > self._recorder.max_bytes
+        ):
+            oldest, _ = self._kept.popitem(last=False)
+            # Not again at once: where shapes take turns, recording takes longer than it saves.
+            self._uses_before[oldest] = 8 * self._uses_before.get(oldest, _USES_BEFORE)
+
+    def _give_up(self, reason: str) -> None:
+        """Drop all recordings, which a failed capture may have spoiled, and record no more."""
+        self.forget()
+        self.reason = reason
+
+
+class _Kept(NamedTuple):
+    recording: Recording
+    num_bytes: int
 
 
 def why_not_recorded(model: Model) -> str | None:
@@ -232,8 +228,13 @@ def why_not_recorded(model: Model) -> str | None:
     rope = rope_of(config)
     if rope is not None and rope[0] == "dynamic":
         return "its rotary embedding (dynamic) is changed by the host as texts grow"
-    if runs_experts_eagerly(model):
+    if "eager" in experts_of(model):
         return "its experts (eager) are chosen by the host"
+    if "grouped_mm" in experts_of(model) and _copies_offsets(model):
+        return (
+            "its experts (grouped_mm) copy offsets to the host, but in bfloat16 on compute "
+            "capability 9 or 10; set_experts_implementation('batched_mm') does not"
+        )
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if places & {"cpu", "disk"}:
         return "its weights are brought in for every forward"
@@ -245,6 +246,15 @@ def why_not_recorded(model: Model) -> str | None:
         if has_hook(module):
             return f"{name or 'the model'} has a hook, which a recording would not call"
     return None
+
+
+def _copies_offsets(model: Model) -> bool:
+    """Return whether torch has no kernel for grouped products of this dtype on this device."""
+    device = device_of_inputs(model)
+    if device.type != "cuda":
+        return False
+    has_kernel = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return model.dtype != torch.bfloat16 or not has_kernel
 
 
 def dependencies_of(model: Model) -> tuple[Hashable, ...]:

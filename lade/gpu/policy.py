@@ -14,8 +14,11 @@ class DevicePolicy:
         return device.type != "cpu"
 
     def execution(self, device: torch.device) -> Execution:
-        """Return the default execution of trees."""
-        return "graphs" if device.type == "cuda" else "eager"
+        """Return the default execution of trees.
+
+        Graphs and Triton kernels are to be asked for until a run on a GPU has shown them right.
+        """
+        return "eager"
 
     def can_record(self, device: torch.device) -> bool:
         """Return whether steps can be recorded and replayed."""

@@ -1,6 +1,7 @@
 """What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
 
 from collections.abc import Hashable
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +14,26 @@ from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 
 _LEAST_SLOTS = 256
-# Largest workspace kept between calls: a share of a CUDA device's memory, or bytes elsewhere.
+# Largest total of workspaces kept between calls: a share of a CUDA device's memory, or bytes
+# elsewhere.
 _MOST_KEPT_SHARE = 1 / 8
 _MOST_KEPT_BYTES = 2**30
+_MOST_KEPT = 4  # workspaces; batch sizes that take turns have one each
+# Share of a CUDA device's free memory that may be taken at once for texts yet to come.
+_SPARE_SHARE = 1 / 10
 
 
 def slots_for(num_slots: int) -> int:
     """Round up to a size that attention runs over: by a quarter at most, to 256 at least."""
     step = 1 << max(0, num_slots.bit_length() - 3)
     return max(_LEAST_SLOTS, -(-num_slots // step) * step)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Return how many bytes may be taken for more slots than a call needs."""
+    if device.type != "cuda":
+        return 0  # memory there is taken when it is written to, and nothing is recorded
+    return int(_SPARE_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
 class Shape(NamedTuple):
@@ -58,14 +70,11 @@ class StaticInputs:
         with torch.inference_mode(False):
             self._on_device = torch.zeros_like(on_host, device=device)
         self.alone = np.eye(width, dtype=np.int32)  # ancestors of nodes that see only themselves
-        parts = zip(
-            shapes, torch.split(on_host, sizes), torch.split(self._on_device, sizes), strict=True
-        )
-        self._host: dict[str, NDArray[np.int32]] = {}
-        self.device: dict[str, Tensor] = {}
-        for name, mine, theirs in parts:
-            self._host[name] = mine.numpy().reshape(shapes[name])
-            self.device[name] = theirs.view(shapes[name])
+        self._shapes, self._sizes = shapes, sizes
+        self._host: dict[str, NDArray[np.int32]] = {
+            name: part.numpy().reshape(size)
+            for (name, size), part in zip(shapes.items(), torch.split(on_host, sizes), strict=True)
+        }
 
     @property
     def host(self) -> dict[str, NDArray[np.int32]]:
@@ -73,6 +82,14 @@ class StaticInputs:
         if self._is_sent is not None:
             self._is_sent.synchronize()
         return self._host
+
+    def on_device(self) -> dict[str, Tensor]:
+        """Return what was sent as int64, widened by one kernel."""
+        parts = torch.split(self._on_device.long(), self._sizes)
+        return {
+            name: part.view(size)
+            for (name, size), part in zip(self._shapes.items(), parts, strict=True)
+        }
 
     def send(self) -> None:
         """Copy everything to the device; the host does not wait."""
@@ -121,10 +138,10 @@ class Workspace:
         rows, num_slots = padding.shape
         known = self._visible
         if known is None or known.shape[0] < rows or known.shape[1] <= num_slots:
+            self.forget_recordings()  # before, for an interrupt may come in between
             with torch.inference_mode(False):
                 known = padding.new_empty((self.key.num_rows, slots_for(num_slots + 1)))
             self._visible = known
-            self.forget_recordings()
         known.fill_(True)
         known[:rows, :num_slots] = padding
 
@@ -142,8 +159,8 @@ class Workspace:
         """Drop the recordings if keys and values have moved since."""
         addresses = self.cache.addresses
         if addresses != self._addresses:
+            self.forget_recordings()  # before, for an interrupt may come in between
             self._addresses = addresses
-            self.forget_recordings()
 
     def forget_recordings(self) -> None:
         """Drop the recordings."""
@@ -152,7 +169,7 @@ class Workspace:
 
 
 class WorkspaceStore:
-    """The workspace of a model between calls: at most one, for one call at a time.
+    """The workspaces of a model between calls, each for one call at a time.
 
     A copy of the model starts with an empty store: recordings belong to the weights they read.
 
@@ -162,30 +179,40 @@ class WorkspaceStore:
 
     def __init__(self) -> None:
         self.compiled: dict[str | None, Any] = {}
-        self._kept: list[Workspace] = []
+        self._kept: list[Workspace] = []  # the last used at the end
+        self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
         return WorkspaceStore, ()
 
     def take(self, key: WorkspaceKey, num_slots: int) -> Workspace | None:
-        """Hand over the kept workspace if it fits and has `num_slots` slots; else drop it."""
-        try:
-            kept = self._kept.pop()
-        except IndexError:
-            return None
-        return kept if kept.key == key and kept.cache.room >= num_slots else None
+        """Hand over a workspace that fits, if one is kept; drop those that are too small."""
+        with self._lock:
+            alike = [kept for kept in self._kept if kept.key == key]
+            found = next((kept for kept in alike if kept.cache.room >= num_slots), None)
+            # One that is too small would be replaced by the next, and never be used again.
+            gone = alike if found is None else [found]
+            self._kept = [kept for kept in self._kept if kept not in gone]
+            return found
 
     def put_back(self, workspace: Workspace) -> None:
-        """Keep a workspace for the next call, unless it is too large or one is kept already."""
-        if not self._kept and workspace.cache.num_bytes <= _most_kept(workspace.cache):
-            workspace.cache.reset()
-            self._kept.append(workspace)
+        """Keep a workspace for the next call, in place of those not used for longest."""
+        cache = workspace.cache
+        most = _most_kept(cache)
+        if cache.num_bytes > most:
+            return
+        cache.reset()
+        with self._lock:
+            kept = [*self._kept, workspace][-_MOST_KEPT:]
+            while sum(each.cache.num_bytes for each in kept) > most:
+                del kept[0]
+            self._kept = kept
 
     def clear(self) -> None:
-        """Drop the workspace and the compiled models."""
-        self._kept.clear()
-        self.compiled = {}
+        """Drop the workspaces and the compiled models."""
+        with self._lock:
+            self._kept, self.compiled = [], {}
 
     def __len__(self) -> int:
         """Return the number of workspaces kept."""

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -278,7 +279,12 @@ class Generation:
             self._watching if ranks is None else None,
             overlaps,
         )
-        stats = decoder.run()
+        try:
+            stats = decoder.run()
+        except BaseException:  # an interrupt, or an error of the user's code between two forwards
+            with suppress(Exception):  # what cannot be kept for the next call is dropped
+                target.release()
+            raise
         if decoder.failure is not None:
             emit(told.missing(stats))
             if not all(text.is_finished):

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Verification
-from lade.gpu.fixed import WIDTHS, FixedTarget
+from lade.gpu.fixed import FixedTarget, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import WorkspaceStore
@@ -58,7 +58,7 @@ def make_target(
             **_recording(model, chosen, policy or DevicePolicy()),
             call=_compiled(model, chosen.attention, workspace_store) if compiled else None,
             variant=(chosen.execution, chosen.widths),
-            widths=chosen.widths or WIDTHS,
+            widths=chosen.widths or widths_on(device_of_inputs(model)),
         )
     max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from lade.compat import Model, device_of_inputs
 from lade.config import SPECULATING, Config, Execution, Verification
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
-from lade.gpu.fixed import WIDTHS
+from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
@@ -52,16 +52,17 @@ def choose_verification(
             model, profile, is_padded, cache, excluded, execution, why_eager, stable_width
         )
     reasons: dict[Verification, str] = {}
+    widths = widths_on(device_of_inputs(model))
     if asked == "plain":
         return VerificationPlan("plain", None, reasons)
     for verification in SPECULATING if asked is None else (asked,):
         reason = excluded.get(verification)
         if reason is None:
             if verification == "tree" and execution != "eager" and why_eager is None:
-                result = _result_of(model, profile, verification, cache, is_padded, WIDTHS)
+                result = _result_of(model, profile, verification, cache, is_padded, widths)
                 if result.reason is None:
                     return VerificationPlan(
-                        verification, result.attention, reasons, execution, WIDTHS
+                        verification, result.attention, reasons, execution, widths
                     )
                 why_eager = result.reason
             result = _result_of(model, profile, verification, cache, is_padded)
@@ -153,7 +154,7 @@ def execution_of(model: Model, config: Config, policy: DevicePolicy) -> Executio
     usual = policy.execution(device)
     if config.stable_text and usual == "eager":
         usual = "fixed"
-    if config.execution == "graphs" and usual != "graphs":
+    if config.execution == "graphs" and not policy.can_record(device):
         raise UnsupportedOptionError(
             f"lade does not support Config(execution='graphs') on {device.type!r}: CUDA graphs "
             "need a CUDA device; 'fixed' runs the same steps eagerly"

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lade.budget.budget import Budget, MeasuredBudget
+from lade.captures import free_unused
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
 from lade.gpu.workspace import WorkspaceStore
@@ -136,4 +137,4 @@ def release(model: Model) -> None:
     """
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
         profile.workspace_store.clear()
-    torch.cuda.empty_cache()  # frees what recordings held; does nothing without a GPU
+    free_unused(device_of_inputs(model))  # what recordings held

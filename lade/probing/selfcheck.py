@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from lade.attention.packed import PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
+from lade.captures import apart_from_captures
 from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
@@ -139,7 +140,8 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
         yield
         return
     device = device_of_inputs(model)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with apart_from_captures(device), torch.random.fork_rng(devices):
         yield
 
 

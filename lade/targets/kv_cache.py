@@ -9,7 +9,15 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lade.targets.kv_memory import FIRST_NUM_SLOTS, FixedSlots, Group, LayerKind, Storage, Store
+from lade.targets.kv_memory import (
+    FIRST_NUM_SLOTS,
+    FixedSlots,
+    Group,
+    LayerKind,
+    Spare,
+    Storage,
+    Store,
+)
 
 
 class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -184,6 +192,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         share: whether all layers are on one device, so that one tensor can hold them.
         is_fixed: whether steps will have fixed shapes; `num_slots` is then the initial allocation,
             including room for new tokens, because steps must be recorded anew if memory moves.
+        spare: more slots for layers without a window, allocated at once if they fit.
     """
 
     def __init__(
@@ -194,14 +203,25 @@ class TreeCache(Cache):  # type: ignore[misc]
         *,
         share: bool = True,
         is_fixed: bool = False,
+        spare: Spare | None = None,
     ) -> None:
         first = min(num_slots + FIRST_NUM_SLOTS, max(max_slots, num_slots))
         if is_fixed:
             first = num_slots
         held: list[LayerKind] = [kind for kind in kinds if kind.kind != "empty"]
         windows = [kind.window for kind in held]
+        if spare is not None and held:
+            of_layer = spare.num_bytes // (2 * len(held))  # its keys, and its values
+            spare = spare._replace(num_bytes=of_layer)
         groups = {
-            window: Group(window, windows.count(window) if share else 1, first, max_slots, is_fixed)
+            window: Group(
+                window,
+                windows.count(window) if share else 1,
+                first,
+                max_slots,
+                is_fixed,
+                spare,
+            )
             for window in windows
         }
         self._groups = groups

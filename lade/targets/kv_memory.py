@@ -42,6 +42,13 @@ def kind_of(layer: Any) -> LayerKind | None:
     return LayerKind(kind, layer.sliding_window if kind == "windowed" else None)
 
 
+class Spare(NamedTuple):
+    """More slots than a call needs, to be allocated at once as far as there is memory for them."""
+
+    num_slots: int  # altogether
+    num_bytes: int  # of all keys and values
+
+
 class FixedSlots(NamedTuple):
     """Slots that layers with one window write and return in a forward of fixed shape."""
 
@@ -174,9 +181,16 @@ class Group:
     """The stores of all layers with the same window (or none), and the first slot they hold."""
 
     def __init__(
-        self, window: int | None, num_layers: int, num_slots: int, max_slots: int, is_fixed: bool
+        self,
+        window: int | None,
+        num_layers: int,
+        num_slots: int,
+        max_slots: int,
+        is_fixed: bool,
+        spare: Spare | None = None,
     ) -> None:
         self.window = window
+        self._spare = spare if window is None else None
         self.offset = 0
         self.fixed: FixedSlots | None = None  # for the next forwards
         self._is_fixed = is_fixed
@@ -208,7 +222,11 @@ class Group:
         return stores[-1], 0
 
     def _new_store(self, num_layers: int, states: Tensor) -> Store:
-        return Store(num_layers, states, self._num_slots, self._max_slots, self._is_fixed)
+        num_slots = self._num_slots
+        if self._spare is not None:
+            fitting = self._spare.num_bytes // states[:, :, :1].nbytes
+            num_slots = max(num_slots, min(self._spare.num_slots, fitting))
+        return Store(num_layers, states, num_slots, self._max_slots, self._is_fixed)
 
     def first_slot(self, length: int) -> int:
         """Return the first slot visible to a token after `length` others."""

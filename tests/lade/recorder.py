@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lade.config import Execution
-from lade.gpu.graphs import NoWaiting, Recording, Run, WaitError
+from lade.gpu.capture import NoWaiting, WaitError
+from lade.gpu.graphs import Recording, Run
 from lade.gpu.policy import DevicePolicy
 
 

@@ -186,8 +186,7 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def kept(model: Any) -> Any:
-    (workspace,) = profile_of(model).workspace_store._kept
-    return workspace
+    return profile_of(model).workspace_store._kept[-1]
 
 
 def test_the_next_call_uses_the_memory_of_the_last() -> None:
@@ -201,6 +200,48 @@ def test_the_next_call_uses_the_memory_of_the_last() -> None:
     assert first.cache.addresses == addresses
     generate(model, THREE)  # other rows
     assert kept(model) is not first
+    assert torch.equal(generate(model), expected)
+    assert kept(model) is first  # batch sizes that take turns keep theirs
+    assert len(profile_of(model).workspace_store) == 2
+
+
+def test_of_several_workspaces_those_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    store = profile_of(model).workspace_store
+    for rows in range(1, 7):
+        generate(model, ONE.repeat(rows, 1))
+    assert [workspace.key.num_rows for workspace in store._kept] == [3, 4, 5, 6]
+    most = store._kept[0].cache.num_bytes + store._kept[1].cache.num_bytes
+    monkeypatch.setattr("lade.gpu.workspace._MOST_KEPT_BYTES", most)
+    generate(model, ONE.repeat(3, 1))
+    assert [workspace.key.num_rows for workspace in store._kept] == [3]  # with 6 it is too much
+    generate(model, ONE.repeat(4, 1))
+    assert [workspace.key.num_rows for workspace in store._kept] == [3, 4]
+
+
+def test_a_conversation_that_grows_keeps_its_memory_where_there_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: all slots that a text may ever need, in a tenth of what is free."""
+    model = tiny_model("llama", max_position_embeddings=4096)
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
+
+    def turns(num_bytes: int) -> tuple[int, int]:
+        """Return how many memories five turns used, and the slots of the last."""
+        monkeypatch.setattr("lade.gpu.fixed.spare_bytes", lambda device: num_bytes)
+        lade.release(model)
+        addresses, prompt = set(), ONE
+        for _ in range(5):
+            prompt = torch.cat([generate(model, prompt), ONE.repeat(1, 40)], dim=1)
+            addresses.add(kept(model).cache.addresses)
+        return len(addresses), kept(model).cache.room
+
+    num_memories, room = turns(0)
+    assert num_memories > 2
+    of_slot = kept(model).cache.num_bytes // room
+    assert turns(4096 * of_slot) == (1, 4096)
+    assert turns(2048 * of_slot) == (1, 2048)
+    assert turns(10**9) == (1, 4096)
 
 
 def test_it_is_given_back_on_demand_and_goes_with_the_model() -> None:
@@ -294,16 +335,18 @@ def test_nothing_is_left_of_numbers_that_are_none() -> None:
     assert torch.equal(generate(model), expected)
 
 
-def test_an_error_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_a_call_that_is_broken_off_leaves_its_memory_to_the_next(kind: type[BaseException]) -> None:
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
+    expected = generate(model)
+    first = kept(model)
 
     def fail(step: Any) -> None:
-        raise KeyError("mine")
+        raise kind("mine")
 
-    with pytest.raises(KeyError):
+    with pytest.raises(kind):
         generate(model, on_step=fail)
-    assert len(profile_of(model).workspace_store) == 0
+    assert kept(model) is first
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(generate(model), expected)
 

@@ -1,6 +1,7 @@
 """Recorded steps: on a CPU, a recorder that replays operations stands in for CUDA graphs."""
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import lade
-from lade.gpu.graphs import (
-    CudaRecorder,
-    Graphs,
-    NoWaiting,
-    Recording,
-    WaitError,
-    why_not_recorded,
-)
+from lade.gpu.capture import NoWaiting, WaitError
+from lade.gpu.graphs import CudaRecorder, Graphs, Recording, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.hf.generation import Generation
 from lade.probing import factory
@@ -46,8 +41,7 @@ def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
 
 
 def graphs_of(model: Any) -> Graphs:
-    (workspace,) = profile_of(model).workspace_store._kept
-    graphs = workspace.graphs
+    graphs = profile_of(model).workspace_store._kept[-1].graphs
     assert graphs is not None
     return graphs
 
@@ -399,17 +393,83 @@ def test_recordings_go_where_keys_and_values_need_their_memory(
 
 
 def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> None:
-    recorder.max_bytes = 1
+    recorder.max_bytes = 1  # each takes one
     model = tiny_model("llama")
     expected = model.generate(ONE, **GREEDY)
-    with pytest.warns(lade.EagerExecutionWarning, match="2 recorded steps take 0 MiB"):
-        assert torch.equal(generate(model), expected)
-    assert recorder.num_recorded == 2
-    assert recorder.num_replayed > 2
+    assert torch.equal(generate(model), expected)
     graphs = graphs_of(model)
-    graphs.forget()  # as where memory moves: then there is room again
-    assert graphs.reason is None
-    assert recorder.num_forgotten > 0
+    assert recorder.num_recorded > 1
+    assert len(graphs) == 1
+    recorder.max_bytes = 0
+    lade.release(model)
+    with pytest.warns(lade.EagerExecutionWarning, match="a recorded step takes 0 MiB"):
+        assert torch.equal(generate(model), expected)
+    assert len(graphs_of(model)) == 0
+
+
+def test_the_recording_not_used_for_longest_makes_room(recorder: CpuRecorder) -> None:
+    recorder.max_bytes = 2
+    graphs, eager = Graphs(recorder, limit=0.0), []
+
+    def use(key: str, times: int = 1) -> None:
+        def run(is_recorded: bool) -> Tensor:
+            if not is_recorded:
+                eager.append(key)
+            return torch.arange(5.0) + 1.0
+
+        for _ in range(times):
+            graphs.run(key, run)
+
+    use("a", 2)
+    use("b", 2)
+    use("a")
+    use("c", 2)
+    assert [*graphs._kept] == ["a", "c"]
+    assert recorder.num_recorded == 3
+    use("b", 8)  # not recorded again at once
+    assert recorder.num_recorded == 3
+    use("b")
+    assert [*graphs._kept] == ["c", "b"]
+    for _ in range(40):  # shapes that take turns are not recorded in turns
+        use("a")
+        use("b")
+        use("c")
+    assert recorder.num_recorded < 10
+
+
+class _BrokenOff(CpuRecorder):
+    """A recorder whose captures after the first are interrupted."""
+
+    def record(self, run: Any) -> Recording:
+        recording = super().record(run)
+        if self.num_recorded > 1:
+            raise KeyboardInterrupt
+        return recording
+
+
+def test_what_a_capture_that_failed_may_have_spoiled_is_dropped(recorder: CpuRecorder) -> None:
+    for made, kind in (
+        (_BrokenOff(), KeyboardInterrupt),
+        (CpuRecorder(failures=[None, RuntimeError("no capture")]), None),
+    ):
+        graphs = Graphs(made, limit=0.0)
+        for key in "aabb":
+            with nullcontext() if kind is None or key == "a" else suppress(kind):
+                graphs.run(key, lambda is_recorded: torch.arange(5.0))
+        assert len(graphs) == 0
+        assert made.num_forgotten > 0
+        assert (graphs.reason is None) == (kind is not None)
+
+
+def test_memory_that_cannot_be_counted_is_a_reason_like_any_other(recorder: CpuRecorder) -> None:
+    def num_bytes() -> int:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    recorder.num_bytes = num_bytes  # type: ignore[method-assign]
+    model = tiny_model("llama")
+    expected = model.generate(ONE, **GREEDY)
+    with pytest.warns(lade.EagerExecutionWarning, match="cannot be recorded .*captures_underway"):
+        assert torch.equal(generate(model), expected)
 
 
 def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder) -> None:
@@ -441,6 +501,32 @@ def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: Cp
     lade.generate(model, ONE, config=config, **GREEDY)
     assert recorder.num_replayed > 0
     assert graphs_of(model)._limit == 0.0
+
+
+def test_grouped_products_that_copy_to_the_host_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+    model = tiny_model("qwen3_moe", head_dim=8, moe_intermediate_size=16, **sizes)
+    model.set_experts_implementation("grouped_mm")
+    assert why_not_recorded(model) is None  # on a CPU nothing is copied
+    monkeypatch.setattr("lade.gpu.graphs.device_of_inputs", lambda model: torch.device("cuda"))
+    for dtype, capability, is_recorded in (
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 0), True),
+        (torch.float16, (9, 0), False),
+        (torch.bfloat16, (8, 6), False),
+        (torch.bfloat16, (12, 0), False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, at=capability: at)
+        assert (why_not_recorded(model.to(dtype)) is None) == is_recorded
+    model.set_experts_implementation("batched_mm")
+    assert why_not_recorded(model) is None
+
+
+def test_graphs_are_to_be_asked_for() -> None:
+    for kind in ("cpu", "cuda"):
+        assert DevicePolicy().execution(torch.device(kind)) == "eager"
 
 
 def test_only_cuda_devices_record() -> None:

@@ -1,0 +1,106 @@
+"""What keeps a capture from being spoiled: cleared workspaces, and forwards that never wait.
+
+What other threads must not do meanwhile is in `lade.captures`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What torch says in its synchronisation debug mode.
+_WAITED = "called a synchronizing CUDA operation"
+
+
+class WaitError(RuntimeError):
+    """A forward waits for its device, or moves tensors between it and the host."""
+
+
+# Names of the operations whose result the host must wait for.
+_WAITING = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "_is_all_true", "_is_any_true"),
+    *("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount"),
+}
+
+
+class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that refuses operations a recording must not have, before a capture is spoiled.
+
+    A failed capture leaves torch's streams, memory pools and random state inconsistent, each
+    release in its own way. What an operation does inside is not seen: see `WaitsInside`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, or refuse it.
+
+        Raises:
+            WaitError: the operation would wait for the device.
+        """
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        of_tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        kinds = {each.device.type for each in of_tensors}
+        if name == "_to_copy":
+            kinds.add(torch.device(kwargs.get("device") or of_tensors[0].device).type)
+        is_moving = name in ("copy_", "_to_copy") and len(kinds) > 1
+        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
+            masks = [each for each in args[1] if each is not None and each.dtype == torch.bool]
+            is_moving = is_moving or bool(masks)
+        if name in _WAITING or is_moving:
+            raise WaitError(f"{name} waits for the device")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def refused_waits() -> Iterator[None]:
+    """Refuse, at the end, waits of this thread that operations have hidden inside.
+
+    Kernels that copy sizes to the host and compiled code are seen only by torch's own debug mode,
+    which belongs to the process: what it says of other threads is passed on.
+
+    Raises:
+        WaitError: something waited for the device.
+    """
+    thread, said = get_ident(), warnings.showwarning
+    waited: list[str] = []
+
+    def show(message: Any, *others: Any, **named: Any) -> None:
+        if get_ident() == thread and _WAITED in str(message):
+            waited.append(str(message))
+        else:
+            said(message, *others, **named)
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=f".*{_WAITED}")
+        warnings.showwarning = show
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if waited:
+        raise WaitError("an operation waits for the device inside")
+
+
+def clear_workspaces() -> None:
+    """Drop the scratch memory of cuBLAS, which is allocated anew where it is next needed.
+
+    A capture must find none: else the graph keeps the address of memory that belongs to all, and
+    that torch frees when another graph is destroyed or code is compiled with CUDA graphs.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:
+    """Tell the allocator that a failed capture is over; torch up to 2.11 does not."""
+    with suppress(RuntimeError):  # it knows
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
