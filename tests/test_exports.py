@@ -20,7 +20,18 @@ ROOT = Path(__file__).parents[1]
 
 # Lowest first: each module or package of the core may import those before it, and none after it.
 ORDER = [
-    *("_version", "errors", "config", "compat", "closeness", "captures", "transfer", "view", "tree", "batch"),
+    *(
+        "_version",
+        "errors",
+        "config",
+        "compat",
+        "closeness",
+        "captures",
+        "transfer",
+        "view",
+        "tree",
+        "batch",
+    ),
     *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
     *("gpu", "probing", "decoder", "prewarming", "hf", "models"),
 ]

@@ -107,6 +107,22 @@ def test_keys_and_values_that_move_are_recorded_anew(
     assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
 
 
+def test_a_conversation_that_grows_is_recorded_once(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
+    monkeypatch.setattr("lade.gpu.fixed.spare_bytes", lambda device: 10**9)
+    for module in ("lade.gpu.fixed", "lade.probing.selfcheck"):  # our own attention, as on a GPU
+        monkeypatch.setattr(f"{module}.runs_in_triton", lambda *_: True)
+    model = tiny_model("llama", max_position_embeddings=1024)
+    prompt, counts = ONE, []
+    for _ in range(10):
+        prompt = torch.cat([lade.generate(model, prompt, config=UNDRAFTED, **GREEDY), ONE], dim=1)
+        counts.append(recorder.num_recorded)
+    assert torch.equal(prompt[:, :-7], model.generate(prompt[:, :-47], **GREEDY))
+    assert counts == [1] * 10
+
+
 def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorder) -> None:
     model = tiny_model("llama", max_position_embeddings=2048)
     for length in (600, 20, 600, 20, 600):
