@@ -30,6 +30,7 @@ _NOT_HONOURED_BY_SDPA = ("softcap", "s_aux")
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TRITON_CAPABILITY = (8, 0)
 _TRITON_MAX_DIM = 256
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _sdpa = AttentionInterface()["sdpa"]
 
@@ -177,13 +178,7 @@ def tree_attention(
     if not _is_for_triton(query, key, value):
         attended = attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
         return attended, None
-    # Imported here, because triton is not installed on every machine.
-    from lade.attention import triton as triton_attention
-
-    attended = triton_attention.attend(
-        query, key, value, *seen, scaling=scaling, softcap=softcap, sinks=sinks
-    )
-    return attended, None
+    return attend_at_once(query, key, value, *seen, scaling, softcap, sinks), None
 
 
 def stable_attention(
@@ -208,6 +203,60 @@ def stable_attention(
         module, query.double(), key, value, attention_mask, dropout, scaling, **kwargs
     )
     return exact.to(query.dtype), None
+
+
+@torch.library.custom_op(
+    "lade::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor num_cached, Tensor starts, Tensor "
+    "ancestors, Tensor? visible, float scaling, float? softcap, Tensor? sinks) -> Tensor",
+)
+def attend_at_once(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_cached: Tensor,
+    starts: Tensor,
+    ancestors: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend as `attend` does, as an operator of torch, which compilers take as it is.
+
+    On a GPU it is the kernels of `triton.py`.
+    """
+    seen = Seen(num_cached, starts, ancestors, visible)
+    return attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+@attend_at_once.register_kernel("cuda")
+def _attend_in_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_cached: Tensor,
+    starts: Tensor,
+    ancestors: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    # Imported here, because triton is not installed on every machine.
+    from lade.attention import triton as triton_attention
+
+    seen = num_cached, starts, ancestors, visible
+    return triton_attention.attend(
+        query, key, value, *seen, scaling=scaling, softcap=softcap, sinks=sinks
+    )
+
+
+@attend_at_once.register_fake
+def _shaped_like_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
+    rows, num_heads, num_nodes, _ = query.shape
+    return query.new_empty(rows, num_nodes, num_heads, value.shape[-1])
 
 
 class _Part(NamedTuple):
@@ -309,13 +358,7 @@ def _refusal(module: nn.Module, reason: str) -> NotImplementedError:
 
 def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
     """Return whether there are kernels for a device, dtype and head size."""
-    return (
-        device.type == "cuda"
-        and dtype in _TRITON_DTYPES
-        and head_dim <= _TRITON_MAX_DIM
-        and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY
-        and _has_triton()
-    )
+    return dtype in _TRITON_DTYPES and head_dim <= _TRITON_MAX_DIM and _has_kernels(device)
 
 
 def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -324,9 +367,13 @@ def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return is_alike and runs_in_triton(query.device, query.dtype, dims)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether there are kernels for a device, which compilers need not look into."""
+    is_cuda = device.type == "cuda"
+    return (
+        _HAS_TRITON and is_cuda and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY
+    )
 
 
 for _name, _attend in ((TREE_ATTENTION, tree_attention), (STABLE_ATTENTION, stable_attention)):

@@ -81,7 +81,8 @@ class FixedTarget(TreeTarget):
         workspace_store: keeps memory and recordings of earlier calls.
         new_graphs: returns an empty `Graphs` to record steps with; None to run all steps eagerly.
         why_not_recorded: why steps are not recorded although that was asked for.
-        call: the compiled model that runs the steps; None for the model itself.
+        call: the compiled model that runs the steps, or, where steps are recorded, those that are;
+            None for the model itself.
         variant: kind of recordings; a workspace of another variant is not reused.
         widths: widths to pad trees to; beyond the last one, its multiples.
     """
@@ -121,8 +122,11 @@ class FixedTarget(TreeTarget):
         if self._outputs:
             raise LadeError(f"expected no {', '.join(self._outputs)} in steps of fixed shape")
         self._must_show_rows = True
-        # Our Triton attention reads only the keys that exist, however many slots are shown.
-        self._shows_all = attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
+        # Our Triton attention reads only the keys that exist, however many slots are shown. What is
+        # compiled is compiled anew for another number of slots.
+        self._shows_all = call is not None or (
+            attention == TREE_ATTENTION and runs_in_triton(self.device, model.dtype)
+        )
         self._reach_windows = {
             reach: reach.num_slots if reach.num_slots in self.cache.windows else None
             for reach in {*self._reaches.values()}
@@ -294,6 +298,7 @@ class FixedTarget(TreeTarget):
 
     def _run(self, step: _Step, is_recorded: bool) -> Tensor:
         """Compute positions and masks, and run the model."""
+        call = self._callable(is_recorded)
         device = step.inputs.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
@@ -303,13 +308,35 @@ class FixedTarget(TreeTarget):
                 zip(self.cache.windows, step.shape.num_shown, strict=True)
             )
         }
-        self.cache.fix(slots, num_cached.max() if is_recorded else None)
+        compiles = not is_recorded and self._compiles_first()
+        self.cache.fix(slots, num_cached.max() if is_recorded or compiles else None)
         try:
-            return self._logits(step, device)
+            if compiles:
+                self._logits(self._call, step, device)
+                self.cache.fix(slots)
+            return self._logits(call, step, device)
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
 
-    def _logits(self, step: _Step, device: dict[str, Tensor]) -> Tensor:
+    def _callable(self, is_recorded: bool) -> Any:
+        """Return what runs a step.
+
+        Where steps are recorded, those that are not are run by the model itself: each recording is
+        compared with one of them.
+        """
+        if self._call is None or (self.records and not is_recorded):
+            return self._view()
+        return self._call
+
+    def _compiles_first(self) -> bool:
+        """Return whether to run the compiled model besides the model itself.
+
+        What it is compiled to must not be made in a rehearsal, which refuses to wait.
+        """
+        graphs = self._workspace.graphs
+        return self._call is not None and graphs is not None and graphs.reason is None
+
+    def _logits(self, call: Any, step: _Step, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
         trees = TreeBatch(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
@@ -323,7 +350,7 @@ class FixedTarget(TreeTarget):
             for reach, window in self._reach_windows.items()
         }
         mask: Any = {name: masks[reach] for name, reach in self._reaches.items()}
-        logits: Tensor = (self._view() if self._call is None else self._call)(
+        logits: Tensor = call(
             input_ids=trees.token_ids,
             position_ids=depths + roots,
             attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),

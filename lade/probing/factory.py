@@ -2,13 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Verification
+from lade.gpu.compiled import CompiledModel
 from lade.gpu.fixed import FixedTarget, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
@@ -79,10 +79,10 @@ def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> 
 
 
 def _compiled(model: Model, attention: str | None, workspace_store: WorkspaceStore) -> Any:
-    """Return the model compiled with an attention implementation, from the store if possible."""
+    """Return the compiled model with an attention implementation, from the store if possible."""
     if attention not in workspace_store.compiled:
         view = model if attention is None else with_attention(model, attention)
-        workspace_store.compiled[attention] = torch.compile(view)
+        workspace_store.compiled[attention] = CompiledModel(view)
     return workspace_store.compiled[attention]
 
 

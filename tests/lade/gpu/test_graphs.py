@@ -309,6 +309,22 @@ def test_what_is_compiled_is_recorded_apart(
     assert calls == 0
 
 
+def test_what_is_compiled_wrongly_is_not_used(
+    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+
+    def compiled(**inputs: Any) -> Any:
+        return SimpleNamespace(logits=-model(**inputs).logits)
+
+    monkeypatch.setattr(factory, "_compiled", lambda *_: compiled)
+    expected = model.generate(ONE, **GREEDY)
+    config = lade.Config(execution="compiled", max_draft_tokens=7)
+    with pytest.warns(lade.EagerExecutionWarning, match="a recorded step differs"):
+        assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+
+
 @pytest.mark.parametrize(
     "wait",
     [
