@@ -33,7 +33,7 @@ class TreeSlots:
     Args:
         visible: bool [rows, num_slots], for the slots from `first_slot` on: False for slots that
             must not be seen: padding, holes, and everything after a row's own cached tokens. The
-            values at the slots of the nodes are ignored.
+            values at the slots of the nodes are ignored. None if no mask will be asked for.
         num_cached: int64 [rows], cached tokens of each row.
         ancestors: bool [rows, num_nodes, num_nodes].
         depths: int64 [rows, num_nodes].
@@ -44,19 +44,16 @@ class TreeSlots:
 
     def __init__(
         self,
-        visible: Tensor,
+        visible: Tensor | None,
         num_cached: Tensor,
         ancestors: Tensor,
         depths: Tensor,
         num_padding: Tensor | None = None,
         first_slot: int | Tensor = 0,
     ) -> None:
-        num_nodes = ancestors.shape[1]
         self._visible = visible
         self._ancestors = ancestors
-        nodes = num_cached[:, None] + torch.arange(num_nodes, device=ancestors.device)
         self._num_cached = num_cached
-        self._nodes = nodes - first_slot  # their columns in `visible`
         self._of_nodes = num_cached[:, None] + depths
         self._num_padding = num_padding
         self._first_slot = first_slot
@@ -75,12 +72,15 @@ class TreeSlots:
             [rows, 1, num_nodes, num_slots - first_slot]. No node's row is empty: a node sees
             itself.
         """
+        assert self._visible is not None
         rows, num_nodes, _ = self._ancestors.shape
+        nodes = self._num_cached[:, None] + torch.arange(num_nodes, device=self._ancestors.device)
+        nodes = nodes - self._first_slot  # their columns in `visible`
         seen = self._visible[:, None, :].repeat(1, num_nodes, 1)
-        seen.scatter_(2, self._nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
+        seen.scatter_(2, nodes[:, None, :].expand(-1, num_nodes, -1), self._ancestors)
         if reach != FULL:
             slots = torch.arange(seen.shape[2], device=seen.device) + self._first_slot
-            slots = slots.expand(rows, -1).scatter(1, self._nodes, self._of_nodes)
+            slots = slots.expand(rows, -1).scatter(1, nodes, self._of_nodes)
             seen &= self._within(reach, slots)
         seen = seen[:, None, :, first_slot:]
         if additive_dtype is None:

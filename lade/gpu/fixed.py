@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.attention.masks import Reach, TreeSlots
+from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
 from lade.compat import Model
@@ -371,26 +371,29 @@ class FixedTarget(TreeTarget):
     ) -> Tensor:
         index = self.cache.windows.index(window)
         num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
-        slots = first_slot + torch.arange(num_shown, device=self.device)
-        not_padding = padding = None
+        is_ours = self._attention in (TREE_ATTENTION, STABLE_ATTENTION)
+        visible = not_padding = padding = None
+        if shape.is_padded or not is_ours:
+            slots = first_slot + torch.arange(num_shown, device=self.device)
         if shape.is_padded:
             not_padding, padding = self._workspace.visible(shape.rows, slots), device["num_padding"]
-        visible = slots < device["num_cached"][:, None]
-        if not_padding is not None:
-            visible = visible & not_padding
+        if not is_ours:
+            visible = slots < device["num_cached"][:, None]
+            visible = visible if not_padding is None else visible & not_padding
         seen = TreeSlots(
             visible, device["num_cached"], trees.ancestors, trees.depths, padding, first_slot
         )
-        if self._attention not in (TREE_ATTENTION, STABLE_ATTENTION):
+        if not is_ours:
             return seen.mask(reach, 0, self._additive_dtype)
         # Nobody reads these numbers. Were they read after all, they would spoil what the self-check
         # compares.
         nothing = torch.full((1, 1, 1, 1), torch.nan, dtype=self._model.dtype, device=self.device)
+        starts = torch.zeros_like(trees.depths, dtype=torch.int32)
         return with_seen(
             nothing.expand(shape.rows, 1, shape.width, num_shown),
             Seen(
                 num_cached=(device["num_cached"] - first_slot).int(),
-                starts=seen.starts(reach).clamp(min=0).int(),
+                starts=starts if reach == FULL else seen.starts(reach).clamp(min=0).int(),
                 ancestors=seen.among_nodes(reach),
                 visible=not_padding,
             ),
