@@ -26,6 +26,17 @@ _HOOKS = (
 Change = Callable[[nn.Module], dict[str, Any] | None]
 
 
+def viewed(model: Model, change: Change) -> Model:
+    """Return a view with some attributes of some modules changed.
+
+    Args:
+        model: a model, or a view of one.
+        change: returns the attributes to change; a method that is bound to the module is bound to
+            its counterpart in the view.
+    """
+    return _view_of(model, change, {}, is_root=True)
+
+
 def with_attention(model: Model, attention: str) -> Model:
     """Return a view whose text part uses another attention implementation.
 
@@ -49,12 +60,12 @@ def with_attention(model: Model, attention: str) -> Model:
         }
         return changed or None
 
-    return _viewed(model, change)
+    return viewed(model, change)
 
 
 def in_evaluation(model: Model) -> Model:
     """Return a view with no module in training mode."""
-    return _viewed(model, lambda module: {"training": False} if module.training else None)
+    return viewed(model, lambda module: {"training": False} if module.training else None)
 
 
 def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
@@ -69,7 +80,7 @@ def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
             return None
         return {name: copy.copy(vars(module)[name]) for name in _HOOKS}
 
-    return _viewed(model, change)
+    return viewed(model, change)
 
 
 def counterpart(view: Model, model: Model, module: nn.Module) -> nn.Module:
@@ -91,10 +102,6 @@ def keep_attributes(view: Model, model: Model) -> None:
 
 
 _BEFORE = "_lade_before"  # all attributes of a view's module as of its creation
-
-
-def _viewed(model: Model, change: Change) -> Model:
-    return _view_of(model, change, {}, is_root=True)
 
 
 def _view_of(

@@ -20,6 +20,8 @@ from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_
 from lade.captures import free_unused
 from lade.compat import Model
 from lade.errors import LadeError
+from lade.gpu import ops
+from lade.gpu.dense import dense_view
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
     Shape,
@@ -109,6 +111,7 @@ class FixedTarget(TreeTarget):
         self._new_graphs = new_graphs
         self._why_not_recorded = why_not_recorded
         self._call = call
+        self._dense: Any = None  # the view with fused operations that is recorded
         self._widths = widths
         super().__init__(
             model,
@@ -180,6 +183,12 @@ class FixedTarget(TreeTarget):
         graphs = self._workspace.graphs
         return self._why_not_recorded if graphs is None else graphs.reason
 
+    @property
+    def why_not_dense(self) -> str | None:
+        """Why recorded steps have none of the fused operations they were to have, or None."""
+        graphs = self._workspace.graphs
+        return None if graphs is None else graphs.why_not_dense
+
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens`."""
         for width in self._widths:
@@ -229,7 +238,8 @@ class FixedTarget(TreeTarget):
         if graphs is None:
             return _Logits(self._run(step, is_recorded=False))
         self._workspace.notice_moves()
-        return _Logits(graphs.run(step.shape, partial(self._run, step)))
+        dense = partial(self._run, step, is_dense=True)
+        return _Logits(graphs.run(step.shape, partial(self._run, step), dense))
 
     def forward_once(self, inputs: Any) -> Forward:
         """Run the model on a step eagerly, without recording it."""
@@ -296,14 +306,15 @@ class FixedTarget(TreeTarget):
         if types is not None:
             self._last_types = types[:, -1].cpu().numpy()
 
-    def _run(self, step: _Step, is_recorded: bool) -> Tensor:
+    def _run(self, step: _Step, is_recorded: bool, is_dense: bool = False) -> Tensor:
         """Compute positions and masks, and run the model."""
-        call = self._callable(is_recorded)
+        call = self._callable(is_recorded, is_dense)
+        write = ops.write_slots if is_dense else None
         device = step.inputs.on_device()
         num_cached = device["num_cached"]
         nodes = num_cached[:, None] + torch.arange(step.shape.width, device=self.device)
         slots = {
-            window: FixedSlots(nodes - device["first_slots"][index], num_shown)
+            window: FixedSlots(nodes - device["first_slots"][index], num_shown, write)
             for index, (window, num_shown) in enumerate(
                 zip(self.cache.windows, step.shape.num_shown, strict=True)
             )
@@ -318,15 +329,20 @@ class FixedTarget(TreeTarget):
         finally:
             self.cache.fix(slots)  # back to the length that the host knows
 
-    def _callable(self, is_recorded: bool) -> Any:
+    def _callable(self, is_recorded: bool, is_dense: bool) -> Any:
         """Return what runs a step.
 
         Where steps are recorded, those that are not are run by the model itself: each recording is
         compared with one of them.
         """
-        if self._call is None or (self.records and not is_recorded):
+        graphs = self._workspace.graphs
+        if graphs is None:
+            return self._view() if self._call is None else self._call
+        if graphs.is_dense and self._dense is None:  # ahead of the recording, which must not wait
+            self._dense = dense_view(self._view()) or self._view()
+        if not is_recorded:
             return self._view()
-        return self._call
+        return self._dense if is_dense else self._call or self._view()
 
     def _compiles_first(self) -> bool:
         """Return whether to run the compiled model besides the model itself.

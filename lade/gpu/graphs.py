@@ -31,6 +31,7 @@ _USES_BEFORE = 1
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
 _MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
+_NO_MEMORY = "no memory was left to record a step"
 
 
 class Recording(NamedTuple):
@@ -126,11 +127,18 @@ class Graphs:
         recorder: records forwards on the model's device.
         limit: largest allowed difference between recorded and eager logits, in units of the
             latter's standard deviation.
+        is_dense: whether to record fused operations, as long as they give what the model's own do.
+
+    Attributes:
+        is_dense: whether the next recordings will be of fused operations.
+        why_not_dense: why they will not although that was asked for, or None.
     """
 
-    def __init__(self, recorder: Recorder, limit: float) -> None:
+    def __init__(self, recorder: Recorder, limit: float, is_dense: bool = False) -> None:
         self._recorder = recorder
         self._limit = limit
+        self.is_dense = is_dense
+        self.why_not_dense: str | None = None
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the last used at the end
         self._num_uses: dict[
             Hashable, int
@@ -143,12 +151,14 @@ class Graphs:
         """Return the number of recorded shapes."""
         return len(self._kept)
 
-    def run(self, key: Hashable, run: Run) -> Tensor:
+    def run(self, key: Hashable, run: Run, dense: Run | None = None) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
 
         Args:
             key: everything that decides which operations `run` launches, tensor contents aside.
             run: the forward, which reads its inputs from fixed buffers.
+            dense: the same forward with fused operations, to be recorded in its place as long as
+                `is_dense`.
 
         Returns:
             Logits, valid until the next run.
@@ -164,7 +174,7 @@ class Graphs:
         if self.reason is None:
             self._num_uses[key] = self._num_uses.get(key, 0) + 1
             if self._num_uses[key] > self._uses_before.get(key, _USES_BEFORE):
-                self._record(key, run, output)
+                self._record(key, run, dense, output)
         return output
 
     def forget(self) -> None:
@@ -174,7 +184,21 @@ class Graphs:
         self._uses_before.clear()
         self._recorder.begin_anew()
 
-    def _record(self, key: Hashable, run: Run, expected: Tensor) -> None:
+    def _record(self, key: Hashable, run: Run, dense: Run | None, expected: Tensor) -> None:
+        """Record a forward, of the model's own operations where fused ones fail."""
+        recorded = run if dense is None or not self.is_dense else dense
+        failure = self._failure_to_record(key, recorded, expected)
+        if failure is None:
+            return
+        self.forget()  # a failed capture may have spoiled them; memory may be what is missing
+        if recorded is dense and failure != _NO_MEMORY:
+            self.is_dense, self.why_not_dense = False, failure
+            self._record(key, run, None, expected)
+        else:
+            self.reason = failure
+
+    def _failure_to_record(self, key: Hashable, run: Run, expected: Tensor) -> str | None:
+        """Record a forward; return why that failed, or None."""
         try:
             before = self._recorder.num_bytes()
             recording = self._recorder.record(run)
@@ -182,36 +206,30 @@ class Graphs:
             error = distance(recording.output, expected)
             num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
-            self._give_up("no memory was left to record a step")  # what is missing may be theirs
+            return _NO_MEMORY
         except Exception as failure:
             what = (str(failure).splitlines() or [""])[0][:200]
-            self._give_up(f"a step cannot be recorded ({type(failure).__name__}: {what})")
+            return f"a step cannot be recorded ({type(failure).__name__}: {what})"
         except BaseException:
             self.forget()  # a capture that was broken off may have spoiled what they share
             raise
-        else:
-            if not error <= self._limit:
-                self._give_up(f"a recorded step differs from the same step by {error:.2g}")
-            elif num_bytes > self._recorder.max_bytes:
-                self._give_up(f"a recorded step takes {num_bytes / 2**20:.0f} MiB")
-            else:
-                self._keep(key, _Kept(recording, num_bytes))
+        if not error <= self._limit:
+            return f"a recorded step differs from the same step by {error:.2g}"
+        if num_bytes > self._recorder.max_bytes:
+            return f"a recorded step takes {num_bytes / 2**20:.0f} MiB"
+        self._keep(key, _Kept(recording, num_bytes))
+        return None
 
     def _keep(self, key: Hashable, new: "_Kept") -> None:
         """Keep a recording, in place of others if there are too many."""
         self._kept[key] = new
-        del self._num_uses[key]
+        self._num_uses.pop(key, None)
         while len(self._kept) > _MAX_RECORDINGS or (
             sum(each.num_bytes for each in self._kept.values()) > self._recorder.max_bytes
         ):
             oldest, _ = self._kept.popitem(last=False)
             # Not again at once: where shapes take turns, recording takes longer than it saves.
             self._uses_before[oldest] = 8 * self._uses_before.get(oldest, _USES_BEFORE)
-
-    def _give_up(self, reason: str) -> None:
-        """Drop all recordings, which a failed capture may have spoiled, and record no more."""
-        self.forget()
-        self.reason = reason
 
 
 class _Kept(NamedTuple):

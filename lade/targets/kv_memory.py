@@ -1,7 +1,7 @@
 """Memory for keys and values, in slots that are written once and moved when a path is kept."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -54,6 +54,8 @@ class FixedSlots(NamedTuple):
 
     of_new: Tensor  # int64 [rows, num_new], slots to write, counted from the first slot held
     num_shown: int  # slots returned, from the first slot held on; more than any row has
+    #: Writes keys and values at once: (keys, values, new keys, new values, slots).
+    write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
 
 class Store:

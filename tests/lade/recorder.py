@@ -61,6 +61,7 @@ class CpuRecorder:
         self.num_recorded = 0
         self.num_replayed = 0
         self.num_forgotten = 0
+        self.operations: list[list[str]] = []  # of each recording, by name
 
     def record(self, run: Run) -> Recording:
         failure = self.failures.pop(0) if self.failures else None
@@ -72,6 +73,7 @@ class CpuRecorder:
         with tape:
             output = run(is_recorded=True)
         self.num_recorded += 1
+        self.operations.append([func.overloadpacket.__name__ for func, *_ in tape.notes])
 
         def replay() -> None:
             self.num_replayed += 1
@@ -103,6 +105,9 @@ class RecordingPolicy(DevicePolicy):
         return "graphs"
 
     def can_record(self, device: torch.device) -> bool:
+        return True
+
+    def fuses(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
     def recorder(self, device: torch.device) -> "CpuRecorder":
