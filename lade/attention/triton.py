@@ -3,7 +3,7 @@
 Flash decoding: the keys of a prefix are split among many programs, each of which holds the queries
 of all heads that share these keys; a second kernel merges the results. A split's bounds follow from
 the row's true length, which is read on the device, so a captured graph serves all lengths, each at
-its own cost. The tree is a split of its own.
+its own cost. The tree follows the last part of the prefix, in the same program.
 
 This file is independent of transformers. Only `tree.py` imports it, and only on a GPU: triton is
 not installed on every machine. Scores are in units of log 2, because the device has exp2 but no
@@ -21,11 +21,11 @@ from torch import Tensor
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; not -inf: -inf - -inf is NaN
 
-# A smaller split would cost more to merge than to attend to.
-_MIN_SLOTS = tl.constexpr(128)
-# Two programs per multiprocessor hide each other's latency. The splits then pass on two blocks of
-# float32 per multiprocessor, which stay in the L2 cache however wide the tree is.
-_PROGRAMS_PER_PROCESSOR = 2
+# A smaller split would cost more to merge than to attend to. What one of 64 queries passes on in
+# float32, written and read, is as many bytes as the keys and values of 128 slots in 16 bits.
+_MIN_SLOTS = 128
+_MIN_SLOTS_OF_MANY_QUERIES = 512
+_MAX_QUERIES = 64
 _MAX_SPLITS = 64  # the merge holds the parts of all splits of a query in registers
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
@@ -40,6 +40,12 @@ class _Blocks(NamedTuple):
     value_dims: int
     num_warps: int
     num_stages: int  # blocks of keys and values in shared memory, including the one in use
+    per_processor: int  # programs that run at once on a multiprocessor, as far as that is useful
+
+    @property
+    def min_slots(self) -> int:
+        """Least number of slots of a split, if the prefix has as many."""
+        return _MIN_SLOTS_OF_MANY_QUERIES if self.queries == _MAX_QUERIES else _MIN_SLOTS
 
 
 def attend(
@@ -84,7 +90,7 @@ def attend(
     of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
     if num_processors is None:
         num_processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_processors)
+    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_processors, blocks)
 
     of_splits = (num_lists, num_splits, num_packed)
     summed = query.new_empty(*of_splits, value_dim, dtype=torch.float32)
@@ -114,6 +120,7 @@ def attend(
             1.0 if softcap is None else softcap,
             has_softcap=softcap is not None,
             has_visible=visible is not None,
+            min_slots=blocks.min_slots,
             head_dim=head_dim,
             value_dim=value_dim,
             block_m=blocks.queries,
@@ -147,23 +154,28 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
     """Return blocks that fit the shared memory of every GPU of compute capability 8.0 or above."""
     key_dims, value_dims = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     is_wide = max(key_dims, value_dims) > 128
-    queries = min(64, max(16, triton.next_power_of_2(num_packed)))
-    # Compiled for 8.0 and 9.0, these keep nearly all in registers: four warps for 64 queries of 128
-    # dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand.
+    queries = min(_MAX_QUERIES, max(16, triton.next_power_of_2(num_packed)))
+    # Compiled for 8.0, 9.0 and 12.0, these keep nearly all in registers: four warps for 64 queries
+    # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand. Two
+    # programs per multiprocessor hide each other's latency; a large one has no room for another.
     if dtype == torch.float32:  # no tensor cores: all products and sums are in registers
-        return _Blocks(min(queries, 32), 16, key_dims, value_dims, num_warps=8, num_stages=1)
-    num_warps = 8 if is_wide or queries == 64 else 4
-    return _Blocks(queries, 32 if is_wide else 64, key_dims, value_dims, num_warps, num_stages=2)
+        queries = min(queries, 32)
+        per_processor = 1 if is_wide and queries > 16 else 2
+        return _Blocks(queries, 16, key_dims, value_dims, 8, 1, per_processor)
+    num_warps = 8 if is_wide or queries == _MAX_QUERIES else 4
+    num_keys, per_processor = 32 if is_wide else 64, 1 if num_warps == 8 and queries > 16 else 2
+    return _Blocks(queries, num_keys, key_dims, value_dims, num_warps, 2, per_processor)
 
 
-def _num_splits(num_programs: int, num_slots: int, num_processors: int) -> int:
-    """Return the number of splits, the tree's included; each is run by `num_programs` programs.
+def _num_splits(num_programs: int, num_slots: int, num_processors: int, blocks: _Blocks) -> int:
+    """Return the number of splits, each of which is run by `num_programs` programs.
 
-    It depends only on shapes and the device, so that a captured graph stays valid.
+    At most as many as run at once: the remainder would take as long as all the others. It depends
+    only on shapes and the device, so that a captured graph stays valid.
     """
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
-    most = min(_MAX_SPLITS - 1, triton.cdiv(num_slots, _MIN_SLOTS.value))
-    return int(min(wanted, most)) + 1
+    at_once = blocks.per_processor * num_processors // num_programs
+    most = min(_MAX_SPLITS, triton.cdiv(num_slots, blocks.min_slots))
+    return int(max(1, min(at_once, most)))
 
 
 @_jit
@@ -198,6 +210,7 @@ def _attend_to_split(
     softcap: tl.tensor,
     has_softcap: tl.constexpr,
     has_visible: tl.constexpr,
+    min_slots: tl.constexpr,
     head_dim: tl.constexpr,
     value_dim: tl.constexpr,
     block_m: tl.constexpr,
@@ -207,7 +220,7 @@ def _attend_to_split(
 ) -> None:
     """Attend with a block of one key head's queries to one split of its keys.
 
-    Program ids: row and key head, block of queries, split. The last split is the tree.
+    Program ids: row and key head, block of queries, split. The last split ends with the tree.
     """
     of_list = tl.program_id(0).to(tl.int64)
     row, key_head_id = of_list // num_key_heads, of_list % num_key_heads
@@ -217,14 +230,15 @@ def _attend_to_split(
     node = packed % num_nodes
     key_dims, value_dims = tl.arange(0, block_k), tl.arange(0, block_v)
 
-    # Equal parts of the prefix slots that any of these queries sees. The other splits cover all of
-    # them, so the last, additional split has none.
+    # Equal parts of the prefix slots that any of these queries sees and of the nodes behind them;
+    # the last split has all of the nodes, and so less of the prefix.
     end = tl.load(num_cached + row)
     start = tl.load(starts + row * num_nodes + node, mask=is_query, other=end)
     begin = tl.minimum(tl.min(start, axis=0), end)
-    share = tl.cdiv(tl.cdiv(end - begin, num_splits - 1), block_n) * block_n
-    begin += split * tl.maximum(share, _MIN_SLOTS)
-    end_of_split = tl.minimum(begin + tl.maximum(share, _MIN_SLOTS), end)
+    share = tl.cdiv(tl.cdiv(end - begin + num_nodes, num_splits), block_n) * block_n
+    share = tl.maximum(share, min_slots)
+    begin += split * share
+    end_of_split = tl.minimum(begin + share, end)
     num_tree = tl.where(split == num_splits - 1, num_nodes, 0)
     num_used = tl.where(tl.maximum(end - begin, num_tree) > 0, num_packed, 0)
 

@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import lade
 from lade.attention import tree as tree_attention
 from lade.attention.tree import Seen
 from tests.grids import thinned
+from tests.lade.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -85,6 +88,10 @@ CASES = [
     Case(lengths=(901,), num_slots=1000, num_key_heads=1, num_nodes=2, num_processors=1),
     Case(lengths=(3,), num_slots=20_000, num_key_heads=1, num_nodes=2, num_processors=132),
     Case(lengths=(2_000,), num_slots=2_048, num_key_heads=1, num_nodes=1, num_processors=20),
+    # Long trees behind the last of few splits, which has no slot of the prefix or only some.
+    Case("bfloat16", num_nodes=64, num_key_heads=1, lengths=(1_100, 512, 513), num_slots=1_300),
+    Case(num_nodes=40, num_key_heads=1, num_sharing=1, lengths=(255, 256, 216), num_processors=3),
+    Case("bfloat16", num_nodes=33, num_key_heads=1, lengths=(700,), num_slots=800, padding=600),
     # Padding, windows, soft caps, sinks, and all of it at once.
     Case(padding=37),
     Case("bfloat16", padding=70, num_nodes=3),
@@ -271,107 +278,26 @@ def test_a_captured_graph_serves_all_lengths(hidden: Hidden, device: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "num_packed", "capability"),
+    ("num_programs", "num_packed", "num_slots", "num_processors", "expected"),
     [
-        ("bfloat16", 128, 128, 80),
-        ("bfloat16", 256, 64, 90),
-        ("bfloat16", 192, 16, 86),
-        ("float16", 80, 1, 90),
-        ("float32", 256, 64, 80),
-    ],
-)
-def test_it_compiles_into_the_shared_memory_of_gpus(
-    dtype: str,
-    head_dim: int,
-    num_packed: int,
-    capability: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The interpreter takes Python that the compiler refuses; compiling needs no GPU.
-
-    A program may have 99 KiB of shared memory with compute capability 8.6, 8.9 and 12.0, the least
-    of all from 8.0 on; 9.0 has 227, and its products take more.
-    """
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import compile
-
-    from lade.attention import triton as triton_attention
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    blocks = triton_attention._blocks(num_packed, head_dim, head_dim, getattr(torch, dtype))
-    constants = {
-        **dict.fromkeys(("has_softcap", "has_visible", "has_sinks"), True),
-        **dict.fromkeys(("head_dim", "value_dim"), head_dim),
-        **dict.fromkeys(("query_dim", "key_dim", "value_dim_"), 1),  # strides
-        "block_m": blocks.queries,
-        "block_n": blocks.keys,
-        "block_k": blocks.key_dims,
-        "block_v": blocks.value_dims,
-        "block_s": 64,
-    }
-    for kernel in (triton_attention._attend_to_split, triton_attention._merge_splits):
-        done = compile(
-            source_of(kernel, constants, dtype),
-            target=GPUTarget("cuda", capability, 32),
-            options={
-                "num_warps": blocks.num_warps,
-                "num_stages": blocks.num_stages,
-                "enable_fp_fusion": True,
-            },
-        )
-        assert done.asm["cubin"]
-        assert done.metadata.shared <= (227 if capability == 90 else 99) * 1024
-
-
-def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
-    """Return what a launch has compiled: pointers and most strides are multiples of 16."""
-    import triton
-    from packaging.version import Version
-    from triton.backends import compiler
-    from triton.compiler import ASTSource
-
-    of_model = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
-    types = {
-        **dict.fromkeys(("query", "key", "value", "sinks", "attended"), of_model),
-        **dict.fromkeys(("num_cached", "starts"), "*i32"),
-        **dict.fromkeys(("summed_of_all", "totals_of_all", "peaks_of_all"), "*fp32"),
-        **dict.fromkeys(("scaling", "softcap"), "fp32"),
-        **dict.fromkeys(("ancestors", "visible"), "*u8"),
-    }
-    names: list[str] = kernel.arg_names
-    fixed = {name: constants[name] for name in names if name in constants}
-    signature = {name: types.get(name, "i32") for name in names if name not in fixed}
-    aligned = [
-        names.index(name)
-        for name, type_ in signature.items()
-        if type_.startswith("*") or name.startswith(("query_", "key_", "value_"))
-    ]
-    if Version(triton.__version__) < Version("3.3"):
-        hints = compiler.AttrsDescriptor.from_hints(dict.fromkeys(aligned, 16))
-        return ASTSource(kernel, signature, fixed, hints)
-    signature = {name: signature.get(name, "constexpr") for name in names}
-    return ASTSource(kernel, signature, fixed, {(i,): [["tt.divisibility", 16]] for i in aligned})
-
-
-@pytest.mark.parametrize(
-    ("num_programs", "num_slots", "num_processors", "expected"),
-    [
-        (8, 2048, 132, 17),  # one for each 128 slots, and that of the tree
-        (8, 32_768, 132, 34),  # two programs a processor
-        (8, 100, 132, 2),
-        (1, 32_768, 132, 64),
-        (512, 32_768, 132, 2),  # a large batch is enough work without any splits
+        (8, 16, 2048, 132, 16),  # one for each 128 slots
+        (8, 64, 2048, 132, 4),  # one for each 512: what it passes on is larger
+        (8, 16, 32_768, 132, 33),  # two programs a processor
+        (8, 64, 32_768, 132, 16),  # one, which fills it
+        (16, 128, 32_768, 132, 8),  # not 9: twelve programs would run alone, after the others
+        (8, 16, 100, 132, 1),
+        (1, 16, 32_768, 132, 64),
+        (512, 16, 32_768, 132, 1),  # a large batch is enough work without any splits
     ],
 )
 def test_splits_follow_shapes_and_the_device(
-    num_programs: int, num_slots: int, num_processors: int, expected: int
+    num_programs: int, num_packed: int, num_slots: int, num_processors: int, expected: int
 ) -> None:
     from lade.attention import triton as triton_attention
 
-    assert triton_attention._num_splits(num_programs, num_slots, num_processors) == expected
+    blocks = triton_attention._blocks(num_packed, 128, 128, torch.bfloat16)
+    got = triton_attention._num_splits(num_programs, num_slots, num_processors, blocks)
+    assert got == expected
 
 
 def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +329,87 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.Monk
     [(args, options)] = calls
     assert [*map(id, args)] == [*map(id, (made.query, made.key, made.value, *made.seen))]
     assert options == {"scaling": 0.5, "softcap": 2.0, "sinks": made.sinks}
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """Take the CPU for a GPU that no kernel was tried on yet; return where kernels have failed."""
+    failed: set[Any] = set()
+    monkeypatch.setattr(tree_attention, "_failed", failed)
+    monkeypatch.setattr(tree_attention, "_is_capable", lambda device: True)
+    return failed
+
+
+def test_kernels_that_cannot_be_compiled_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, failed: set[Any]
+) -> None:
+    from lade.attention import triton as triton_attention
+
+    made = inputs(Case(has_sinks=True, hidden="some"), "cpu")
+    attempts: list[None] = []
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        attempts.append(None)
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(triton_attention, "attend", attend)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
+
+    def attended() -> Tensor:
+        got, _ = tree_attention.tree_attention(
+            torch.nn.Module(),
+            made.query,
+            made.key,
+            made.value,
+            tree_attention.with_seen(mask, made.seen),
+            scaling=0.5,
+            s_aux=made.sinks,
+        )
+        return got
+
+    said = r"plain torch on cpu in torch.float32.*\(RuntimeError: Failed to find C compiler"
+    with pytest.warns(lade.KernelWarning, match=said):
+        first = attended()
+    assert torch.equal(attended(), first)  # and no second warning, which would be an error
+    assert len(attempts) == len(failed) == 1
+    plain = tree_attention.attend(
+        made.query, made.key, made.value, made.seen, scaling=0.5, sinks=made.sinks
+    )
+    assert torch.equal(first, plain)
+
+
+def test_missing_memory_is_no_failure_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, failed: set[Any]
+) -> None:
+    from lade.attention import triton as triton_attention
+
+    made = inputs(Case(), "cpu")
+    out_of_memory = Mock(side_effect=torch.OutOfMemoryError("none left"))
+    monkeypatch.setattr(triton_attention, "attend", out_of_memory)
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
+    with pytest.raises(torch.OutOfMemoryError):
+        tree_attention.tree_attention(
+            torch.nn.Module(),
+            made.query,
+            made.key,
+            made.value,
+            tree_attention.with_seen(mask, made.seen),
+        )
+    assert not failed
+
+
+def test_a_call_whose_kernels_fail_has_the_same_text_and_one_warning(failed: set[Any]) -> None:
+    """Without a GPU, Triton fails by itself: no driver is active."""
+    model = tiny_model(dtype=torch.float32)
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
+    config = lade.Config(execution="fixed", verification="tree")
+    with pytest.warns(lade.KernelWarning, match="plain torch on cpu") as said:
+        got = lade.generate(model, prompt, config=config, **options)
+    assert len([each for each in said if each.category is lade.KernelWarning]) == 1
+    assert failed == {(torch.device("cpu"), torch.float32)}
+    assert torch.equal(got, model.generate(prompt, **options))
+    assert torch.equal(got, lade.generate(model, prompt, config=config, **options))
 
 
 def mend_interpreter() -> None:
