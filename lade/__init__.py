@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lade.drafting.drafter import Drafter as Drafter
     from lade.errors import DrafterWarning as DrafterWarning
     from lade.errors import EagerExecutionWarning as EagerExecutionWarning
+    from lade.errors import KernelWarning as KernelWarning
     from lade.errors import LadeError as LadeError
     from lade.errors import PlainDecodingWarning as PlainDecodingWarning
     from lade.errors import UnsupportedModelError as UnsupportedModelError
@@ -53,6 +54,7 @@ _HOMES = {
     "DrafterWarning": "lade.errors",
     "EagerExecutionWarning": "lade.errors",
     "GenerateOutput": "lade.hf.generation",
+    "KernelWarning": "lade.errors",
     "LadeError": "lade.errors",
     "Lookahead": "lade.config",
     "NGramPool": "ngram_pool",
@@ -81,6 +83,7 @@ __all__ = [
     "DrafterWarning",
     "EagerExecutionWarning",
     "GenerateOutput",
+    "KernelWarning",
     "LadeError",
     "Lookahead",
     "NGramPool",

@@ -33,6 +33,10 @@ class EagerExecutionWarning(UserWarning):
     """Steps cannot have a fixed shape, be recorded, or be fused; the text is the same."""
 
 
+class KernelWarning(UserWarning):
+    """Kernels for a GPU cannot be compiled or run there; plain torch is slower, and as exact."""
+
+
 class ModelFetchError(LadeError):
     """An embedded model could not be fetched, checked, converted or stored."""
 

@@ -9,12 +9,15 @@ with other masks, or none, are passed on to `sdpa`.
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from lade.errors import KernelWarning
 
 TREE_ATTENTION = "lade_tree"
 STABLE_ATTENTION = "lade_stable_tree"
@@ -31,6 +34,10 @@ _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _TRITON_CAPABILITY = (8, 0)
 _TRITON_MAX_DIM = 256
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# Where the kernels have failed: without a C compiler, on a card unknown to Triton. That does not
+# heal, and each attempt may take seconds.
+_failed: set[tuple[torch.device, torch.dtype]] = set()
 
 _sdpa = AttentionInterface()["sdpa"]
 
@@ -225,32 +232,29 @@ def attend_at_once(
 ) -> Tensor:
     """Attend as `attend` does, as an operator of torch, which compilers take as it is.
 
-    On a GPU it is the kernels of `triton.py`.
+    On a GPU it is the kernels of `triton.py`, as long as they run; a failure is told once.
     """
     seen = Seen(num_cached, starts, ancestors, visible)
-    return attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    if not _is_for_triton(query, key, value):
+        return attend(query, key, value, seen, **options)
+    try:
+        # Imported here, because triton is not installed on every machine.
+        from lade.attention import triton as triton_attention
 
-
-@attend_at_once.register_kernel("cuda")
-def _attend_in_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_cached: Tensor,
-    starts: Tensor,
-    ancestors: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    # Imported here, because triton is not installed on every machine.
-    from lade.attention import triton as triton_attention
-
-    seen = num_cached, starts, ancestors, visible
-    return triton_attention.attend(
-        query, key, value, *seen, scaling=scaling, softcap=softcap, sinks=sinks
-    )
+        return triton_attention.attend(query, key, value, *seen, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        _failed.add((query.device, query.dtype))
+        what = (str(failure).strip().splitlines() or [""])[0][:200]
+        warnings.warn(
+            f"lade attends to trees in plain torch on {query.device} in {query.dtype}, because its "
+            f"Triton kernels do not run there ({type(failure).__name__}: {what})",
+            KernelWarning,
+            stacklevel=2,
+        )
+        return attend(query, key, value, seen, **options)
 
 
 @attend_at_once.register_fake
@@ -357,8 +361,9 @@ def _refusal(module: nn.Module, reason: str) -> NotImplementedError:
 
 
 def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    """Return whether there are kernels for a device, dtype and head size."""
-    return dtype in _TRITON_DTYPES and head_dim <= _TRITON_MAX_DIM and _has_kernels(device)
+    """Return whether there are kernels for a device, dtype and head size that have not failed."""
+    is_known = dtype in _TRITON_DTYPES and head_dim <= _TRITON_MAX_DIM
+    return is_known and (device, dtype) not in _failed and _has_kernels(device)
 
 
 def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
