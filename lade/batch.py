@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-import torch
 from torch import Tensor
+
+from lade.transfer import integers_on
 
 
 class Text:
@@ -80,7 +81,7 @@ class Text:
             self._ids = larger
         known = self._num_known[row]
         if known < length:
-            new = torch.tensor(self.token_ids[row][known:], device=self._ids.device)
+            new = integers_on(self._ids.device, self.token_ids[row][known:])
             self._ids[row, known:length] = new
             self._num_known[row] = length
         return self._ids[row : row + 1, :length]
@@ -102,12 +103,12 @@ class Text:
     def sequences(self) -> Tensor:
         """Return all rows, int64 [rows, num_tokens], padded to the longest."""
         length, pad_token_id = self.longest, self.pad_token_id
-        rows = []
+        padded: list[int] = []
         for token_ids in self.token_ids:
             missing = length - len(token_ids)
             assert not missing or pad_token_id is not None
-            rows.append([*token_ids, *[pad_token_id or 0] * missing])
-        ids = torch.tensor(rows, dtype=torch.int64, device=self._ids.device)
+            padded += [*token_ids, *[pad_token_id or 0] * missing]
+        ids = integers_on(self._ids.device, padded).view(self.num_rows, length)
         for row, num_known in enumerate(self._num_known):
             ids[row, :num_known] = self._ids[row, :num_known]  # processors may have changed it
         return ids

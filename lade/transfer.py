@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+_ALIGNMENT = 8  # bytes, of the parts of a copy; the largest item there is
 
 
 class HostCopy:
@@ -39,6 +43,51 @@ class HostCopy:
         self._on_host.copy_(packed, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(packed.device))
+
+
+class Launched:
+    """What a device has been given to do so far, which can be waited for.
+
+    Args:
+        last: the last result, on the device.
+    """
+
+    def __init__(self, last: Tensor) -> None:
+        self._last = last
+        self._event: Any = None
+        if last.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(last.device))
+
+    def wait(self) -> None:
+        """Wait until the device has done it."""
+        if self._event is None:
+            self._last[(0,) * self._last.dim()].item()
+        else:
+            self._event.synchronize()
+
+
+def arrays_on(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Return arrays on a device, each in its own dtype.
+
+    On CUDA they go in one copy, through pinned memory: otherwise torch would wait until the device
+    is idle, for each of them. Elsewhere they may share the arrays' memory.
+    """
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    on_host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    packed, start = on_host.numpy(), 0
+    for array, size in zip(arrays, sizes, strict=True):
+        packed[start : start + array.nbytes] = (
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        )
+        start += size
+    parts = torch.split(on_host.to(device, non_blocking=True), sizes)
+    return [
+        part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for part, array in zip(parts, arrays, strict=True)
+    ]
 
 
 def integers_on(device: torch.device, values: Sequence[int]) -> Tensor:

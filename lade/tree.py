@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lade.transfer import arrays_on
 from ngram_pool import Draft
 
 ROOT = 0  # index of the root in a tree; draft node i is tree node i + 1
@@ -101,4 +102,4 @@ class TreeBatch(NamedTuple):
             token_ids[row, :size] = tree.token_ids
             depths[row, :size] = tree.depths
             ancestors[row, :size, :size] = tree.ancestors
-        return cls(*(torch.from_numpy(a).to(device) for a in (token_ids, depths, ancestors)))
+        return cls(*arrays_on(device, token_ids, depths, ancestors))

@@ -164,8 +164,8 @@ class PromptHarvester:
             of_last = self._head(states[:, -1:]).to(logits.device)
             if of_last.shape != logits.shape:
                 return None
-            tolerance = 0.05 * float(logits.float().std())
-            if not float((of_last - logits).abs().max()) <= tolerance:
+            tolerance = 0.05 * logits.float().std()
+            if not bool((of_last - logits).abs().max() <= tolerance):
                 return None
             before = self._head(states[:, -1 - num_tokens : -1])[..., : self._vocab_size]
             return with_probs(rank(before, self._num_successors), before).get()

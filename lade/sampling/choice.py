@@ -9,6 +9,7 @@ from torch import Tensor
 from lade.batch import Text
 from lade.drafting.successors import Ranked
 from lade.sampling.processors import Processors
+from lade.transfer import HostCopy, Launched
 from lade.tree import Tree
 
 Place = tuple[int, int]  # row, and node of that row's tree
@@ -75,10 +76,11 @@ class ScoredChoice:
         self._logits = logits
         self._trees = trees
         self._index = {row: index for index, row in enumerate(trees)}
+        self._launched = Launched(logits)
 
     def wait(self) -> None:
         """Wait for the logits; else the time of the forward would be counted elsewhere."""
-        self._logits[0, 0, 0].item()
+        self._launched.wait()
 
     def _scores_at(self, places: Sequence[Place]) -> Tensor:
         """Return processed scores, float32 [len(places), vocab_size]."""
@@ -100,11 +102,23 @@ def is_distribution(probs: Tensor) -> Tensor:
     return ~probs[:, 0].isnan()
 
 
-def check_valid(scores: Tensor, is_valid: Tensor) -> None:
-    """Raise for the first invalid row of `scores`, float32 [n, vocab_size]."""
-    for of_place, place_is_valid in zip(scores, is_valid.tolist(), strict=True):
+def tokens_of(token_ids: Tensor, is_valid: Tensor, scores: Tensor) -> list[int]:
+    """Wait for chosen tokens and return them.
+
+    Args:
+        token_ids: int64 [n].
+        is_valid: bool [n], whether their scores were valid.
+        scores: that they were chosen by, float32 [n, vocab_size].
+
+    Raises:
+        RuntimeError: that of `torch.multinomial` for the first invalid scores.
+    """
+    on_host, are_valid = HostCopy(token_ids, is_valid).get()
+    for of_place, place_is_valid in zip(scores, are_valid.tolist(), strict=True):
         if not place_is_valid:
             raise_invalid(of_place)
+    chosen: list[int] = on_host.tolist()
+    return chosen
 
 
 def raise_invalid(scores: Tensor) -> None:

@@ -12,9 +12,9 @@ from lade.sampling.choice import (
     OnChoice,
     Place,
     ScoredChoice,
-    check_valid,
     is_distribution,
     raise_invalid,
+    tokens_of,
 )
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
@@ -110,11 +110,8 @@ class Race:
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
         """Pick at random, with the noise of each place's row and time."""
         probs = scores.softmax(dim=-1)
-        is_valid = is_distribution(probs)
-        if not self._ahead and not bool(is_valid.all()):
-            return Picked(torch.zeros_like(is_valid, dtype=torch.int64), is_valid)  # draw nothing
         noise = self._noise_of(rows, times, probs.shape[-1])
-        return Picked((probs / noise).argmax(dim=-1), is_valid)
+        return Picked((probs / noise).argmax(dim=-1), is_distribution(probs))
 
     def begin_step(self, first_time: int) -> None:
         """Forget the noise of earlier times."""
@@ -204,9 +201,7 @@ class ProcessedChoice(ScoredChoice):
         scores = self._scores_at(places)
         rows = [row for row, _ in places]
         picked = self._pick(scores, rows, [self._text.num_emitted(row) for row in rows])
-        token_ids: list[int] = picked.token_ids.tolist()
-        check_valid(scores, picked.is_valid)
-        return token_ids
+        return tokens_of(*picked, scores)
 
     def close(self) -> None:
         """Leave the random state where `generate` would."""

@@ -134,6 +134,7 @@ def try_children(
     generators: Generators | None,
     num_children: Tensor | None = None,
     support_token_ids: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Trial:
     """Accept one child of a node, or draw the token that is emitted instead.
 
@@ -157,6 +158,7 @@ def try_children(
             one for each child if children were drawn.
         num_children: int64 [rows], number of real children of each row; None for all.
         support_token_ids: int64 [rows, num_children, support_size], as for `verify_tree`.
+        counts: `num_children` on the host; else a device is waited for.
     """
     rows, width = child_token_ids.shape
     assert target_probs.ndim == 2
@@ -173,7 +175,8 @@ def try_children(
     assert draft_probs.shape[:2] == (rows, width)
     assert support_token_ids is None or support_token_ids.shape == draft_probs.shape
     assert support_token_ids is not None or draft_probs.shape[2] == target_probs.shape[1]
-    counts = [width] * rows if num_children is None else num_children.tolist()
+    if counts is None:
+        counts = [width] * rows if num_children is None else num_children.tolist()
     uniforms = _uniforms([1 + count for count in counts], 1 + width, generators, target_probs)
     child_token_ids = child_token_ids.masked_fill(~is_child, 0)
     draft_probs = draft_probs.to(target_probs.dtype)
@@ -214,10 +217,8 @@ def _try_drawn(
         total = total - _subtract(weights, torch.where(is_rejected[:, None], scaled, 0), support)
     # If q differs from p only by rounding, nothing may be left after a rejection (whose probability
     # is as small as the rounding); any token that the target allows will do.
-    is_empty = ~(weights.sum(1) > 0)
-    if is_empty.any():
-        weights[is_empty] = target_probs[is_empty]
-    return accepted, weights
+    has_weight = weights.sum(1, keepdim=True) > 0
+    return accepted, torch.where(has_weight, weights, target_probs)
 
 
 def _children(parents: Tensor, is_real: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:

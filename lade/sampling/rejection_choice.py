@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
-from lade.sampling.choice import OnChoice, Place, ScoredChoice, check_valid, is_distribution
+from lade.sampling.choice import OnChoice, Place, ScoredChoice, is_distribution, tokens_of
 from lade.sampling.processors import Processors
 from lade.sampling.rejection import try_children
+from lade.transfer import arrays_on
 from ngram_pool import SampledDraft
 
 
@@ -37,8 +38,8 @@ class RejectionChoice(ScoredChoice):
         """Try the children of each node; return the accepted one's token, or another."""
         scores = self._scores_at(places)
         probs = scores.softmax(dim=-1)
-        check_valid(scores, is_distribution(probs))
-        children = _pack([self._children_of(row, node) for row, node in places], self._device)
+        of_nodes = [self._children_of(row, node) for row, node in places]
+        children = _pack(of_nodes, self._device)
         trial = try_children(
             probs,
             children.token_ids,
@@ -46,9 +47,9 @@ class RejectionChoice(ScoredChoice):
             [self._generators[row] for row, _ in places],
             children.num_children,
             children.support_token_ids,
+            counts=[*map(len, of_nodes)],
         )
-        emitted: list[int] = trial.token_ids.tolist()
-        return emitted
+        return tokens_of(trial.token_ids, is_distribution(probs), scores)
 
     def close(self) -> None:
         """Do nothing: the generators belong to the caller."""
@@ -97,8 +98,7 @@ def _pack(of_nodes: Sequence[Sequence[_Child]], device: torch.device) -> _Childr
             support_token_ids[i, j, : len(child.support_token_ids)] = child.support_token_ids
             support_probs[i, j, : len(child.support_probs)] = child.support_probs
     num_children = np.array([len(children) for children in of_nodes])
-    arrays = (token_ids, num_children, support_token_ids, support_probs)
-    return _Children(*(torch.from_numpy(array).to(device) for array in arrays))
+    return _Children(*arrays_on(device, token_ids, num_children, support_token_ids, support_probs))
 
 
 def rejection_choice(

@@ -99,11 +99,11 @@ class Store:
         stop = slots.stop - offset
         self.reserve(stop)
         mine = self.buffer[layer]
-        if slots.index is None:
+        if slots.starts is None:
             mine[:, :, stop - states.shape[2] : stop] = states
         else:
             rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
-            mine[rows, :, slots.index.to(mine.device) - offset] = states.transpose(1, 2)
+            mine[rows, :, slots.index_on(mine.device) - offset] = states.transpose(1, 2)
         return mine[:, :, :stop]
 
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
@@ -174,9 +174,17 @@ class _Slots:
 
     def __init__(self, starts: Sequence[int], num_new: int) -> None:
         self.stop = max(starts) + num_new
-        self.index: Tensor | None = None  # int64 [rows, num_new], or None if equal in all rows
-        if min(starts) < max(starts):
-            self.index = torch.tensor(starts)[:, None] + torch.arange(num_new)
+        self.starts = None if min(starts) == max(starts) else [*starts]  # None if equal in all rows
+        self._num_new = num_new
+        self._index: dict[torch.device, Tensor] = {}
+
+    def index_on(self, device: torch.device) -> Tensor:
+        """Return the slots of each row on a device, int64 [rows, num_new]; for rows that differ."""
+        assert self.starts is not None
+        if device not in self._index:  # sent once for all layers
+            starts = integers_on(device, self.starts)
+            self._index[device] = starts[:, None] + torch.arange(self._num_new, device=device)
+        return self._index[device]
 
 
 class Group:

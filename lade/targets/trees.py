@@ -20,6 +20,7 @@ from lade.targets.kv_memory import Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
+from lade.transfer import integers_on
 from lade.tree import Tree, TreeBatch
 from lade.view import with_attention
 from ngram_pool import Draft
@@ -260,10 +261,17 @@ class TreeTarget:
             self._position_offsets += positions[..., -1].to(self.device) - (last + 1)
 
     def _place_rows(self) -> None:
-        self._num_cached = torch.tensor(self.num_cached, device=self.device)
-        self._root_positions = (self._num_cached + self._position_offsets[..., self._rows])[
+        self._num_cached = integers_on(self.device, self.num_cached)
+        self._root_positions = (self._num_cached + self._in_use(self._position_offsets, -1))[
             ..., None
         ]
+
+    def _in_use(self, of_rows: Tensor, axis: int = 0) -> Tensor:
+        """Return the part of a tensor that belongs to the rows in use."""
+        if len(self._rows) == of_rows.shape[axis]:
+            return of_rows
+        # An index in a list would be sent from pageable memory.
+        return of_rows.index_select(axis, integers_on(of_rows.device, self._rows))
 
     def _token_types(self, trees: TreeBatch) -> dict[str, Tensor]:
         """Return the token types of the trees, those of text, if the prompt has token types."""
@@ -271,7 +279,7 @@ class TreeTarget:
         for name in TOKEN_TYPES:
             of_prompt = self._model_kwargs.get(name)
             if of_prompt is not None:
-                last = of_prompt[self._rows, -1:] if name == "token_type_ids" else 0
+                last = self._in_use(of_prompt)[:, -1:] if name == "token_type_ids" else 0
                 types[name] = torch.zeros_like(trees.token_ids) + last
         return types
 
@@ -288,9 +296,9 @@ class TreeTarget:
             return mask
         slots = torch.arange(max(cached) + trees.width, device=self.device)
         visible = slots < self._num_cached[:, None]
-        num_padding = None if self._num_padding is None else self._num_padding[self._rows]
+        num_padding = None if self._num_padding is None else self._in_use(self._num_padding)
         if self._padding is not None:
-            padding = self._padding[self._rows]
+            padding = self._in_use(self._padding)
             shared = min(visible.shape[1], padding.shape[1])
             visible[:, :shared] &= padding[:, :shared]
         seen = TreeSlots(visible, self._num_cached, trees.ancestors, trees.depths, num_padding)

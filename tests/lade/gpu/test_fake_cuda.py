@@ -1,0 +1,241 @@
+"""On a device, a step waits for nothing but what it says that it waits for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lade
+from lade.hf.generation import Generation
+from lade.transfer import HostCopy, Launched, arrays_on, integers_on
+from tests.grids import thinned
+from tests.lade.both import ONE, THREE
+from tests.lade.gpu.fake_cuda import (
+    DEVICE,
+    CudaTensor,
+    FakeCuda,
+    FakePolicy,
+    Wait,
+    fake_cuda,
+    moved,
+)
+from tests.lade.tiny import tiny_model
+
+
+class Path(NamedTuple):
+    """A way to choose tokens, in a batch or not, by steps that are executed in some way."""
+
+    name: str
+    execution: Any
+    is_batch: bool
+    options: dict[str, Any]
+    acceptance: Any = "exact"
+
+
+_SAMPLED = {"do_sample": True, "top_p": 0.9, "top_k": 20, "temperature": 1.3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": _SAMPLED,
+    "processed": {"do_sample": False, "repetition_penalty": 1.2, "no_repeat_ngram_size": 4},
+    "processed-sampled": {**_SAMPLED, "repetition_penalty": 1.2},
+    "rejection": {"do_sample": True, "temperature": 1.3, "top_p": 0.9},
+}
+PATHS = {
+    f"{name}-{execution}-{len(prompt)}": Path(
+        name, execution, len(prompt) > 1, options, "rejection" if name == "rejection" else "exact"
+    )
+    for name, options in OPTIONS.items()
+    for execution in ("eager", "fixed", "graphs")
+    for prompt in (ONE, THREE)
+}
+QUICK = (
+    *("greedy-eager-1", "greedy-graphs-1", "greedy-graphs-3", "sampled-graphs-1"),
+    *("processed-fixed-1", "processed-sampled-eager-3", "rejection-graphs-1"),
+)
+# What a step may wait for: padding and positions of rows, in the first step and after rows have
+# left; and the comparison of a new recording. A prefill may wait where transformers looks for
+# padding, and to compare what it harvests.
+ALLOWED = {"step": ("_show_rows", "distance"), "prefill": ("create_causal_mask", "successors")}
+
+
+@pytest.mark.parametrize("name", thinned(PATHS, *QUICK))
+def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = PATHS[name]
+    prompt = THREE if path.is_batch else ONE
+    options = {**path.options, "max_new_tokens": 24, "pad_token_id": 0}
+    config = lade.Config(
+        max_draft_tokens=7,
+        execution=path.execution,
+        acceptance=path.acceptance,
+        verification="tree",
+    )
+    monkeypatch.setattr(Generation, "policy", FakePolicy())
+    with fake_cuda() as device:
+        model = moved(tiny_model(dtype=torch.float32))
+        lade.probe(model)
+        device.waits.clear()
+        torch.manual_seed(3)
+        mask = CudaTensor((prompt != 0).long())
+        got = lade.generate(
+            model, CudaTensor(prompt), attention_mask=mask, config=config, **options
+        )
+    assert device.step > 5
+    assert got.device == DEVICE
+    unexpected = [wait for wait in device.waits if not is_allowed(wait)]
+    assert not unexpected
+    # On purpose, a step waits for the chosen tokens, for what was harvested from the last one, and
+    # for the inputs that it sent; where tokens are chosen one by one, for logits and each token.
+    awaited = [num for (phase, _), num in device.num_awaited.items() if phase == "step"]
+    is_at_once = path.name in ("greedy", "sampled")
+    assert max(awaited) <= 3 + (0 if is_at_once else 8)
+    if path.name != "rejection":
+        plain = tiny_model(dtype=torch.float32)
+        torch.manual_seed(3)
+        expected = plain.generate(prompt, attention_mask=(prompt != 0).long(), **options)
+        assert torch.equal(got.held, expected)
+
+
+def is_allowed(wait: Wait) -> bool:
+    """Return whether a wait is before the decoding, or one of those that are known."""
+    allowed = ALLOWED.get(wait.phase, ())
+    return wait.phase == "before" or any(
+        each.startswith(name) for each in wait.where for name in allowed
+    )
+
+
+def waits_of(run: Callable[[Tensor], Any]) -> list[str]:
+    """Return what is waited for while something is done with 0 … 5 on the device."""
+    with fake_cuda() as device:
+        numbers = torch.arange(6, device="cuda")
+        device.waits.clear()
+        run(numbers)
+        return [wait.what for wait in device.waits]
+
+
+WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[0].item(),
+    "int": lambda x: int(x.max()),
+    "bool": lambda x: bool((x > 2).any()),
+    "if": lambda x: 1 if x[0] else 2,
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to cpu": lambda x: x.to("cpu", torch.float64),
+    "equal": lambda x: torch.equal(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "where of one": lambda x: torch.where(x > 2),
+    "unique": lambda x: torch.unique(x),
+    "masked_select": lambda x: x.masked_select(x > 2),
+    "by a mask": lambda x: x[x > 2],
+    "by a number there": lambda x: x[x[1]],
+    "by a list": lambda x: x[[0, 1]],
+    "by an index of the host": lambda x: x[torch.tensor([1, 2])],
+    "repeat_interleave": lambda x: x.repeat_interleave(x),
+    "numbers": lambda x: torch.tensor([1, 2], device="cuda"),
+    "numbers like it": lambda x: x.new_tensor([1, 2]),
+    "to": lambda x: torch.arange(2).to("cuda"),
+    "to without a wait": lambda x: torch.arange(2).to("cuda", non_blocking=True),
+    "to, pinned": lambda x: pinned(2).to("cuda"),
+    "copy_": lambda x: x.copy_(torch.arange(6)),
+    "copy_ to the host": lambda x: torch.arange(6).copy_(x),
+    "copy_ to the host without a wait": lambda x: torch.arange(6).copy_(x, non_blocking=True),
+    "assignment": lambda x: x.__setitem__(slice(2), torch.arange(2)),
+    "synchronize": lambda x: torch.cuda.synchronize(),
+}
+NOT_WAITING: dict[str, Callable[[Tensor], Any]] = {
+    "arithmetic": lambda x: (x + 1).float().softmax(0).argmax(),
+    "with a number of the host": lambda x: x + torch.tensor(1),
+    "filled by a mask": lambda x: x.masked_fill(x > 2, 0),
+    "assigned by a mask": lambda x: x.__setitem__(x > 2, 0),
+    "by an index there": lambda x: x[x.flip(0)][1:, None],
+    "to, pinned": lambda x: pinned(2).to("cuda", non_blocking=True),
+    "copy_ to pinned memory": lambda x: pinned(6).copy_(x, non_blocking=True),
+    "made there": lambda x: (
+        torch.zeros(3, device=x.device) + x.new_ones(3) + torch.full_like(x, 2)[:3]
+    ),
+    "sorted": lambda x: x.sort().values.topk(2),
+    "integers_on": lambda x: integers_on(x.device, [1, 2]) + x[:2],
+    "Launched": lambda x: Launched(x[None, None]).wait(),
+    "HostCopy": lambda x: HostCopy(x, x > 2).get(),
+}
+
+
+def pinned(size: int) -> Tensor:
+    """Return memory of the host that can be copied in the background."""
+    return torch.zeros(size, dtype=torch.int64, pin_memory=True)
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_fake_device_notes_what_waits(name: str) -> None:
+    assert waits_of(WAITING[name])
+
+
+@pytest.mark.parametrize("name", NOT_WAITING)
+def test_and_nothing_else(name: str) -> None:
+    assert waits_of(NOT_WAITING[name]) == []
+
+
+def test_it_refuses_what_cuda_refuses() -> None:
+    def refused(numbers: Tensor) -> None:
+        for run in (
+            lambda: numbers + torch.arange(6),
+            lambda: torch.cat([numbers, torch.arange(6)]),
+            lambda: torch.where(torch.arange(6) > 2, numbers, 0),
+        ):
+            with pytest.raises(RuntimeError, match="on the same device"):
+                run()  # type: ignore[no-untyped-call]
+        with pytest.raises(TypeError, match="to numpy"):
+            numbers.numpy()
+
+    assert waits_of(refused) == []
+
+
+def test_what_is_brought_to_the_host_is_not_there_before_it_is_waited_for() -> None:
+    with fake_cuda() as device:
+        on_host = pinned(6)
+        on_host.copy_(torch.arange(6, device="cuda"), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        assert on_host.tolist() != [*range(6)]
+        event.synchronize()
+        assert on_host.tolist() == [*range(6)]
+    assert not device.waits
+
+
+def test_pinned_memory_must_not_be_written_to_while_it_is_sent() -> None:
+    with fake_cuda() as device:
+        on_host = pinned(6)
+        on_host.to("cuda", non_blocking=True)
+        on_host[0] = 5
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+    assert [wait.what for wait in device.waits] == [
+        "pinned memory was written to before it had been sent"
+    ]
+
+
+def test_arrays_of_any_dtype_go_in_one_copy() -> None:
+    arrays = [
+        np.array([[3, -1, 2**40]]),
+        np.array([True, False, True]),
+        np.array([[0.5], [float("nan")]]),
+        np.zeros((2, 0, 3)),
+        np.arange(10, dtype=np.int32)[::2],
+    ]
+
+    def check(device: FakeCuda) -> None:
+        sent = arrays_on(DEVICE, *arrays)
+        for got, array in zip(sent, arrays, strict=True):
+            assert isinstance(got, CudaTensor)
+            assert got.held.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(got.held.numpy(), array)
+        assert device.event() == 1
+        assert not device.waits
+
+    with fake_cuda() as device:
+        check(device)
+    for got, array in zip(arrays_on(torch.device("cpu"), *arrays), arrays, strict=True):
+        np.testing.assert_array_equal(got.numpy(), array)
