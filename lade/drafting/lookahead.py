@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.config import Lookahead
+from lade.transfer import HostCopy, integers_on
 from lade.tree import SideNodes
 
 
@@ -112,6 +113,7 @@ def likeliest_tokens(
         places: pairs of a row and a node of `logits`.
         vocab_size: exclusive upper bound of the token ids.
     """
-    rows, nodes = zip(*places, strict=True)
-    token_ids: list[int] = logits[rows, nodes, :vocab_size].float().argmax(dim=-1).tolist()
+    rows, nodes = (integers_on(logits.device, each) for each in zip(*places, strict=True))
+    (found,) = HostCopy(logits[rows, nodes, :vocab_size].float().argmax(dim=-1)).get()
+    token_ids: list[int] = found.tolist()
     return token_ids

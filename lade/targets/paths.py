@@ -4,9 +4,11 @@ For models that cannot run trees under a mask: without position_ids, with ALiBi,
 with a recurrent state, or without a cache at all.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
@@ -29,6 +31,7 @@ from lade.targets.rollback import (
     why_not_savable,
 )
 from lade.targets.ties import TieError, Untied
+from lade.transfer import arrays_on, integers_on
 from lade.tree import ROOT, Tree
 
 MAX_ROWS = 4  # candidates per draft as rows of a batch; each reads the whole cache once more
@@ -149,13 +152,14 @@ class ChainTarget:
             all(len(path) == width for path in paths),
         )
         of_paths = trees if self.is_lockstep else [trees[0]] * len(paths)
-        token_ids = torch.zeros((len(paths), width), dtype=torch.int64)
-        for row, (tree, path) in enumerate(zip(of_paths, paths, strict=True)):
-            token_ids[row, : len(path)] = torch.tensor([tree.token_ids[node] for node in path])
+        token_ids = [
+            [tree.token_ids[node] for node in path] + [0] * (width - len(path))
+            for tree, path in zip(of_paths, paths, strict=True)
+        ]
         self._tokens = [tree.token_ids for tree in trees]
         num_rows = len(paths)
         before = self._ids if self.is_lockstep else self._ids.expand(num_rows, -1)
-        input_ids = torch.cat([before, token_ids.to(self.device)], dim=1)
+        input_ids = self._followed(before, token_ids)
         return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
 
     def forward(self, inputs: Any) -> Forward:
@@ -177,12 +181,15 @@ class ChainTarget:
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
         assert output.logits.shape[1] >= layout.width
-        columns = torch.tensor(layout.columns)
-        rows = slice(None) if layout.rows is None else torch.tensor(layout.rows)
+
+        @functools.cache  # layers may be on several devices
+        def places(device: torch.device) -> list[Tensor]:
+            return [integers_on(device, each) for each in (layout.rows or [], layout.columns)]
 
         def of_nodes(states: Tensor) -> Tensor:
             if layout.rows is None:
                 return states[:, states.shape[1] - layout.width :]
+            rows, columns = places(states.device)
             return states[rows, states.shape[1] - layout.width + columns][None]
 
         def of_queries(weights: Tensor | None) -> Tensor | None:
@@ -220,7 +227,7 @@ class ChainTarget:
             [tokens[node] for node in path]
             for tokens, path in zip(self._tokens, paths, strict=True)
         ]
-        self._ids = torch.cat([self._ids, torch.tensor(kept, device=self.device)], dim=1)
+        self._ids = self._followed(self._ids, kept)
         if self._cache is None:
             return
         name, cache = self._cache
@@ -261,10 +268,15 @@ class ChainTarget:
             trial = self._cache_before(num_kept, paths[0][-1])
             if trial is None:
                 return None
-        ids = torch.cat([self._ids, torch.tensor(kept, device=self.device)], dim=1)
+        ids = self._followed(self._ids, kept)
         inputs = self._prepared(ids, 1, cache=trial)
         output = self._model(**inputs, return_dict=True)
         return Alone([path[num_kept - 1] for path in paths], output.logits[:, -1])
+
+    def _followed(self, token_ids: Tensor, more: Sequence[Sequence[int]]) -> Tensor:
+        """Return rows of tokens, int64 [rows, num_tokens], each followed by as many more."""
+        (sent,) = arrays_on(self.device, np.array(more, np.int64))
+        return torch.cat([token_ids, sent], dim=1)
 
     def _cache_before(self, num_kept: int, last: int) -> Any:
         """Return a copy of the cache with a path's first `num_kept - 1` nodes; None if impossible.

@@ -18,6 +18,8 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from lade.transfer import integers_on
+
 # Names under which `generate` and models pass caches to each other.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
 
@@ -162,4 +164,4 @@ def expand(cache: Any, num_rows: int, device: torch.device) -> None:
 
 def pick(cache: Any, row: int, device: torch.device) -> None:
     """Keep only one row of a cache."""
-    cache.reorder_cache(torch.tensor([row], device=device))
+    cache.reorder_cache(integers_on(device, [row]))

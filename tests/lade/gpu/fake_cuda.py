@@ -196,7 +196,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         was_there = isinstance(source, CudaTensor)
         if was_there and not is_there:
             return self._bring(func, source, target, is_async, args, kwargs)
-        if is_there and not was_there:
+        if is_there and not was_there and source.numel():
             self._check_sending(source, is_async)
         result = func(*tree_map(_held, args), **kwargs)
         if target is not None:
@@ -301,7 +301,7 @@ class _Python(TorchFunctionMode):
         """
         parts = []
         for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, (list, np.ndarray)) or (
+            if isinstance(part, (list, tuple, np.ndarray)) or (
                 isinstance(part, Tensor) and not isinstance(part, CudaTensor)
             ):
                 self._fake.note("indices are sent from pageable memory")

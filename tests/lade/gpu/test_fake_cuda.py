@@ -28,32 +28,43 @@ from tests.lade.tiny import tiny_model
 class Path(NamedTuple):
     """A way to choose tokens, in a batch or not, by steps that are executed in some way."""
 
-    name: str
-    execution: Any
     is_batch: bool
     options: dict[str, Any]
-    acceptance: Any = "exact"
+    config: dict[str, Any]
+    most_awaited: int = 3  # events a step
 
 
+_GREEDY = {"do_sample": False}
 _SAMPLED = {"do_sample": True, "top_p": 0.9, "top_k": 20, "temperature": 1.3}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "sampled": _SAMPLED,
-    "processed": {"do_sample": False, "repetition_penalty": 1.2, "no_repeat_ngram_size": 4},
-    "processed-sampled": {**_SAMPLED, "repetition_penalty": 1.2},
-    "rejection": {"do_sample": True, "temperature": 1.3, "top_p": 0.9},
+_PROCESSED = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 4}
+# On purpose, a step waits for the chosen tokens, for what was harvested from the last one, and for
+# the inputs that it sent; where tokens are chosen one by one, for logits and each token.
+_ONE_BY_ONE = 3 + 8
+_OF_TREES = {
+    "greedy": Path(False, _GREEDY, {}),
+    "sampled": Path(False, _SAMPLED, {}),
+    "processed": Path(False, {**_GREEDY, **_PROCESSED}, {}, _ONE_BY_ONE),
+    "processed-sampled": Path(False, {**_SAMPLED, **_PROCESSED}, {}, _ONE_BY_ONE),
+    "rejection": Path(False, _SAMPLED, {"acceptance": "rejection"}, _ONE_BY_ONE),
 }
 PATHS = {
-    f"{name}-{execution}-{len(prompt)}": Path(
-        name, execution, len(prompt) > 1, options, "rejection" if name == "rejection" else "exact"
+    f"{name}-{execution}-{3 if is_batch else 1}": path._replace(
+        is_batch=is_batch,
+        config={**path.config, "execution": execution, "verification": "tree"},
     )
-    for name, options in OPTIONS.items()
+    for name, path in _OF_TREES.items()
     for execution in ("eager", "fixed", "graphs")
-    for prompt in (ONE, THREE)
+    for is_batch in (False, True)
+}
+PATHS |= {
+    "lookahead": Path(False, _GREEDY, {"lookahead": lade.Lookahead(4, 3)}, 4),
+    "chain": Path(True, _GREEDY, {"verification": "chain"}),
+    "rows": Path(False, _SAMPLED, {"verification": "rows"}),
 }
 QUICK = (
     *("greedy-eager-1", "greedy-graphs-1", "greedy-graphs-3", "sampled-graphs-1"),
     *("processed-fixed-1", "processed-sampled-eager-3", "rejection-graphs-1"),
+    *("lookahead", "rows"),
 )
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
 # left; and the comparison of a new recording. A prefill may wait where transformers looks for
@@ -66,12 +77,7 @@ def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     path = PATHS[name]
     prompt = THREE if path.is_batch else ONE
     options = {**path.options, "max_new_tokens": 24, "pad_token_id": 0}
-    config = lade.Config(
-        max_draft_tokens=7,
-        execution=path.execution,
-        acceptance=path.acceptance,
-        verification="tree",
-    )
+    config = lade.Config(max_draft_tokens=7, **path.config)
     monkeypatch.setattr(Generation, "policy", FakePolicy())
     with fake_cuda() as device:
         model = moved(tiny_model(dtype=torch.float32))
@@ -86,12 +92,9 @@ def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert got.device == DEVICE
     unexpected = [wait for wait in device.waits if not is_allowed(wait)]
     assert not unexpected
-    # On purpose, a step waits for the chosen tokens, for what was harvested from the last one, and
-    # for the inputs that it sent; where tokens are chosen one by one, for logits and each token.
     awaited = [num for (phase, _), num in device.num_awaited.items() if phase == "step"]
-    is_at_once = path.name in ("greedy", "sampled")
-    assert max(awaited) <= 3 + (0 if is_at_once else 8)
-    if path.name != "rejection":
+    assert max(awaited) <= path.most_awaited
+    if "acceptance" not in path.config:
         plain = tiny_model(dtype=torch.float32)
         torch.manual_seed(3)
         expected = plain.generate(prompt, attention_mask=(prompt != 0).long(), **options)
@@ -131,6 +134,7 @@ WAITING: dict[str, Callable[[Tensor], Any]] = {
     "by a mask": lambda x: x[x > 2],
     "by a number there": lambda x: x[x[1]],
     "by a list": lambda x: x[[0, 1]],
+    "by lists": lambda x: x.view(2, 3)[(0, 1), (1, 2)],
     "by an index of the host": lambda x: x[torch.tensor([1, 2])],
     "repeat_interleave": lambda x: x.repeat_interleave(x),
     "numbers": lambda x: torch.tensor([1, 2], device="cuda"),
