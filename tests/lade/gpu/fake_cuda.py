@@ -499,4 +499,4 @@ def _where() -> tuple[str, ...]:
         for frame in traceback.extract_stack()
         if "/torch/" not in frame.filename and frame.filename != __file__
     ]
-    return tuple(frames[:-6:-1])
+    return tuple(frames[:-9:-1])

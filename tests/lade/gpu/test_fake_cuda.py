@@ -36,7 +36,7 @@ class Path(NamedTuple):
 
 _GREEDY = {"do_sample": False}
 _SAMPLED = {"do_sample": True, "top_p": 0.9, "top_k": 20, "temperature": 1.3}
-_PROCESSED = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 4}
+_PROCESSED = {"repetition_penalty": 1.2}
 # On purpose, a step waits for the chosen tokens, for what was harvested from the last one, and for
 # the inputs that it sent; where tokens are chosen one by one, for logits and each token.
 _ONE_BY_ONE = 3 + 8
