@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import safetensors.numpy
 from numpy.typing import NDArray
-from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 
 from lade._version import __version__
@@ -68,6 +67,8 @@ class StoredTable(NamedTuple):
 
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
+    from platformdirs import user_cache_path  # here, as only tables need it
+
     return user_cache_path("lade", appauthor=False) / "tables"
 
 

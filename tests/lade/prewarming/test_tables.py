@@ -4,6 +4,7 @@ import json
 import os
 import random
 import struct
+import sys
 import time
 import tracemalloc
 import warnings
@@ -28,6 +29,7 @@ from lade.prewarming.tables import (
     load_table,
     read_table,
     table_for,
+    tables_folder,
     write_table,
 )
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
@@ -259,6 +261,16 @@ def test_whatever_a_table_raises_decoding_goes_on_with_one_warning(
     monkeypatch.setattr(tables, "read_table", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         table_for(written.model, folder)
+
+
+def test_without_platformdirs_there_are_no_tables_and_one_warning(
+    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "tables_folder", tables_folder)  # not that of all tests
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.warns(UserWarning, match="ModuleNotFoundError.*platformdirs") as caught:
+        assert table_for(written.model) is None
+    assert len(caught) == 1
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
