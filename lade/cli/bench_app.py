@@ -374,7 +374,14 @@ def bench_gpu(
             help="Comma-separated: 1b and 8b, of the sizes of Llama-3.2-1B and Llama-3.1-8B, and "
             "tiny, to try the command out.",
         ),
-    ] = "1b,8b",
+    ] = "8b,1b",
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, of those above. Without it, all, in that order.",
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -386,10 +393,10 @@ def bench_gpu(
         typer.Option(
             metavar="T",
             min=0.0,
-            help="Begin nothing new after T minutes, and list what was not run. Every stage has "
-            "its share; what it leaves of it is for the stages after it.",
+            help="End after T minutes, a quarter of one late at most, and list what was not run. "
+            "Every stage has its share; what it leaves of it is for the stages after it.",
         ),
-    ] = 8.0,
+    ] = 7.5,
     mat: Annotated[
         float,
         typer.Option(
@@ -415,20 +422,29 @@ def bench_gpu(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Measure steps on a GPU against its memory bandwidth and plain generate.
+    """Measure steps on a GPU against its memory bandwidth, and whole answers against generate.
 
-    The models have random weights, so nothing is downloaded (except for the default model, at the
-    end, where it can be had), and drafts are accepted as in recorded decoding. In turn:
+    The models have random weights, so nothing is downloaded (except for the default model, where it
+    can be had), and drafts are accepted as in recorded decoding. Each stage runs in a process of
+    its own: one that crashes or hangs is reported, and the others go on. In turn:
 
-    - the copy bandwidth of the device;
-    - the time of a step by tree size and context; what share of that bandwidth reading weights,
-      keys and values once makes of it; how much of it the host needs to launch the forward;
-    - tokens per second of generate, of generate with a compiled static cache, and of lade;
-    - a small real model, greedy and sampled.
+    - bandwidth: the copy bandwidth of the device;
+    - host: how long the host keeps the device waiting between two forwards;
+    - plain: tokens per second of generate;
+    - steps: the time of a step by tree size and context; what share of that bandwidth reading
+      weights, keys and values once makes of it; how much of it the host needs to launch it;
+    - graphs: tokens per second of lade as it is by default, its steps recorded as CUDA graphs;
+    - static: the same of generate with a static cache, which transformers compiles;
+    - eager: lade without fixed shapes;
+    - sampled: generate and lade, sampling;
+    - chat: ten turns of a growing chat, and how many steps each had to record;
+    - real: a small real model, greedy and sampled;
+    - compiled: lade on the compiled model;
+    - vllm: vLLM with its n-gram drafts, if it is installed.
     """
     from lade.cli.bench_gpu import run
 
-    run(shapes, device, minutes, mat, max_draft_tokens + 1, trace, json)
+    run(shapes, stages, device, minutes, mat, max_draft_tokens + 1, trace, json)
 
 
 @bench.command("pool", rich_help_panel=_PARTS)

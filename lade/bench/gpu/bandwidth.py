@@ -30,7 +30,7 @@ def measure_bandwidth(device: torch.device, stage: Stage) -> None:
     target = torch.empty_like(source)
     times = [_time_copies(source, target) for _ in range(1 + _NUM_REPEATS)][1:]
     sec = median(times) / _NUM_COPIES
-    stage.rows.append(
+    stage.add(
         {
             "copied_bytes": num_bytes,
             "num_repeats": len(times),

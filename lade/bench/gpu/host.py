@@ -2,7 +2,7 @@
 
 Everything that lade does in a step is done: a pool drafts, steps have fixed shapes, the chosen
 tokens come back, pool and budget learn. Only the forward is replaced by a look-up in a table. Next
-file: `steps.py`.
+file: `used.py`.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ def measure_host(device: torch.device, stage: Stage) -> None:
                 _run(model, language, pool, held[start : start + _NUM_PROMPT], num_nodes)
                 for start in range(0, _NUM_REPEATS * _NUM_PROMPT, _NUM_PROMPT)
             ][1:]
-            stage.rows.append(
+            stage.add(
                 {
                     "num_nodes": num_nodes,
                     "num_repeats": len(runs),

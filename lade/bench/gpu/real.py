@@ -1,6 +1,6 @@
 """A real model for comparison: plain `generate` and lade on prompts, greedy and sampled.
 
-Next file: `run.py`.
+Next file: `work.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,9 +57,9 @@ def _measure(
     except _TimeIsUpError:
         missing = len(prompts) - len(results)
         if missing:
-            stage.left_out[f"{settings.describe()}, {missing} of {len(prompts)} prompts"] = NO_TIME
+            stage.leave_out(f"{settings.describe()}, {missing} of {len(prompts)} prompts", NO_TIME)
     finally:
-        stage.rows += _rows(results, settings)
+        stage.add(*_rows(results, settings))
 
 
 def _rows(results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:

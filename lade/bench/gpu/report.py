@@ -1,7 +1,10 @@
 """Stages as tables and as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any
+
+import torch
 
 from lade.bench.environment import environment
 from lade.bench.gpu.stage import Stage
@@ -14,27 +17,78 @@ _Cell = tuple[str, Callable[[Mapping[str, Any]], str]]  # heading, and the text 
 def as_json(stages: Sequence[Stage], settings: dict[str, Any]) -> dict[str, Any]:
     """Return all measurements so far, ready for JSON."""
     return {
-        "environment": environment(),
+        "environment": {**environment(), **_cuda_versions()},
         "settings": settings,
         "stages": [stage.as_json() for stage in stages],
     }
 
 
+def _cuda_versions() -> dict[str, Any]:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {"cuda": torch.version.cuda, "triton": triton}
+
+
+def compare(stages: Sequence[Stage]) -> None:
+    """Put speed-ups into the rows of whole answers, over `plain` and `static` where they ran."""
+    rows = {
+        (stage.shape, row["decoding"], row["method"]): row
+        for stage in stages
+        if stage.name in WHOLE_ANSWERS
+        for row in stage.rows
+    }
+    for (shape, decoding, _), row in rows.items():
+        for name in ("plain", "static"):
+            other = rows.get((shape, decoding, name))
+            row[f"speedup_over_{name}"] = None if other is None else other["sec"] / row["sec"]
+
+
 def table(stage: Stage) -> Sheet:
     """Return the table of a stage, with what it left out listed below."""
     num_words, cells = _TABLES[stage.name]
-    rows = [[text_of(row) for _, text_of in cells] for row in stage.rows]
     notes = [f"not run: {what}: {reason}" for what, reason in stage.left_out.items()]
+    notes += [f"warned: {warning}" for warning in stage.warnings]
+    notes += _reasons(stage.rows)
     if stage.failure is not None:
-        notes.append(f"failed: {stage.failure}")
+        notes += [f"failed: {stage.failure}", *stage.last_words]
     of_shape = "" if stage.shape is None else f", {stage.shape}"
-    return Sheet(
+    return _sheet(
         f"{_TITLES[stage.name]}{of_shape} ({stage.sec:.0f} s)",
-        [heading for heading, _ in cells],
         num_words,
-        [rows],
+        cells,
+        stage.rows,
         "\n".join(notes) or None,
     )
+
+
+def table_of_answers(stages: Sequence[Stage], shape: str) -> Sheet | None:
+    """Return one table of all methods that answered with a shape, or None without any."""
+    of_shape = [stage for stage in stages if stage.shape == shape and stage.name in WHOLE_ANSWERS]
+    rows = [row for stage in of_shape for row in stage.rows]
+    if not rows:
+        return None
+    cells: Sequence[_Cell] = (("decoding", _word("decoding")), *_ANSWERS)
+    return _sheet(f"Whole answers, {shape}, all methods", 2, cells, rows, None)
+
+
+def _sheet(
+    title: str,
+    num_words: int,
+    cells: Sequence[_Cell],
+    rows: Sequence[Mapping[str, Any]],
+    caption: str | None,
+) -> Sheet:
+    headings = [heading for heading, _ in cells]
+    texts = [[text_of(row) for _, text_of in cells] for row in rows]
+    return Sheet(title, headings, num_words, [texts], caption)
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return why steps were not executed as asked for, each reason once."""
+    reasons = [row["why_not_recorded"] for row in rows if row.get("why_not_recorded")]
+    return [f"not recorded: {reason}" for reason in dict.fromkeys(reasons)]
 
 
 def _number(name: str, digits: int = 2, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
@@ -57,16 +111,45 @@ def _ratio(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: speedup_text(row.get(name))
 
 
+def _used(row: Mapping[str, Any]) -> str:
+    """Return execution and attention in words."""
+    kernels = " in Triton" if row.get("in_triton") else ""
+    attention = row.get("attention")
+    return row["execution"] if attention is None else f"{row['execution']}, {attention}{kernels}"
+
+
 _TITLES = {
     "bandwidth": "Copy bandwidth",
     "host": "Host between two forwards, with a model that costs nothing",
-    "model": "Random weights",
     "steps": "Steps",
-    "speed": "Whole answers, drafts replayed",
+    "plain": "Whole answers, generate",
+    "static": "Whole answers, generate with a compiled static cache",
+    "eager": "Whole answers, lade without fixed shapes, drafts replayed",
+    "graphs": "Whole answers, lade, drafts replayed",
+    "compiled": "Whole answers, lade compiled, drafts replayed",
+    "sampled": "Whole answers, sampled, drafts replayed",
+    "vllm": "Whole answers, vLLM with n-gram drafts",
+    "chat": "Chat, its whole text as each prompt, drafts replayed",
     "real": "SmolLM2-135M-Instruct",
 }
+#: The stages whose rows are compared with each other.
+WHOLE_ANSWERS = ("plain", "static", "eager", "graphs", "compiled", "sampled", "vllm")
+_ANSWERS: Sequence[_Cell] = (
+    ("method", _word("method")),
+    ("steps", _used),
+    ("tokens/s", _number("tokens_per_sec", 1)),
+    ("after prefill", _number("tokens_per_sec_after_prefill", 1)),
+    ("over plain", _ratio("speedup_over_plain")),
+    ("over static", _ratio("speedup_over_static")),
+    ("MAT", _number("mean_accepted_tokens")),
+    ("forward ms/step", _number("forward_sec_per_step", 3, 1e3)),
+    ("other ms/step", _number("own_sec_per_step", 3, 1e3)),
+    ("known text", _share("share_of_known_text")),
+    ("warm-up s", _number("warm_up_sec", 1)),
+)
 # By stage: the number of leading columns, which hold words, and all columns.
 _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
+    **dict.fromkeys(WHOLE_ANSWERS, (2, _ANSWERS)),
     "bandwidth": (
         1,
         (
@@ -85,20 +168,11 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("deferred, µs/step", _number("deferred_sec", 0, 1e6)),
         ),
     ),
-    "model": (
-        1,
-        (
-            ("verification", _word("verification")),
-            ("billion weights", _number("num_parameters", 4, 1e-9)),
-            ("GB read/step", _number("weight_bytes_of_step", 4, 1e-9)),
-            ("KB cached/token", _number("cached_bytes_of_token", 1, 1e-3)),
-            ("made in s", _number("making_sec", 1)),
-        ),
-    ),
     "steps": (
-        1,
+        2,
         (
             ("context", _word("context")),
+            ("steps", _used),
             ("tree tokens", _number("num_nodes", 0)),
             ("ms/step", _number("sec", 3, 1e3)),
             ("of one token", _ratio("ratio_to_one_node")),
@@ -106,19 +180,18 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("host ms/step", _number("host_sec", 3, 1e3)),
         ),
     ),
-    "speed": (
-        1,
+    "chat": (
+        2,
         (
-            ("method", _word("method")),
+            ("turn", _word("turn")),
+            ("steps", _used),
+            ("prompt tokens", _number("prompt_length", 0)),
             ("tokens/s", _number("tokens_per_sec", 1)),
-            ("after prefill", _number("tokens_per_sec_after_prefill", 1)),
-            ("over plain", _ratio("speedup_over_plain")),
-            ("over static", _ratio("speedup_over_static")),
             ("MAT", _number("mean_accepted_tokens")),
-            ("forward ms/step", _number("forward_sec_per_step", 3, 1e3)),
-            ("other ms/step", _number("own_sec_per_step", 3, 1e3)),
-            ("known text", _share("share_of_known_text")),
-            ("warm-up s", _number("warm_up_sec", 1)),
+            ("draft tokens/step", _number("draft_tokens_per_step", 1)),
+            ("recorded", _number("num_recorded", 0)),
+            ("in s", _number("recording_sec", 2)),
+            ("replayed", _number("num_replayed", 0)),
         ),
     ),
     "real": (

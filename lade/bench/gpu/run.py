@@ -1,29 +1,52 @@
-"""Run all stages in turn, each with its share of the time.
+"""Run all stages in turn, each in a process of its own and with its share of the time.
 
 Next file: `report.py`.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from lade.bench.gpu.acceptance import counts_at
-from lade.bench.gpu.bandwidth import measure_bandwidth
-from lade.bench.gpu.host import measure_host
-from lade.bench.gpu.real import measure_real
-from lade.bench.gpu.shapes import DTYPE, KnownModel, Shape, make_model
-from lade.bench.gpu.speed import measure_speed
-from lade.bench.gpu.stage import NO_MODEL, Stage
-from lade.bench.gpu.steps import measure_steps
-from lade.bench.prompts import Prompt
-from lade.models.loading import LoadedModel
-from lade.probing.report import probe
+from lade.bench.gpu.job import Job
+from lade.bench.gpu.process import run_in_process
+from lade.bench.gpu.shapes import Shape
+from lade.bench.gpu.stage import NO_TIME, Stage
+from lade.bench.gpu.vllm import why_not_vllm
 
-# Shares of the time; compiling and eager decoding take most. Unused time goes to later stages.
-_WEIGHTS = {"bandwidth": 1, "host": 1, "model": 1, "steps": 3, "speed": 6, "real": 3}
+#: By name, in the order they run: what cannot fail and what matters most comes first. Those in a
+#: group of their own run for each shape before the next group does.
+GROUPS: tuple[tuple[str, ...], ...] = (
+    ("bandwidth", "host"),
+    ("plain", "steps", "graphs"),
+    ("static",),
+    ("eager", "sampled", "chat"),
+    ("real",),
+    ("compiled", "vllm"),
+)
+STAGES = tuple(name for group in GROUPS for name in group)
+_WITHOUT_SHAPE = ("bandwidth", "host", "real")
+
+# Seconds that a stage may take, its start of some ten included. None has run on a GPU yet.
+# What it leaves is for later ones; if there is more time than all may take, each gets more.
+_NEEDED_SEC: Mapping[str, float] = {
+    "bandwidth": 20,
+    "host": 45,  # compiles the pool's kernels where nobody has
+    "plain": 35,
+    "steps": 75,
+    "graphs": 60,
+    "static": 110,
+    "eager": 35,
+    "sampled": 45,
+    "chat": 60,
+    "real": 60,
+    "compiled": 150,
+    "vllm": 120,
+}
+_LEAST_SEC = 10.0  # not worth a start
+_GRACE_SEC = 12.0  # past its time, until a process is killed
 
 
 @dataclass(frozen=True)
@@ -36,9 +59,7 @@ class Plan:
     recorded: Sequence[int]  # how many steps accepted 0, 1, 2, … draft tokens
     mat: float  # to adjust them to
     num_nodes: int  # of each tree in whole answers, the root included
-    load_real: Callable[[], LoadedModel]
-    real_prompts: Sequence[Prompt]
-    real_max_new_tokens: int = 128
+    names: Sequence[str] = STAGES  # of stages to run
 
     def counts_for(self, shape: Shape) -> list[int]:
         """Return how many draft tokens successive steps of a whole answer accept.
@@ -50,89 +71,55 @@ class Plan:
         num_steps = max(1, round((shape.max_new_tokens - 1) / self.mat))
         return counts_at(self.recorded, self.mat, self.num_nodes - 1, num_steps)
 
+    def in_order(self) -> list[tuple[str, Shape | None]]:
+        """Return all stages with their shapes, in the order they run."""
+        return [
+            (name, shape)
+            for group in GROUPS
+            for shape in ([None] if group[0] in _WITHOUT_SHAPE else self.shapes)
+            for name in group
+            if name in self.names
+        ]
 
-def run_stages(plan: Plan, stages: list[Stage], say: Callable[[str], None]) -> Iterator[Stage]:
+
+def run_stages(
+    plan: Plan,
+    stages: list[Stage],
+    tell: Callable[[Stage], None],
+) -> Iterator[Stage]:
     """Run every stage and yield each when it is done.
 
     Args:
         plan: what to do.
         stages: receives each stage as it begins, so that an unfinished one is not lost either.
-        say: called with what is being done.
+        tell: called whenever a stage begins or finds something.
     """
-    clock = _Clock(plan)
-
-    def begin(name: str, shape: Shape | None = None) -> Stage:
-        shape_name = None if shape is None else shape.name
-        stages.append(Stage(name, shape_name, clock.end_of(name), say))
-        return stages[-1]
-
-    bandwidth = begin("bandwidth")
-    yield bandwidth.run(lambda stage: measure_bandwidth(plan.device, stage))
-    bytes_per_sec = next((row["bytes_per_sec"] for row in bandwidth.rows), None)
-    yield begin("host").run(lambda stage: measure_host(plan.device, stage))
-    for shape in plan.shapes:
-        yield from _stages_of(plan, shape, bytes_per_sec, begin)
-        _free()
-    yield begin("real").run(
-        lambda stage: measure_real(
-            plan.load_real, plan.real_prompts, plan.real_max_new_tokens, stage
-        )
-    )
-
-
-def _stages_of(
-    plan: Plan,
-    shape: Shape,
-    bytes_per_sec: float | None,
-    begin: Callable[[str, Shape], Stage],
-) -> Iterator[Stage]:
-    """Run the stages of one shape, whose model is freed after them."""
-    made: list[KnownModel] = []
-
-    def make(stage: Stage) -> None:
-        start = perf_counter()
-        known = make_model(shape, plan.device)
-        made.append(known)
-        sec = perf_counter() - start
-        stage.say(f"{stage.title}: checking how it verifies drafts")
-        stage.rows.append(
-            {
-                "num_parameters": known.model.num_parameters(),
-                "dtype": str(DTYPE).removeprefix("torch."),
-                "weight_bytes_of_step": known.weight_bytes,
-                "cached_bytes_of_token": known.bytes_per_cached_token,
-                "making_sec": sec,
-                "verification": probe(known.model).verification,
-            }
-        )
-
-    def with_model(measure: Callable[[KnownModel, Stage], None]) -> Callable[[Stage], None]:
-        def work(stage: Stage) -> None:
-            if made:
-                measure(made[0], stage)
-            else:
-                stage.left_out["all"] = NO_MODEL
-
-        return work
-
-    yield begin("model", shape).run(make)
-    yield begin("steps", shape).run(
-        with_model(lambda known, stage: measure_steps(known, shape, bytes_per_sec, stage))
-    )
-    yield begin("speed", shape).run(
-        with_model(
-            lambda known, stage: measure_speed(
-                known, shape, plan.counts_for(shape), plan.num_nodes, stage
+    bytes_per_sec: float | None = None
+    clock = _Clock(plan, perf_counter())
+    for name, shape in plan.in_order():
+        sec = clock.next_share()
+        stage = Stage(name, None if shape is None else shape.name, perf_counter() + sec, tell)
+        stages.append(stage)
+        stage.say(stage.title)
+        why_not = why_not_vllm() if name == "vllm" else None
+        if why_not is not None:
+            stage.leave_out("all", why_not)
+        elif sec < _LEAST_SEC:
+            stage.leave_out("all", NO_TIME)
+        else:
+            job = Job(
+                stage=name,
+                device=str(plan.device),
+                sec=sec,
+                shape=shape,
+                counts=[] if shape is None else plan.counts_for(shape),
+                num_nodes=plan.num_nodes,
+                bytes_per_sec=bytes_per_sec,
             )
-        )
-    )
-
-
-def _free() -> None:
-    """Free a model's memory, and that of what was compiled or captured for it."""
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing without a GPU
+            run_in_process(stage, job, stage.ends_at + _GRACE_SEC)
+        if name == "bandwidth":
+            bytes_per_sec = next((row["bytes_per_sec"] for row in stage.rows), None)
+        yield stage
 
 
 @dataclass
@@ -140,17 +127,17 @@ class _Clock:
     """Allots the time to stages, in the order of the plan."""
 
     plan: Plan
-    _start: float = field(default_factory=perf_counter)
-    _num_parts: int = 0  # allotted so far
+    start: float  # by `perf_counter`
+    _num_begun: int = 0
 
-    def end_of(self, name: str) -> float:
-        """Return when the stage that begins now must end, by `perf_counter`."""
-        per_shape = sum(_WEIGHTS[name] for name in ("model", "steps", "speed"))
-        whole = (
-            _WEIGHTS["bandwidth"]
-            + _WEIGHTS["host"]
-            + per_shape * len(self.plan.shapes)
-            + _WEIGHTS["real"]
-        )
-        self._num_parts += _WEIGHTS[name]
-        return self._start + 60 * self.plan.minutes * self._num_parts / whole
+    def next_share(self) -> float:
+        """Return how many seconds the next stage has."""
+        left = self.start + 60 * self.plan.minutes - perf_counter()
+        needed = [self._needed(name) for name, _ in self.plan.in_order()][self._num_begun :]
+        self._num_begun += 1
+        if not any(needed):
+            return 0.0
+        return max(0.0, min(left, needed[0] * max(1.0, left / sum(needed))))
+
+    def _needed(self, name: str) -> float:
+        return 0.0 if name == "vllm" and why_not_vllm() else _NEEDED_SEC[name]

@@ -9,6 +9,8 @@ the work of a dense model on the way. Next file: `acceptance.py`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ class Shape:
     tree_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128)  # nodes, the root included
     prompt_length: int = 2048  # for whole answers
     max_new_tokens: int = 256
+    #: Tokens of the first prompt of a chat, of each later question, and of each answer.
+    chat: tuple[int, int, int] = (512, 128, 128)
     #: Rotary parameters, as Llama 3 scales positions.
     rope: Mapping[str, Any] = field(default_factory=dict)
 
@@ -95,8 +99,9 @@ SHAPES = {
                 "max_position_embeddings": 512,
             },
             contexts=(64, 128, 1024),  # the last one exceeds the positions
-            prompt_length=32,
+            prompt_length=96,
             max_new_tokens=64,
+            chat=(40, 8, 24),
         ),
     )
 }
@@ -161,6 +166,36 @@ def random_prompt(shape: Shape, num_tokens: int, seed: int) -> Tensor:
     """Return a prompt of random tokens, int64 [1, num_tokens], on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(shape.config["vocab_size"], (1, num_tokens), generator=generator)
+
+
+def copying_prompt(known: KnownModel, shape: Shape, counts: Sequence[int], seed: int) -> Tensor:
+    """Return a prompt from which n-grams draft the answer, int64 [1, prompt_length], on the CPU.
+
+    It has the answer's tokens once each, in pieces: whoever drafts what follows the last token's
+    only earlier place has `counts` tokens right in successive steps. Pieces come in reverse order,
+    so that nothing goes on from one into the next, behind tokens that the answer has not.
+
+    Args:
+        known: the model.
+        shape: has the lengths of prompt and answer.
+        counts: how many draft tokens successive steps accept; then they repeat.
+        seed: of the first token of the answer, and of all that it does not have.
+    """
+    random = Random(seed)
+    last = random.randrange(len(known.successors))
+    answer = known.answer(last, shape.max_new_tokens)
+    pieces: list[list[int]] = []
+    start = 0
+    for count in cycle(counts):
+        if start >= len(answer):
+            break
+        pieces.append(answer[start : start + count + 1])
+        start += count + 1
+    said = {last, *answer}
+    others = [token_id for token_id in range(len(known.successors)) if token_id not in said]
+    num_others = shape.prompt_length - len(answer) - 1
+    token_ids = [*random.choices(others, k=num_others), *chain(*reversed(pieces)), last]
+    return torch.tensor([token_ids])
 
 
 def _one_cycle(num_tokens: int) -> Tensor:

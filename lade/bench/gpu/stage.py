@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 NO_TIME = "no time was left for it (--minutes)"
-NO_MODEL = "there is no model to measure"
 
 _NUM_DIGITS = 6
 
@@ -25,10 +24,14 @@ class Stage:
     name: str
     shape: str | None  # the model's, if it has one
     ends_at: float  # by `perf_counter`; no part begins later
-    say: Callable[[str], None]  # called with what is being done
+    tell: Callable[["Stage"], None]  # called whenever something is begun or found
+    doing: str = ""
+    model: dict[str, Any] = field(default_factory=dict)  # what was measured, ready for JSON
     rows: list[dict[str, Any]] = field(default_factory=list)  # ready for JSON
     left_out: dict[str, str] = field(default_factory=dict)  # what was not run, and why
+    warnings: list[str] = field(default_factory=list)  # lade's own
     failure: str | None = None  # what ended it early
+    last_words: list[str] = field(default_factory=list)  # of a process that crashed
     traceback: str = ""  # of the failure; to print, not to save, as it has paths
     sec: float = 0.0
 
@@ -48,7 +51,7 @@ class Stage:
         start = perf_counter()
         try:
             if not self.has_time:
-                self.left_out["all"] = NO_TIME
+                self.leave_out("all", NO_TIME)
             else:
                 with self.part("the rest"):
                     work(self)
@@ -57,14 +60,35 @@ class Stage:
             self.traceback = traceback.format_exc()
         finally:
             self.sec = perf_counter() - start
+            self.tell(self)
         return self
+
+    def say(self, what: str) -> None:
+        """Tell what is being done."""
+        self.doing = what
+        self.tell(self)
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Add findings."""
+        self.rows += rows
+        self.tell(self)
+
+    def replace(self, rows: list[dict[str, Any]]) -> None:
+        """Replace the findings by better founded ones."""
+        self.rows = rows
+        self.tell(self)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Note what is not run, and why."""
+        self.left_out[what] = reason
+        self.tell(self)
 
     def may_begin(self, what: str) -> bool:
         """Return whether there is time for a part of the stage; if not, note it."""
         if self.has_time:
             self.say(f"{self.title}: {what}")
             return True
-        self.left_out[what] = NO_TIME
+        self.leave_out(what, NO_TIME)
         return False
 
     @contextmanager
@@ -74,7 +98,7 @@ class Stage:
         try:
             yield
         except kinds as error:
-            self.left_out[what] = _reason(error)
+            self.leave_out(what, _reason(error))
             torch.cuda.empty_cache()  # does nothing without a GPU
 
     def as_json(self) -> dict[str, Any]:
@@ -83,10 +107,23 @@ class Stage:
             "stage": self.name,
             "shape": self.shape,
             "sec": round(self.sec, 3),
+            "model": _shortened(self.model),
             "rows": [_shortened(row) for row in self.rows],
             "left_out": self.left_out,
+            "warnings": self.warnings,
             "failure": self.failure,
+            "last_words": self.last_words,
         }
+
+    def as_message(self) -> dict[str, Any]:
+        """Return all that another process is to know of it, ready for JSON."""
+        return {**self.as_json(), "doing": self.doing, "traceback": self.traceback}
+
+    def hear(self, message: dict[str, Any]) -> None:
+        """Take over what `as_message` of this stage returned in its process."""
+        for name in ("model", "rows", "left_out", "warnings", "failure", "doing", "traceback"):
+            setattr(self, name, message[name])
+        self.tell(self)
 
 
 def _shortened(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How long a step takes, by the size of its tree and the length of the text before it.
 
 A step is what the decoding loop does between a draft and its verification: it makes the tree's
-tensors, runs the forward, and waits for the target's choices on the host. Next file: `speed.py`.
+tensors, runs the forward, and waits for the target's choices on the host. Next file: `answers.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ from lade.bench.gpu.bandwidth import wait_for
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
+from lade.bench.gpu.used import Tally, Used, used_by
 from lade.compat import Model, device_of_inputs
-from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
-from lade.probing.factory import make_target
+from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification
 from lade.sampling.greedy import GreedyChoice
 from lade.targets.base import Target
@@ -35,8 +35,18 @@ _MAX_SEC = 6.0  # of rounds per context, once _MIN_ROUNDS are done
 _ROW = 0
 
 
+class Opened(NamedTuple):
+    """A model set up to verify drafts, the prompt already run."""
+
+    target: Target
+    chosen: VerificationPlan
+    tally: Tally
+
+
 @contextmanager
-def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterator[Target]:
+def open_target(
+    model: Model, input_ids: Tensor, max_new_tokens: int, policy: DevicePolicy | None = None
+) -> Iterator[Opened]:
     """Yield a model set up to verify drafts as by `lade.decode`, the prompt already run.
 
     Raises:
@@ -59,14 +69,16 @@ def open_target(model: Model, input_ids: Tensor, max_new_tokens: int) -> Iterato
     config: GenerationConfig = prepared.pop("generation_config")
     for unwanted in ("logits_processor", "stopping_criteria"):
         prepared.pop(unwanted, None)
+    tally = Tally(policy)
+    execution = tally.execution(device_of_inputs(model))
     with torch.no_grad():
-        chosen = choose_verification(
-            model, asked="tree", execution=DevicePolicy().execution(device_of_inputs(model))
+        chosen = choose_verification(model, asked="tree", execution=execution)
+        target = make_target(
+            model, input_ids, prepared, chosen, max_new_tokens, config, policy=tally
         )
-        target = make_target(model, input_ids, prepared, chosen, max_new_tokens, config)
         try:
             target.prefill()
-            yield target
+            yield Opened(target, chosen, tally)
         finally:
             target.close()
         target.release()
@@ -78,11 +90,16 @@ class _Timing(NamedTuple):
     sec: float
     host_sec: float  # until the forward was launched; the rest is waiting
     num_cached: int  # tokens before its root
-    why_eager: str | None  # why no recording was replayed
+    is_replayed: bool
+    used: Used
 
 
 def measure_steps(
-    known: KnownModel, shape: Shape, bytes_per_sec: float | None, stage: Stage
+    known: KnownModel,
+    shape: Shape,
+    bytes_per_sec: float | None,
+    stage: Stage,
+    policy: DevicePolicy | None = None,
 ) -> None:
     """Time steps of all tree sizes at all contexts; the prefills are not timed.
 
@@ -91,25 +108,31 @@ def measure_steps(
         shape: has the tree sizes and contexts.
         bytes_per_sec: the device's copy bandwidth, if known.
         stage: receives a row per size and context.
+        policy: how steps use the device.
     """
     longest = shape.config["max_position_embeddings"]
     most = _num_most(len(shape.tree_sizes))
     for context in shape.contexts:
         what = f"context {context}"
         if context + most + max(shape.tree_sizes) > longest:
-            stage.left_out[what] = f"the model has {longest} positions"
+            stage.leave_out(what, f"the model has {longest} positions")
         elif stage.may_begin(what):
             with stage.part(what):
                 # Half of the steps are run before the context is reached, half after it.
                 prompt = random_prompt(shape, max(1, context - most // 2), seed=context)
                 root = int(prompt[0, -1])
                 trees = {size: _tree(known, root, size) for size in shape.tree_sizes}
-                timings = _time_steps(known, context, prompt, trees, stage)
-                stage.rows += _rows(known, context, timings, bytes_per_sec)
+                timings = _time_steps(known, context, prompt, trees, stage, policy)
+                stage.add(*_rows(known, context, timings, bytes_per_sec))
 
 
 def _time_steps(
-    known: KnownModel, context: int, prompt: Tensor, trees: Mapping[int, Tree], stage: Stage
+    known: KnownModel,
+    context: int,
+    prompt: Tensor,
+    trees: Mapping[int, Tree],
+    stage: Stage,
+    policy: DevicePolicy | None,
 ) -> dict[int, list[_Timing]]:
     """Time steps of each tree size, taken in turn so that all see the same drift.
 
@@ -118,20 +141,23 @@ def _time_steps(
     while trees:
         room = _num_most(len(trees)) + max(trees)
         fitting: dict[int, Tree] = {}
-        with open_target(known.model, prompt.to(known.model.device), room) as target:
+        prompt = prompt.to(known.model.device)
+        with open_target(known.model, prompt, room, policy) as opened:
             for size, tree in trees.items():
-                if not _warm_up(target, tree, context, stage):
+                if not _warm_up(known.model, opened, tree, context, stage):
                     break
                 fitting[size] = tree
             else:
-                return _rounds(target, trees, stage)
+                return _rounds(known.model, opened, trees, stage)
         # A step that ran out of memory leaves nothing to go on from: start again with what fits.
-        del target
+        del opened
         trees = fitting
     return {}
 
 
-def _rounds(target: Target, trees: Mapping[int, Tree], stage: Stage) -> dict[int, list[_Timing]]:
+def _rounds(
+    model: Model, opened: Opened, trees: Mapping[int, Tree], stage: Stage
+) -> dict[int, list[_Timing]]:
     timings: dict[int, list[_Timing]] = {size: [] for size in trees}
     start = perf_counter()
     for num_round in range(_MAX_ROUNDS):
@@ -139,16 +165,16 @@ def _rounds(target: Target, trees: Mapping[int, Tree], stage: Stage) -> dict[int
         if is_over and num_round >= _MIN_ROUNDS:
             break
         for size, tree in trees.items():
-            timings[size].append(_time_step(target, tree))
+            timings[size].append(_time_step(model, opened, tree))
     return timings
 
 
-def _warm_up(target: Target, tree: Tree, context: int, stage: Stage) -> bool:
+def _warm_up(model: Model, opened: Opened, tree: Tree, context: int, stage: Stage) -> bool:
     """Run untimed steps of a size; return whether there is memory for it, and note it if not."""
     what = f"context {context}, {len(tree)} nodes or more"
     with stage.part(what):
         for _ in range(_NUM_WARM_UPS):
-            _time_step(target, tree)
+            _time_step(model, opened, tree)
     return what not in stage.left_out
 
 
@@ -166,10 +192,12 @@ def _tree(known: KnownModel, root: int, size: int) -> Tree:
     return Tree.build(root, drafter.draft(sequence, [root], size - 1))
 
 
-def _time_step(target: Target, tree: Tree) -> _Timing:
+def _time_step(model: Model, opened: Opened, tree: Tree) -> _Timing:
     """Time a step as in the decoding loop; the commit after it is waited for, untimed."""
+    target, chosen, tally = opened
     choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
     (num_cached,) = target.num_cached
+    num_replayed = tally.num_replayed
     start = perf_counter()
     output = target.forward(target.inputs([tree]))
     launched = perf_counter()
@@ -178,10 +206,10 @@ def _time_step(target: Target, tree: Tree) -> _Timing:
     stop = perf_counter()
     target.commit([[ROOT]])
     wait_for(target.device)
-    why_eager: str | None = "it is not of fixed shape"
-    if isinstance(target, FixedTarget):
-        why_eager = target.why_not_recorded if target.records else "nothing is recorded here"
-    return _Timing(stop - start, launched - start, num_cached, why_eager)
+    is_replayed = tally.num_replayed > num_replayed
+    can_record = tally.can_record(target.device)
+    used = used_by(model, chosen, target, can_record=can_record, num_replayed=int(is_replayed))
+    return _Timing(stop - start, launched - start, num_cached, is_replayed, used)
 
 
 def _rows(
@@ -206,7 +234,8 @@ def _rows(
                 "sec": sec,
                 "least_sec": min(timing.sec for timing in of_size),
                 "host_sec": median(timing.host_sec for timing in of_size),
-                "why_eager": of_size[-1].why_eager,
+                "share_replayed": fmean(timing.is_replayed for timing in of_size),
+                **of_size[-1].used._asdict(),
                 "ratio_to_one_node": None if of_one is None else sec / of_one,
                 "read_bytes": int(read),
                 "share_of_copy_bandwidth": (

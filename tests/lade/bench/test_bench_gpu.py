@@ -1,12 +1,19 @@
 """`lade bench gpu` on a CPU: known models, replayed drafts, stages, and what is saved of them."""
 
 import json
-import weakref
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,22 +23,31 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import lade
+from lade.bench.gpu import work
 from lade.bench.gpu.acceptance import RECORDED, counts_at, recorded_in
+from lade.bench.gpu.answers import SAMPLED, measure_answers
+from lade.bench.gpu.chat import measure_chat
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.host import measure_host
+from lade.bench.gpu.job import Job
+from lade.bench.gpu.process import INTERRUPTED, last_words, run_in_process
 from lade.bench.gpu.real import measure_real
-from lade.bench.gpu.run import Plan, run_stages
-from lade.bench.gpu.shapes import SHAPES, KnownModel, Shape, make_model, random_prompt
-from lade.bench.gpu.speed import measure_speed
-from lade.bench.gpu.stage import NO_MODEL, NO_TIME, Stage
+from lade.bench.gpu.report import compare
+from lade.bench.gpu.run import GROUPS, STAGES, Plan, run_stages
+from lade.bench.gpu.shapes import SHAPES, KnownModel, copying_prompt, make_model, random_prompt
+from lade.bench.gpu.stage import NO_TIME, Stage
 from lade.bench.gpu.steps import measure_steps
+from lade.bench.gpu.used import NO_GRAPHS
+from lade.bench.gpu.vllm import NOT_INSTALLED, measure_vllm, why_not_vllm
 from lade.bench.prompts import Prompt
 from lade.bench.traces import Trace, Traces, write_traces
 from lade.cli.app import app
+from lade.compat import is_compiled_by_generate
 from lade.drafting.successors import Successors
-from lade.errors import LadeError, ModelFetchError
+from lade.errors import LadeError, PlainDecodingWarning
 from lade.models.loading import LoadedModel
 from lade.stats import Step
+from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 TINY = SHAPES["tiny"]
@@ -42,16 +58,6 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a to
 @pytest.fixture(scope="module")
 def known() -> KnownModel:
     return make_model(TINY, CPU)
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model in place of the default one, which would have to be fetched."""
-    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
-    model.generation_config.eos_token_id = None
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny")
-    monkeypatch.setattr("lade.cli.bench_gpu.load_with_progress", lambda *args: loaded)
-    monkeypatch.setattr("lade.cli.bench_gpu.DEMO_PROMPTS", [("a", "abcabc"), ("b", "xyxyxy")])
 
 
 def run(*args: str) -> Any:
@@ -70,7 +76,16 @@ def run_tiny(*args: str) -> Any:
 
 
 def stage_for(name: str, ends_at: float = float("inf")) -> Stage:
-    return Stage(name, "tiny", ends_at, lambda what: None)
+    return Stage(name, "tiny", ends_at, lambda stage: None)
+
+
+def ends_with_the_first_part(name: str) -> Stage:
+    """Return a stage whose time is up once the first part has begun."""
+
+    def tell(stage: Stage) -> None:
+        stage.ends_at = 0.0
+
+    return Stage(name, "tiny", perf_counter() + 3600, tell)
 
 
 def stages_in(path: Path) -> dict[str, dict[str, Any]]:
@@ -254,46 +269,19 @@ def test_steps_of_lade_accept_the_counts_in_turn_and_say_the_known_text(known: K
         assert output[0, 20:].tolist() == known.answer(int(prompt[0, -1]), 60)
 
 
-# --- stages -----------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("real")
-def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    result = run_tiny("--json", str(path), "--mat", "2.5")
-    assert result.exit_code == 0
-    for words in (
-        "Copy bandwidth",
-        "Steps, tiny",
-        "Whole answers",
-        "SmolLM2",
-        "not run: context 1024",
-    ):
-        assert words in result.stdout
-    content = json.loads(path.read_text())
-    assert str(tmp_path) not in path.read_text()
-    assert content["settings"]["complete"] is True
-    assert content["settings"]["mat"] == 2.5
-    assert content["environment"]["torch"] == metadata.version("torch")
-    names = [stage["stage"] for stage in content["stages"]]
-    assert names == ["bandwidth", "host", "model", "steps", "speed", "real"]
-    assert all(stage["failure"] is None for stage in content["stages"])
-    bandwidth, _, model, steps, speed, real = content["stages"]
-    (copied,) = bandwidth["rows"]
-    assert copied["bytes_per_sec"] == pytest.approx(
-        2 * copied["copied_bytes"] / copied["sec"], 1e-4
-    )
-    assert 1e8 < copied["bytes_per_sec"] < 1e13
-    assert model["rows"][0]["verification"] == "tree"
-    check_steps(steps, copied["bytes_per_sec"], model["rows"][0])
-    check_speed(speed)
-    assert [(row["decoding"], row["method"]) for row in real["rows"] if row["method"] == "plain"]
-    decodings = {row["decoding"] for row in real["rows"]}
-    assert decodings == {"greedy", "sampling at temperature 0.7"}
-    assert all(row["same_text"] == 1.0 for row in real["rows"])  # in float32
+def test_steps_of_every_size_are_timed_at_every_context(known: KnownModel) -> None:
+    stage = stage_for("steps")
+    measure_steps(known, TINY, 1e9, stage)
+    check_steps(stage.as_json(), 1e9, known.weight_bytes)
+    assert {row["execution"] for row in stage.rows} == {"eager"}
+    assert {row["attention"] for row in stage.rows} == {"lade_packed_sdpa"}
+    assert {row["share_replayed"] for row in stage.rows} == {0}
 
 
-def check_steps(stage: dict[str, Any], bytes_per_sec: float, model: dict[str, Any]) -> None:
+def check_steps(stage: dict[str, Any], bytes_per_sec: float, weight_bytes: int) -> None:
     rows = stage["rows"]
     sizes = [1, 2, 4, 8, 16, 32, 64, 128]
     assert [(row["context"], row["num_nodes"]) for row in rows] == [
@@ -307,7 +295,7 @@ def check_steps(stage: dict[str, Any], bytes_per_sec: float, model: dict[str, An
         cached = row["mean_num_cached"]
         if row["context"] == 128:  # half of the steps lie before it and half of them behind
             assert cached == pytest.approx(128, abs=20)
-        read = model["weight_bytes_of_step"] + 256 * (cached + row["num_nodes"])
+        read = weight_bytes + 256 * (cached + row["num_nodes"])
         assert row["read_bytes"] == pytest.approx(read, rel=1e-4)
         share = row["read_bytes"] / row["sec"] / bytes_per_sec
         assert row["share_of_copy_bandwidth"] == pytest.approx(share, rel=1e-3)
@@ -315,104 +303,108 @@ def check_steps(stage: dict[str, Any], bytes_per_sec: float, model: dict[str, An
         assert row["ratio_to_one_node"] == pytest.approx(row["sec"] / one["sec"], rel=1e-3)
 
 
-def check_speed(stage: dict[str, Any]) -> None:
-    rows = {row["method"]: row for row in stage["rows"]}
-    assert list(rows) == ["plain", "static", "lade"]
+def test_recorded_steps_are_told_from_others() -> None:
+    """The second of three sizes cannot be recorded; the first has been by then."""
+    recorder = CpuRecorder(failures=[None, RuntimeError("no capture")])
+    stage = stage_for("steps")
+    shape = replace(TINY, contexts=(96,), tree_sizes=(1, 4, 8))
+    measure_steps(make_model(TINY, CPU), shape, None, stage, RecordingPolicy(recorder))
+    assert [row["execution"] for row in stage.rows] == ["graphs", "fixed", "fixed"]
+    assert [row["share_replayed"] for row in stage.rows] == [1, 0, 0]
+    for row in stage.rows:
+        assert row["why_not_recorded"] == "a step cannot be recorded (RuntimeError: no capture)"
+
+
+def test_a_copying_prompt_lets_ngrams_draft_as_many_tokens_as_told(known: KnownModel) -> None:
+    counts = [0, 3, 1, 0, 7, 2]
+    (prompt,) = copying_prompt(known, TINY, counts, seed=5).tolist()
+    assert len(prompt) == TINY.prompt_length
+    text = [*prompt, *known.answer(prompt[-1], TINY.max_new_tokens)]
+    end, accepted = len(prompt) + 1, []  # behind the prefill's token
+    while end < len(text):
+        place = text[: end - 1].index(text[end - 1])
+        right = 0
+        while end + right < len(text) and text[place + 1 + right] == text[end + right]:
+            right += 1
+        accepted.append(right)
+        end += right + 1
+    assert accepted[:-1] == (counts * 4)[: len(accepted) - 1]
+    assert len(accepted) > len(counts)
+
+
+def test_methods_answer_in_turn_and_say_what_they_used(known: KnownModel) -> None:
+    stage = stage_for("graphs")
+    names = ("plain", "static", "eager", "graphs")
+    counts = counts_at(RECORDED, 2.5, 31, 25)
+    measure_answers(known, TINY, names, counts, 32, stage)
+    compare([stage])
+    rows = {row["method"]: row for row in stage.rows}
+    assert list(rows) == list(names)
     for row in rows.values():
-        assert row["share_of_known_text"] == 1.0
-        assert row["num_repeats"] == 6
-        assert row["num_tokens"] == 64
-        assert row["tokens_per_sec"] == pytest.approx(64 / row["sec"], rel=1e-3)
+        check_answers(row)
         for other in ("plain", "static"):
             speedup = rows[other]["sec"] / row["sec"]
-            assert row[f"speedup_over_{other}"] == pytest.approx(speedup, rel=1e-3)
-        assert 0 < row["prefill_sec"] < row["sec"]
-        assert row["warm_up_sec"] > 0
-    assert rows["lade"]["mean_accepted_tokens"] == pytest.approx(2.5, rel=0.05)
-    assert rows["lade"]["draft_tokens_per_step"] > 25  # 31, but for the ends of answers
+            assert row[f"speedup_over_{other}"] == pytest.approx(speedup)
+    for name in ("eager", "graphs"):
+        assert rows[name]["mean_accepted_tokens"] == pytest.approx(2.5, rel=0.05)
+        assert rows[name]["draft_tokens_per_step"] > 25  # 31, but for the ends of answers
     assert "mean_accepted_tokens" not in rows["plain"]
+    executions = {name: row["execution"] for name, row in rows.items()}
+    # On a CPU, transformers does not compile, and there is nothing to record with.
+    assert executions == {"plain": "eager", "static": "eager", "eager": "eager", "graphs": "fixed"}
+    assert rows["graphs"]["why_not_recorded"] == NO_GRAPHS
+    assert rows["plain"]["attention"] == "sdpa"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("real")
-def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
-    traces, path = tmp_path / "traces.safetensors", tmp_path / "gpu.json"
-    mixed = trace("mixed", [*range(10, 20), *range(10, 20), *range(10, 20), *range(30, 50)])
-    write_traces(traces, Traces([mixed], {"vocab_size": 64, "max_new_tokens": 64}, {}))
-    options = ["--trace", str(traces), "--max-draft-tokens", "3", "--mat", "3", "--json", str(path)]
-    assert run_tiny(*options).exit_code == 0
-    settings = json.loads(path.read_text())["settings"]
-    assert settings["traces"]["name"] == "traces.safetensors"
-    assert settings["recorded_steps_by_accepted_tokens"] == recorded_in(traces, 3)
-    (row,) = [row for row in stages_in(path)["speed"]["rows"] if row["method"] == "lade"]
-    assert row["mean_accepted_tokens"] == pytest.approx(3, rel=0.07)
-    assert 2.5 < row["draft_tokens_per_step"] <= 3
+def check_answers(row: dict[str, Any]) -> None:
+    assert row["share_of_known_text"] == 1.0
+    assert 2 <= row["num_repeats"] <= 6
+    assert row["num_tokens"] == 64
+    assert row["tokens_per_sec"] == pytest.approx(64 / row["sec"], rel=1e-3)
+    assert 0 < row["prefill_sec"] < row["sec"]
+    assert row["warm_up_sec"] > 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("real")
-def test_a_stage_that_fails_loses_nothing_and_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_answers_of_recorded_steps_count_what_was_recorded() -> None:
+    known, recorder = make_model(TINY, CPU), CpuRecorder()
+    stage = stage_for("sampled")
+    policy = RecordingPolicy(recorder)
+    measure_answers(known, TINY, ("graphs",), [1, 2], 8, stage, SAMPLED, policy)
+    (row,) = stage.rows
+    assert (row["execution"], row["why_not_recorded"]) == ("graphs", None)
+    assert row["decoding"] == "sampling at temperature 0.7, top-p 0.9"
+    assert row["share_of_known_text"] == 1.0  # by so wide a margin that sampling finds no other
+    assert row["num_recorded"] == recorder.num_recorded > 0
+    assert row["num_replayed"] == recorder.num_replayed > row["num_steps"]
+    assert row["recording_sec"] > 0
+
+
+def test_a_chat_counts_what_each_turn_records() -> None:
+    known, recorder = make_model(TINY, CPU), CpuRecorder()
+    stage = stage_for("chat")
+    measure_chat(known, TINY, [1, 2], 8, stage, RecordingPolicy(recorder))
+    assert [row["turn"] for row in stage.rows] == [*range(1, 11)]
+    assert [row["prompt_length"] for row in stage.rows] == [40 + 32 * turn for turn in range(10)]
+    assert all(row["is_known_text"] for row in stage.rows)
+    assert sum(row["num_recorded"] for row in stage.rows) == recorder.num_recorded > 0
+    for row in stage.rows:
+        assert row["execution"] == ("graphs" if row["num_replayed"] else "fixed")
+
+
+def test_a_model_that_decodes_plainly_is_told_with_the_reason(
+    known: KnownModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "gpu.json"
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no target")
 
-    def fail(*args: Any) -> None:
-        assert stages_in(path)["steps"]["rows"]  # written before this stage began
-        raise RuntimeError(f"broken\nin {tmp_path}")
-
-    monkeypatch.setattr("lade.bench.gpu.run.measure_speed", fail)
-    with pytest.raises(LadeError, match="1 failed: speed tiny: RuntimeError: broken"):
-        run_tiny("--json", str(path))
-    stages = stages_in(path)
-    assert list(stages) == ["bandwidth", "host", "model", "steps", "speed", "real"]
-    assert stages["speed"]["failure"] == "RuntimeError: broken"
-    assert stages["real"]["rows"]
-    assert "Traceback" not in path.read_text()
-    assert str(tmp_path) not in path.read_text()
-
-
-def test_an_interruption_keeps_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "gpu.json"
-
-    def interrupt(*args: Any) -> None:
-        args[-1].rows.append({"method": "plain", "tokens_per_sec": 1.0})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lade.bench.gpu.run.measure_speed", interrupt)
-    assert run_tiny("--json", str(path)).exit_code != 0
-    stages = stages_in(path)
-    assert list(stages) == ["bandwidth", "host", "model", "steps", "speed"]
-    assert len(stages["steps"]["rows"]) == 16
-    assert stages["speed"]["rows"]  # as far as it came
-    assert json.loads(path.read_text())["settings"]["complete"] is False
-
-
-def test_what_there_is_no_memory_and_no_way_for_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "gpu.json"
-
-    def no_memory(*args: Any) -> KnownModel:
-        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-
-    def no_network(*args: Any) -> LoadedModel:
-        raise ModelFetchError("the package index cannot be reached")
-
-    monkeypatch.setattr("lade.bench.gpu.run.make_model", no_memory)
-    monkeypatch.setattr("lade.cli.bench_gpu.load_with_progress", no_network)
-    result = run_tiny("--json", str(path))
-    assert result.exit_code == 0
-    stages = stages_in(path)
-    why = "CUDA out of memory. Tried to allocate 20.00 MiB"
-    assert stages["model"]["left_out"] == {"the rest": why}
-    assert stages["steps"]["left_out"] == stages["speed"]["left_out"] == {"all": NO_MODEL}
-    assert stages["real"]["left_out"] == {
-        "all": "ModelFetchError: the package index cannot be reached"
-    }
-    said = " ".join(result.stdout.split())
-    assert "not run: all: ModelFetchError: the package index cannot be reached" in said
+    monkeypatch.setattr("lade.hf.generation.make_target", fail)
+    stage = stage_for("eager")
+    with pytest.warns(PlainDecodingWarning):
+        measure_answers(known, TINY, ("eager",), [1, 2], 8, stage)
+    (row,) = stage.rows
+    assert (row["verification"], row["execution"]) == ("plain", "plain")
+    assert row["why_not_recorded"] == "tree: RuntimeError: no target"
+    assert row["share_of_known_text"] == 1.0
 
 
 def test_tree_sizes_there_is_no_memory_for_are_left_out_and_the_others_timed(
@@ -446,64 +438,27 @@ def test_a_static_cache_that_cannot_be_compiled_is_left_out(
     def fail(*args: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("lade.bench.gpu.speed._static", fail)
-    stage = stage_for("speed")
-    measure_speed(known, TINY, [1, 2], 8, stage)
+    monkeypatch.setattr("lade.bench.gpu.answers._static", fail)
+    stage = stage_for("static")
+    measure_answers(known, TINY, ("static",), [1, 2], 8, stage)
     assert stage.left_out == {"static": "RuntimeError: no compiler"}
-    assert [row["method"] for row in stage.rows] == ["plain", "lade"]
-    assert all(row["speedup_over_static"] is None for row in stage.rows)
+    assert stage.rows == []
 
 
-def test_a_model_is_gone_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-
-    def make(shape: Shape, device: torch.device) -> KnownModel:
-        assert [model() for model in made] == [None] * len(made)
-        known = make_model(shape, device)
-        made.append(weakref.ref(known.model))
-        return known
-
-    def no_network() -> LoadedModel:
-        raise ModelFetchError("offline")
-
-    monkeypatch.setattr("lade.bench.gpu.run.make_model", make)
-    small = replace(TINY, contexts=(160,), tree_sizes=(1, 4), max_new_tokens=16)
-    plan = Plan(CPU, [small, replace(small, name="again")], 8.0, RECORDED, 2.5, 8, no_network, [])
-    stages: list[Stage] = []
-    done = [stage.title for stage in run_stages(plan, stages, lambda what: None)]
-    assert done == [stage.title for stage in stages]
-    assert done[2:] == [
-        *("model tiny", "steps tiny", "speed tiny"),
-        *("model again", "steps again", "speed again"),
-        "real",
-    ]
-    assert all(stage.failure is None for stage in stages)
-    ends = [stage.ends_at for stage in stages]
-    assert ends == sorted(ends)
-    assert ends[-1] - ends[0] < 8 * 60
-    assert len(made) == 2
-    assert made[1]() is None
-
-
-def test_without_time_every_stage_is_left_out_and_said(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    assert run_tiny("--minutes", "0", "--json", str(path)).exit_code == 0
-    for stage in stages_in(path).values():
-        assert stage["rows"] == []
-        assert stage["left_out"] == {"all": NO_TIME}
+def test_a_cache_that_generate_compiles_is_told(
+    known: KnownModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attribute is the one that transformers keeps what it compiled in."""
+    assert not is_compiled_by_generate(known.model)
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    model = make_model(TINY, CPU).model
+    model.get_compiled_call(None)
+    assert is_compiled_by_generate(model)
 
 
 def test_parts_begin_only_while_there_is_time(known: KnownModel) -> None:
-    stage = stage_for("steps", perf_counter() + 3600)
-    begun: list[str] = []
-
-    def say(what: str) -> None:
-        begun.append(what)
-        stage.ends_at = 0.0  # the time is up once the first part has begun
-
-    stage.say = say
+    stage = ends_with_the_first_part("steps")
     measure_steps(known, replace(TINY, contexts=(64, 128)), 1e9, stage)
-    assert begun == ["steps tiny: context 64"]
     assert {row["context"] for row in stage.rows} == {64}
     assert {row["num_repeats"] for row in stage.rows} == {5}  # the least that means something
     assert stage.left_out == {"context 128": NO_TIME}
@@ -512,27 +467,30 @@ def test_parts_begin_only_while_there_is_time(known: KnownModel) -> None:
 def test_methods_there_is_no_time_for_are_left_out_and_the_others_answer_every_prompt(
     known: KnownModel,
 ) -> None:
-    stage = stage_for("speed", perf_counter() + 3600)
-
-    def say(what: str) -> None:
-        stage.ends_at = 0.0
-
-    stage.say = say
-    measure_speed(known, replace(TINY, max_new_tokens=16), [1, 2], 8, stage)
-    assert stage.left_out == {"static": NO_TIME, "lade": NO_TIME}
+    stage = ends_with_the_first_part("sampled")
+    measure_answers(known, TINY, ("plain", "eager"), [1, 2], 8, stage)
+    assert stage.left_out == {"warming eager up": NO_TIME}
     (row,) = stage.rows
     assert (row["method"], row["num_repeats"]) == ("plain", 2)
 
 
-def test_a_real_model_stops_between_answers_when_the_time_is_up() -> None:
-    stage = stage_for("real", perf_counter() + 3600)
+def test_turns_there_is_no_time_for_are_left_out(known: KnownModel) -> None:
+    stage = ends_with_the_first_part("chat")
+    measure_chat(known, TINY, [1, 2], 8, stage)
+    assert [row["turn"] for row in stage.rows] == [1]
+    assert stage.left_out == {"turn 2": NO_TIME}
 
-    def say(what: str) -> None:
-        stage.ends_at = 0.0
 
-    stage.say = say
+@pytest.fixture
+def loaded() -> LoadedModel:
+    """A tiny model in place of the default one, which would have to be fetched."""
     model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
-    loaded = LoadedModel(model, byte_tokenizer(), "tiny")
+    model.generation_config.eos_token_id = None
+    return LoadedModel(model, byte_tokenizer(), "tiny")
+
+
+def test_a_real_model_stops_between_answers_when_the_time_is_up(loaded: LoadedModel) -> None:
+    stage = ends_with_the_first_part("real")
     prompts = [Prompt("a", "a", "abc"), Prompt("b", "b", "xyz")]
     measure_real(lambda: loaded, prompts, 8, stage)
     assert stage.rows == []
@@ -540,6 +498,392 @@ def test_a_real_model_stops_between_answers_when_the_time_is_up() -> None:
         "greedy, 2 of 2 prompts": NO_TIME,
         "sampling at temperature 0.7": NO_TIME,
     }
+
+
+# --- vLLM -----------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Stands in for vllm.LLM: transformers' generate on the folder that it is given."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        assert options["speculative_config"]["method"] == "ngram"
+        assert options["speculative_config"]["num_speculative_tokens"] == 7
+        assert options["dtype"] == "bfloat16"
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+
+    def generate(self, prompt: Any, settings: Any, use_tqdm: bool) -> list[Any]:
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        output = self._model.generate(ids, max_new_tokens=settings.max_tokens, do_sample=False)
+        answer = SimpleNamespace(token_ids=output[0, ids.shape[1] :].tolist())
+        return [SimpleNamespace(outputs=[answer])]
+
+
+def test_vllm_answers_the_same_prompts_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake: Any = ModuleType("vllm")
+    fake.LLM, fake.SamplingParams, fake.__version__ = FakeEngine, SimpleNamespace, "0.0"
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    stage = stage_for("vllm")
+    measure_vllm(lambda: make_model(TINY, CPU), TINY, [1, 2], 8, stage)
+    assert stage.left_out == {}
+    (row,) = stage.rows
+    check_answers(row)
+    assert (row["method"], row["execution"]) == ("vllm", "vllm 0.0")
+
+
+def test_whatever_fails_in_vllm_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    stage = stage_for("vllm")
+    measure_vllm(lambda: make_model(TINY, CPU), TINY, [1, 2], 8, stage)
+    assert "ModuleNotFoundError" in stage.left_out["vllm"]
+    assert why_not_vllm() == "vllm is not installed; install it with: pip install vllm"
+
+
+# --- processes ------------------------------------------------------------------------------
+
+# Tells one row, as `work.py` does, and then goes on as each test says.
+TELLING = """
+import json, os, signal, sys, time
+job = json.loads(sys.stdin.readline())
+def tell(*rows, failure=None):
+    message = dict(model={}, rows=rows, left_out={}, warnings=[], failure=failure)
+    print(json.dumps({**message, "doing": "its work", "traceback": ""}), flush=True)
+tell({"stage": job["stage"]})
+"""
+DONE_LINE = "print(json.dumps('done'), flush=True)\n"
+
+
+def run_child(
+    program: str, kill_after: float = 30.0, tell: Callable[[Stage], None] = lambda stage: None
+) -> Stage:
+    stage = Stage("steps", "tiny", perf_counter() + 1, tell)
+    job = Job("steps", "cpu", 1.0, TINY)
+    command = [sys.executable, "-S", "-c", TELLING + program]
+    run_in_process(stage, job, perf_counter() + kill_after, command)
+    return stage
+
+
+def test_a_process_that_ends_in_order_has_no_failure() -> None:
+    stage = run_child("tell({'a': 1}, {'b': 2})\n" + DONE_LINE)
+    assert stage.rows == [{"a": 1}, {"b": 2}]
+    assert (stage.failure, stage.last_words, stage.traceback) == (None, [], "")
+
+
+def test_a_crash_is_the_failure_of_its_stage_and_keeps_what_it_found() -> None:
+    said = "print('noise\\n/usr/lib/x y.py: CUDA error: /opt/driver.so', file=sys.stderr)\n"
+    stage = run_child(said + "sys.stderr.flush(); os.kill(os.getpid(), signal.SIGSEGV)")
+    assert stage.rows == [{"stage": "steps"}]
+    assert stage.failure is not None
+    assert re.fullmatch(
+        r"its process was ended by signal 11 \(SIGSEGV\) after \d+ s, in 'its work'", stage.failure
+    )
+    assert stage.last_words == ["noise", "x y.py: CUDA error: driver.so"]
+    assert "/opt/driver.so" in stage.traceback  # printed, not saved
+    assert "/opt" not in json.dumps(stage.as_json())
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("sys.exit(3)", "ended with status 3"),
+        ("", "ended too early"),
+        (DONE_LINE + "os._exit(5)", "ended with status 5"),  # as its context is torn down
+        ("time.sleep(60)", "was killed past its time"),
+    ],
+)
+def test_every_ending_but_the_right_one_is_a_failure(program: str, failure: str) -> None:
+    stage = run_child(program, kill_after=1.0)
+    assert stage.failure is not None
+    assert stage.failure.startswith(f"its process {failure} after ")
+    assert stage.rows == [{"stage": "steps"}]
+
+
+def test_a_failure_that_a_process_tells_itself_is_kept_when_it_crashes_then() -> None:
+    stage = run_child("tell(failure='AcceleratorError: illegal access')\nos.abort()")
+    assert stage.failure == "AcceleratorError: illegal access"
+
+
+def test_a_process_that_is_done_and_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.bench.gpu.process._GRACE_SEC", 0.3)
+    stage = run_child(DONE_LINE + "time.sleep(60)")
+    assert stage.failure is None
+    assert stage.sec < 10
+
+
+def test_children_of_a_process_end_with_it() -> None:
+    program = (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        "tell({'pid': child.pid})\n" + DONE_LINE
+    )
+    (row,) = run_child(program).rows
+    assert has_ended(row["pid"])
+
+
+def has_ended(pid: int) -> bool:
+    for _ in range(50):
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+        if status.rpartition(")")[2].split()[0] == "Z":  # nobody waits for it
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_an_interruption_ends_the_process_and_keeps_what_it_found() -> None:
+    stages: list[Stage] = []
+
+    def interrupt(stage: Stage) -> None:
+        if not stages and stage.rows == [{"is_ready": True}]:
+            stages.append(stage)
+            raise KeyboardInterrupt
+
+    # It finds something more as it is interrupted.
+    program = (
+        "try:\n    tell({'is_ready': True})\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    tell({'pid': os.getpid()})\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_child(program, tell=interrupt)
+    (stage,) = stages
+    assert has_ended(stage.rows[0]["pid"])
+    assert stage.left_out == {"the rest": INTERRUPTED}
+    assert stage.failure is None
+
+
+def test_a_process_ends_when_the_one_that_started_it_is_gone() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lade.bench.gpu.work"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(Job("host", "cpu", 60.0).as_json() + "\n")
+    process.stdin.close()
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_last_words_are_where_python_was() -> None:
+    frames = "\n".join(f'  File "/home/me/lade/{name}.py", line 3 in run' for name in "abcdefgh")
+    said = f"noise\nFatal Python error: Aborted\n\n{frames}\nExtension modules: numpy (total: 1)\n"
+    assert last_words(said)[:2] == ["Fatal Python error: Aborted", 'File "a.py", line 3 in run']
+    assert len(last_words(said)) == 6
+    assert last_words("a 1/2 b\nlade/x.py\nat C:\\Users\\me\\y.py") == [
+        *("a 1/2 b", "lade/x.py", "at y.py")
+    ]
+    assert last_words("") == []
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_this_process(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run stages as their processes would, but here; the default model is a tiny one."""
+
+    def run(stage: Stage, job: Job, kill_at: float) -> None:
+        received = Job.from_json(job.as_json())
+        done = Stage(job.stage, job.shape_name, stage.ends_at, lambda stage: None)
+        done.run(lambda stage: work.work(received, stage))
+        stage.hear(json.loads(json.dumps(done.as_message())))
+
+    monkeypatch.setattr("lade.bench.gpu.run.run_in_process", run)
+    monkeypatch.setattr("lade.models.loading.load", lambda *args, **options: loaded)
+    monkeypatch.setattr("lade.cli.demo_prompts.DEMO_PROMPTS", [("a", "abcabc"), ("b", "xyxyxy")])
+
+
+ALL_BUT_COMPILED = ",".join(name for name in STAGES if name != "compiled")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    result = run_tiny("--json", str(path), "--mat", "2.5", "--stages", ALL_BUT_COMPILED)
+    assert result.exit_code == 0
+    for words in (
+        "Copy bandwidth",
+        "Steps, tiny",
+        "Whole answers, tiny, all methods",
+        "SmolLM2",
+        "not run: context 1024",
+        "not recorded: this device has no CUDA graphs",
+        "not run: all: vllm is not installed; install it with: pip install vllm",
+    ):
+        assert words in result.stdout
+    content = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    assert content["settings"]["complete"] is True
+    assert content["settings"]["mat"] == 2.5
+    assert content["environment"]["torch"] == metadata.version("torch")
+    stages = stages_in(path)
+    assert ",".join(stages) == ALL_BUT_COMPILED
+    assert all(stage["failure"] is None for stage in stages.values())
+    (copied,) = stages["bandwidth"]["rows"]
+    assert copied["bytes_per_sec"] == pytest.approx(
+        2 * copied["copied_bytes"] / copied["sec"], 1e-4
+    )
+    assert 1e8 < copied["bytes_per_sec"] < 1e13
+    check_steps(
+        stages["steps"], copied["bytes_per_sec"], stages["steps"]["model"]["weight_bytes_of_step"]
+    )
+    (plain,) = stages["plain"]["rows"]
+    for name in ("plain", "graphs", "static", "eager"):
+        (row,) = stages[name]["rows"]
+        check_answers(row)
+        assert row["speedup_over_plain"] == pytest.approx(plain["sec"] / row["sec"])
+        assert row["speedup_over_static"] is not None  # also of those that ran before it
+    assert [row["method"] for row in stages["sampled"]["rows"]] == ["plain", "graphs"]
+    assert len(stages["chat"]["rows"]) == 10
+    real = stages["real"]["rows"]
+    assert {row["decoding"] for row in real} == {"greedy", "sampling at temperature 0.7"}
+    assert all(row["same_text"] == 1.0 for row in real)  # in float32
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("in_this_process")
+def test_a_trace_and_a_number_of_nodes_are_used(tmp_path: Path) -> None:
+    traces, path = tmp_path / "traces.safetensors", tmp_path / "gpu.json"
+    mixed = trace("mixed", [*range(10, 20), *range(10, 20), *range(10, 20), *range(30, 50)])
+    write_traces(traces, Traces([mixed], {"vocab_size": 64, "max_new_tokens": 64}, {}))
+    options = ["--trace", str(traces), "--max-draft-tokens", "3", "--mat", "3", "--json", str(path)]
+    assert run_tiny(*options, "--stages", "graphs").exit_code == 0
+    settings = json.loads(path.read_text())["settings"]
+    assert settings["traces"]["name"] == "traces.safetensors"
+    assert settings["recorded_steps_by_accepted_tokens"] == recorded_in(traces, 3)
+    (row,) = stages_in(path)["graphs"]["rows"]
+    assert row["mean_accepted_tokens"] == pytest.approx(3, rel=0.07)
+    assert 2.5 < row["draft_tokens_per_step"] <= 3
+
+
+BLOCKED = ("accelerate", "gguf", "matplotlib", "platformdirs", "torchao", "vllm")
+
+
+def run_command(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process where only what it needs can be imported, here and below."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED!r}))\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "lade", "bench", "gpu", *args],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+
+
+def check_whole_run(tmp_path: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    path = tmp_path / "gpu.json"
+    options = ("--device", "cpu", "--shapes", "tiny", "--stages", ",".join(names))
+    done = run_command(tmp_path, *options, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    stages = stages_in(path)
+    assert [*stages] == list(names)
+    assert {name: stage["failure"] for name, stage in stages.items()} == dict.fromkeys(names)
+    why = (
+        "MissingExtraError: this needs the package 'platformdirs', which is not installed; "
+        'install it with: pip install "lade-decoding[cli]"'
+    )
+    if "real" in stages:
+        assert stages["real"]["left_out"] == {"all": why}
+    for name in {*names} - {"real", "vllm"}:
+        assert stages[name]["rows"]
+        assert name in ("bandwidth", "host") or stages[name]["model"]["num_parameters"] > 0
+    return stages
+
+
+def test_packages_that_are_not_needed_need_not_be_installed(tmp_path: Path) -> None:
+    check_whole_run(tmp_path, ["bandwidth"])
+    assert run_command(tmp_path, "--help").returncode == 0
+
+
+@pytest.mark.exhaustive
+def test_all_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    stages = check_whole_run(tmp_path, STAGES)
+    (row,) = stages["compiled"]["rows"]
+    check_answers(row)
+    assert row["execution"] == "compiled"
+
+
+def test_a_stage_that_fails_loses_nothing_and_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+
+    def run(stage: Stage, job: Job, kill_at: float) -> None:
+        if stage.name == "eager":
+            assert stages_in(path)["graphs"]  # written before this stage began
+            stage.traceback, stage.failure = f"in {tmp_path}", "RuntimeError: broken"
+
+    monkeypatch.setattr("lade.bench.gpu.run.run_in_process", run)
+    with pytest.raises(LadeError, match="1 failed: eager tiny: RuntimeError: broken"):
+        run_tiny("--json", str(path))
+    stages = stages_in(path)
+    assert [*stages] == list(STAGES)
+    assert stages["eager"]["failure"] == "RuntimeError: broken"
+    assert str(tmp_path) not in path.read_text()
+
+
+def test_an_interruption_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.json"
+
+    def run(stage: Stage, job: Job, kill_at: float) -> None:
+        stage.add({"method": "plain", "execution": "eager", "decoding": "greedy", "sec": 1.0})
+        if stage.name == "graphs":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lade.bench.gpu.run.run_in_process", run)
+    result = run_tiny("--json", str(path), "--stages", "plain,graphs,eager")
+    assert result.exit_code != 0
+    assert "Whole answers, lade, drafts replayed, tiny" in result.stdout
+    stages = stages_in(path)
+    assert [*stages] == ["plain", "graphs"]
+    assert stages["graphs"]["rows"]  # as far as it came
+    assert json.loads(path.read_text())["settings"]["complete"] is False
+
+
+def test_without_time_every_stage_is_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert run_tiny("--minutes", "0", "--json", str(path)).exit_code == 0
+    for name, stage in stages_in(path).items():
+        assert stage["rows"] == []
+        assert stage["left_out"] == {"all": NOT_INSTALLED if name == "vllm" else NO_TIME}
+
+
+def test_what_matters_most_comes_first_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, begun = 100.0, []
+
+    def run(stage: Stage, job: Job, kill_at: float) -> None:
+        """Take all the time there is."""
+        nonlocal now
+        begun.append((stage.title, job.bytes_per_sec))
+        assert kill_at == pytest.approx(now + job.sec + 12)
+        now += job.sec
+        if stage.name == "bandwidth":
+            stage.add({"bytes_per_sec": 7e9})
+
+    monkeypatch.setattr("lade.bench.gpu.run.run_in_process", run)
+    monkeypatch.setattr("lade.bench.gpu.run.perf_counter", lambda: now)
+    shapes = [SHAPES["8b"], SHAPES["1b"]]
+    plan = Plan(CPU, shapes, 7.5, RECORDED, 2.5, 32)
+    stages: list[Stage] = []
+    done = [stage.title for stage in run_stages(plan, stages, lambda stage: None)]
+    assert done == [stage.title for stage in stages]
+    assert [title for title, _ in begun[:4]] == ["bandwidth", "host", "plain 8b", "steps 8b"]
+    assert [given for _, given in begun] == [None, *[7e9] * (len(begun) - 1)]
+    assert done[2:8] == [f"{name} {of}" for of in ("8b", "1b") for name in GROUPS[1]]
+    assert now == pytest.approx(100 + 7.5 * 60, abs=10)
+    assert {*stages[-1].left_out.values()} == {NOT_INSTALLED}
+    assert all(stage.left_out == {"all": NO_TIME} for stage in stages[-4:-3])
 
 
 # --- refusals ---------------------------------------------------------------------------------

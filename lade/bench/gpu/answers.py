@@ -1,0 +1,232 @@
+"""Whole answers: `generate`, `generate` with a compiled static cache, and lade by execution.
+
+Drafts are replayed so that the requested number of tokens is accepted; all else is the work that
+lade does. Methods whose clean-up disturbs others (`static` frees memory that recordings use) are
+not to share a process with them. Next file: `chat.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from lade.bench.baselines import Answer, Method, plain
+from lade.bench.gpu.drafter import ReplayedDrafter
+from lade.bench.gpu.shapes import KnownModel, Shape, copying_prompt
+from lade.bench.gpu.stage import Stage
+from lade.bench.gpu.used import NotingLade
+from lade.compat import Model, attention_of, is_compiled_by_generate
+from lade.config import Config, Execution
+from lade.gpu.policy import DevicePolicy
+from lade.stats import DecodeStats
+
+EXECUTIONS: tuple[Execution, ...] = ("eager", "graphs", "compiled")
+
+NUM_PROMPTS = 2
+MAX_ROUNDS = 3  # over all prompts
+_MAX_SEC = 20.0  # of answers, all methods together, once every prompt is answered
+_NUM_WARM_UPS = 2  # the first compiles or captures; with a compiled graph, the second records
+_FEW_TOKENS = 8  # for warming up what neither compiles nor captures
+
+
+class Decoding(NamedTuple):
+    """Options of `generate` that all methods get."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+GREEDY = Decoding("greedy", {"do_sample": False})
+SAMPLED = Decoding(
+    "sampling at temperature 0.7, top-p 0.9",
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0},
+)
+
+
+def measure_answers(
+    known: KnownModel,
+    shape: Shape,
+    names: Sequence[str],
+    counts: Sequence[int],
+    num_nodes: int,
+    stage: Stage,
+    decoding: Decoding = GREEDY,
+    policy: DevicePolicy | None = None,
+) -> None:
+    """Run methods on the same prompts in turn and summarise the results after each round.
+
+    Args:
+        known: the model.
+        shape: has the lengths of prompts and answers.
+        names: "plain", "static", or how lade executes its steps, as in `EXECUTIONS`.
+        counts: how many draft tokens successive steps of lade accept.
+        num_nodes: nodes of each of its trees, the root included.
+        stage: receives a row per method. A static cache that cannot be compiled is left out.
+        decoding: greedy or sampled.
+        policy: how lade uses the device.
+    """
+    methods = {name: _method(name, known, counts, num_nodes, policy) for name in names}
+    device = known.model.device
+    prompts = [copying_prompt(known, shape, counts, seed).to(device) for seed in range(NUM_PROMPTS)]
+    options = {**decoding.options, "max_new_tokens": shape.max_new_tokens}
+    warm_ups = _warm_up(known.model, methods, options, prompts[0], stage)
+    if not warm_ups:
+        return
+    answers: dict[str, list[Answer]] = {name: [] for name in warm_ups}
+    prefills: list[float] = []
+    expected = [known.answer(int(prompt[0, -1]), shape.max_new_tokens) for prompt in prompts]
+    start = perf_counter()
+    for number in range(MAX_ROUNDS * NUM_PROMPTS):
+        is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
+        if number >= NUM_PROMPTS and is_over:
+            break
+        prompt = prompts[number % NUM_PROMPTS]
+        stage.say(f"{stage.title}: answer {number + 1}")
+        one_token = {"do_sample": False, "max_new_tokens": 1}
+        prefills.append(plain(known.model, _inputs(prompt), one_token).sec)
+        first = number % len(answers)
+        for name in (*[*answers][first:], *[*answers][:first]):
+            torch.manual_seed(number)
+            answers[name].append(methods[name](known.model, _inputs(prompt), options))
+        stage.replace(
+            [
+                {
+                    "method": name,
+                    "decoding": decoding.name,
+                    "prompt_length": shape.prompt_length,
+                    **summary_of(of_method, median(prefills), expected),
+                    "warm_up_sec": warm_ups[name],
+                    **_used(known.model, name, methods[name]),
+                }
+                for name, of_method in answers.items()
+            ]
+        )
+
+
+def _method(
+    name: str,
+    known: KnownModel,
+    counts: Sequence[int],
+    num_nodes: int,
+    policy: DevicePolicy | None,
+) -> Method:
+    if name == "plain":
+        return plain
+    if name == "static":
+        return _static
+    (execution,) = (each for each in EXECUTIONS if each == name)
+    return replaying_lade(known, counts, num_nodes, execution, policy, verifies_all=True)
+
+
+def replaying_lade(
+    known: KnownModel,
+    counts: Sequence[int],
+    num_nodes: int,
+    execution: Execution,
+    policy: DevicePolicy | None,
+    *,
+    verifies_all: bool,
+) -> NotingLade:
+    """Return lade with replayed drafts.
+
+    Args:
+        known: the model.
+        counts: how many draft tokens successive steps accept.
+        num_nodes: nodes of each tree, the root included.
+        execution: of steps; without recordings where graphs are asked for and there are none.
+        policy: how it uses the device.
+        verifies_all: whether each step verifies its whole tree, or what the budget says.
+    """
+    if execution == "graphs" and not (policy or DevicePolicy()).can_record(known.model.device):
+        execution = "fixed"
+    config = Config(
+        max_draft_tokens=num_nodes - 1 if verifies_all else None,
+        execution=execution,
+        uses_table=False,  # it would only be looked for
+    )
+    return NotingLade(config, ReplayedDrafter(known.successors, counts, num_nodes - 1), policy)
+
+
+def _static(model: Model, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+    return plain(model, inputs, {**options, "cache_implementation": "static"})
+
+
+def _warm_up(
+    model: Model,
+    methods: Mapping[str, Method],
+    options: Mapping[str, Any],
+    prompt: torch.Tensor,
+    stage: Stage,
+) -> dict[str, float]:
+    """Run each method before it is timed; return the seconds taken, by method that ran."""
+    took = {}
+    for name, method in methods.items():
+        if not stage.may_begin(f"warming {name} up"):
+            continue
+        # A compiler can fail in many ways, none of them lade's fault.
+        with stage.part(name, *([Exception] if name == "static" else [])):
+            start = perf_counter()
+            few = {"max_new_tokens": _FEW_TOKENS} if name == "plain" else {}
+            for _ in range(_NUM_WARM_UPS):
+                method(model, _inputs(prompt), {**options, **few})
+            took[name] = perf_counter() - start
+    return took
+
+
+def _inputs(prompt: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+
+
+def summary_of(
+    answers: Sequence[Answer], prefill_sec: float, expected: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Return the columns of a method that has answered all prompts in turn; times are medians."""
+    sec = median(answer.sec for answer in answers)
+    texts = [answer.rows[0] for answer in answers]
+    num_tokens = len(expected[0])
+    is_known = [text == expected[i % len(expected)] for i, text in enumerate(texts)]
+    return {
+        "num_tokens": num_tokens,
+        "num_repeats": len(answers),
+        "sec": sec,
+        "tokens_per_sec": num_tokens / sec,
+        "prefill_sec": prefill_sec,
+        "tokens_per_sec_after_prefill": (
+            (num_tokens - 1) / (sec - prefill_sec) if sec > prefill_sec else None
+        ),
+        "share_of_known_text": fmean(is_known),
+        **counts_of([answer.stats for answer in answers if answer.stats is not None]),
+    }
+
+
+def counts_of(stats: Sequence[DecodeStats]) -> dict[str, Any]:
+    """Return what lade's steps did and how long they took; empty for other methods."""
+    total = DecodeStats()
+    for each in stats:
+        total.add(each)
+    if total.num_steps == 0:
+        return {}
+    own_sec = total.draft_sec + total.verify_sec + total.commit_sec
+    return {
+        "num_steps": total.num_steps,
+        "mean_accepted_tokens": total.mean_accepted_tokens,
+        "draft_tokens_per_step": total.draft_tokens_per_step,
+        "forward_sec_per_step": total.forward_sec / total.num_steps,
+        "own_sec_per_step": own_sec / total.num_steps,
+    }
+
+
+def _used(model: Model, name: str, method: Method) -> dict[str, Any]:
+    """Return which attention and execution a method used, and what it recorded in all."""
+    if isinstance(method, NotingLade):
+        assert method.used is not None
+        return {
+            **method.used._asdict(),
+            "num_recorded": method.tally.num_recorded,
+            "num_replayed": method.tally.num_replayed,
+            "recording_sec": method.tally.recording_sec,
+        }
+    is_compiled = name == "static" and is_compiled_by_generate(model)
+    return {"attention": attention_of(model), "execution": "compiled" if is_compiled else "eager"}

@@ -1,0 +1,211 @@
+"""What lade really used in a call: verification, attention, execution, and steps recorded.
+
+A call may ask for graphs and get less; a benchmark that does not notice measures something else.
+Next file: `steps.py`.
+"""
+
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lade.attention.tree import TREE_ATTENTION, runs_in_triton
+from lade.bench.baselines import Answer, new_rows, synchronise
+from lade.compat import Model, attention_of
+from lade.config import Config, Execution
+from lade.drafting.drafter import Drafter
+from lade.gpu.fixed import FixedTarget
+from lade.gpu.graphs import Recorder
+from lade.gpu.policy import DevicePolicy
+from lade.hf.arguments import Arguments
+from lade.hf.generation import Generation
+from lade.probing.factory import VerificationPlan
+from lade.targets.base import Target
+
+NO_GRAPHS = "this device has no CUDA graphs"
+
+
+class Tally(DevicePolicy):
+    """A policy that counts what is recorded and replayed.
+
+    Args:
+        policy: what it does otherwise.
+
+    Attributes:
+        num_recorded: recordings made, kept or not.
+        num_replayed: steps replayed, the first replay of a recording included, which checks it.
+        recording_sec: time of making recordings.
+    """
+
+    def __init__(self, policy: DevicePolicy | None = None) -> None:
+        self._policy = policy or DevicePolicy()
+        self.num_recorded = 0
+        self.num_replayed = 0
+        self.recording_sec = 0.0
+
+    def overlaps(self, device: torch.device) -> bool:
+        """Return what the policy returns."""
+        return self._policy.overlaps(device)
+
+    def execution(self, device: torch.device) -> Execution:
+        """Return what the policy returns."""
+        return self._policy.execution(device)
+
+    def can_record(self, device: torch.device) -> bool:
+        """Return what the policy returns."""
+        return self._policy.can_record(device)
+
+    def recorder(self, device: torch.device) -> Recorder:
+        """Return the policy's recorder, counting."""
+        return cast(Recorder, _CountingRecorder(self._policy.recorder(device), self))
+
+
+class _CountingRecorder:
+    """A recorder that counts; all but `record` is left to the one inside."""
+
+    def __init__(self, recorder: Recorder, tally: Tally) -> None:
+        self._recorder = recorder
+        self._tally = tally
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
+
+    def record(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a forward, and count it and its replays."""
+        start = perf_counter()
+        recording = self._recorder.record(*args, **kwargs)
+        self._tally.recording_sec += perf_counter() - start
+        self._tally.num_recorded += 1
+
+        def replay() -> None:
+            self._tally.num_replayed += 1
+            recording.replay()
+
+        return recording._replace(replay=replay)
+
+
+class Used(NamedTuple):
+    """What a call used; its fields are those of a row."""
+
+    verification: str
+    attention: str | None
+    in_triton: bool  # whether that attention runs in kernels of our own
+    execution: str  # of steps: "eager", "fixed", "graphs", "compiled"; "plain" without drafts
+    why_not_recorded: str | None  # or why not of fixed shape, or why plain
+
+
+def used_by(
+    model: Model,
+    chosen: VerificationPlan,
+    target: Target | None,
+    *,
+    can_record: bool,
+    num_replayed: int,
+) -> Used:
+    """Return what was used in steps that have been run.
+
+    Args:
+        model: the model.
+        chosen: how its drafts were to be verified.
+        target: what verified them; None for plain decoding.
+        can_record: whether the device can record steps.
+        num_replayed: how many of the steps were replayed.
+    """
+    attention = chosen.attention or attention_of(model)
+    in_triton = attention == TREE_ATTENTION and runs_in_triton(
+        model.device, model.dtype, model.config.get_text_config().head_dim
+    )
+    execution, why = "eager", chosen.why_eager
+    if isinstance(target, FixedTarget):
+        execution, why = "fixed", target.why_not_recorded
+        if chosen.execution == "compiled":
+            execution = "compiled"
+        elif num_replayed:
+            execution = "graphs"
+        if not can_record:
+            why = NO_GRAPHS
+    elif target is None:
+        execution = "plain"
+        why = "; ".join(f"{name}: {reason}" for name, reason in chosen.reasons.items())
+    return Used(chosen.verification, attention, in_triton, execution, why)
+
+
+class _Noted(Generation):
+    """A call that remembers its plan."""
+
+    plan: VerificationPlan
+    target: Target | None
+
+    def _plan(self) -> Any:
+        plan, call, target = super()._plan()
+        self.plan, self.target = plan, target
+        return plan, call, target
+
+
+class NotingLade:
+    """`lade.generate` as a method of the benchmark, which notes what it used.
+
+    Args:
+        config: of all calls.
+        drafter: of all calls; None for a new pool each.
+        policy: how it uses its device.
+
+    Attributes:
+        used: what the last call used.
+    """
+
+    def __init__(
+        self, config: Config, drafter: Drafter | None = None, policy: DevicePolicy | None = None
+    ) -> None:
+        self.tally = Tally(policy)
+        self.used: Used | None = None
+        self._arguments = Arguments(None, drafter, config)
+
+        class Call(_Noted):
+            policy = self.tally
+
+        self._call_class: type[_Noted] = Call
+
+    def __call__(self, model: Model, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+        """Answer the rows of `inputs`."""
+        calls: list[_Noted] = []
+
+        def decode(
+            model: Model,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **model_kwargs: Any,
+        ) -> Any:
+            prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+            call = self._call_class(model, *prepared, self._arguments, None, model_kwargs)
+            calls.append(call)
+            return call.run()
+
+        self._arguments.check()
+        num_replayed = self.tally.num_replayed
+        start = perf_counter()
+        output = type(model).generate(
+            model, **inputs, custom_generate=decode, return_dict_in_generate=True, **options
+        )
+        synchronise(model)
+        sec = perf_counter() - start
+        (call,) = calls
+        self.used = used_by(
+            model,
+            call.plan,
+            call.target,
+            can_record=self.tally.can_record(model.device),
+            num_replayed=self.tally.num_replayed - num_replayed,
+        )
+        stats = output.stats
+        return Answer(
+            new_rows(model, output.sequences, inputs["input_ids"].shape[1]),
+            sec,
+            stats.num_steps,
+            stats.num_row_steps,
+            stats.num_draft_tokens,
+            stats,
+        )

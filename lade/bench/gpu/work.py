@@ -1,0 +1,153 @@
+"""Process that runs one stage: `python -m lade.bench.gpu.work`.
+
+It reads a `Job` as JSON from standard input and writes a line of JSON to standard output whenever
+something is begun or found, so that whatever ends it, what it found is known. An error on a GPU
+leaves a process unable to use it, hence one process for each stage. Next file: `process.py`, which
+starts such processes.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+from threading import Thread
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lade.bench.gpu.job import Job
+    from lade.bench.gpu.shapes import KnownModel
+    from lade.bench.gpu.stage import Stage
+
+#: The last line of a process that ended in order.
+DONE = "done"
+
+_INTERRUPTED = 130  # as in shells
+
+
+def main() -> None:
+    """Do the job described on standard input."""
+    start = perf_counter()
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not come between the lines
+    line = sys.stdin.readline()
+    Thread(target=_end_with_parent, daemon=True).start()
+    # Only now, as it takes seconds.
+    from lade.bench.gpu.job import Job
+    from lade.bench.gpu.stage import Stage
+
+    def tell(stage: Stage) -> None:
+        print(json.dumps(stage.as_message()), file=channel, flush=True)
+
+    job = Job.from_json(line)
+    stage = Stage(job.stage, job.shape_name, start + job.sec, tell)
+    _note_warnings(stage)
+    try:
+        stage.run(lambda stage: work(job, stage))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    print(json.dumps(DONE), file=channel, flush=True)
+
+
+def work(job: "Job", stage: "Stage") -> None:
+    """Run the stage of a job."""
+    import torch
+
+    device = torch.device(job.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if job.stage == "bandwidth":
+        from lade.bench.gpu.bandwidth import measure_bandwidth
+
+        measure_bandwidth(device, stage)
+    elif job.stage == "host":
+        from lade.bench.gpu.host import measure_host
+
+        measure_host(device, stage)
+    elif job.stage == "real":
+        _measure_real(job, stage)
+    else:
+        _measure_shape(job, device, stage)
+
+
+def _measure_real(job: "Job", stage: "Stage") -> None:
+    from lade.bench.gpu.real import measure_real
+    from lade.bench.prompts import Prompt
+    from lade.cli.demo_prompts import DEMO_PROMPTS
+    from lade.models.loading import LoadedModel, load
+
+    def make() -> LoadedModel:
+        return load(device=job.device, progress=lambda what, done, total: stage.say(what))
+
+    prompts = [Prompt(title, title, text) for title, text in DEMO_PROMPTS]
+    measure_real(make, prompts, _REAL_NEW_TOKENS, stage)
+
+
+_REAL_NEW_TOKENS = 128
+
+
+def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
+    """Run a stage that needs a model of the job's shape."""
+    from lade.bench.gpu.answers import SAMPLED, measure_answers
+    from lade.bench.gpu.chat import measure_chat
+    from lade.bench.gpu.shapes import DTYPE, make_model
+    from lade.bench.gpu.steps import measure_steps
+    from lade.bench.gpu.vllm import measure_vllm
+
+    shape = job.shape
+    assert shape is not None
+
+    def make() -> "KnownModel":
+        stage.say(f"{stage.title}: making the model")
+        start = perf_counter()
+        known = make_model(shape, device)
+        stage.model = {
+            "num_parameters": known.model.num_parameters(),
+            "dtype": str(DTYPE).removeprefix("torch."),
+            "weight_bytes_of_step": known.weight_bytes,
+            "cached_bytes_of_token": known.bytes_per_cached_token,
+            "making_sec": perf_counter() - start,
+        }
+        return known
+
+    replayed = job.counts, job.num_nodes
+    if job.stage == "steps":
+        measure_steps(make(), shape, job.bytes_per_sec, stage)
+    elif job.stage == "sampled":
+        measure_answers(make(), shape, ("plain", "graphs"), *replayed, stage, SAMPLED)
+    elif job.stage == "chat":
+        measure_chat(make(), shape, *replayed, stage)
+    elif job.stage == "vllm":
+        measure_vllm(make, shape, *replayed, stage)
+    else:
+        measure_answers(make(), shape, (job.stage,), *replayed, stage)
+
+
+def _note_warnings(stage: "Stage") -> None:
+    """Have the stage note each of lade's own warnings; others are printed."""
+    usual: Any = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not category.__module__.startswith("lade."):
+            usual(message, category, *where, **more)
+        elif str(message) not in stage.warnings:
+            stage.warnings.append(str(message))
+
+    warnings.showwarning = show
+
+
+def _end_with_parent() -> None:
+    """Wait until the other end of standard input is closed, and end this process and its children.
+
+    Reads without Python's buffer, whose lock the end of the interpreter would wait for.
+    """
+    while os.read(0, 1):
+        pass
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
