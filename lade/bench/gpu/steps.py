@@ -4,7 +4,7 @@ A step is what the decoding loop does between a draft and its verification: it m
 tensors, runs the forward, and waits for the target's choices on the host. Next file: `answers.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import fmean, median
 from time import perf_counter
@@ -94,6 +94,10 @@ class _Timing(NamedTuple):
     used: Used
 
 
+_Timings = dict[int, list[_Timing]]  # by tree size
+_Rows = list[dict[str, Any]]
+
+
 def measure_steps(
     known: KnownModel,
     shape: Shape,
@@ -122,8 +126,13 @@ def measure_steps(
                 prompt = random_prompt(shape, max(1, context - most // 2), seed=context)
                 root = int(prompt[0, -1])
                 trees = {size: _tree(known, root, size) for size in shape.tree_sizes}
-                timings = _time_steps(known, context, prompt, trees, stage, policy)
-                stage.add(*_rows(known, context, timings, bytes_per_sec))
+                others = [*stage.rows]
+
+                def show(timings: _Timings, context: int = context, others: _Rows = others) -> None:
+                    rows = _rows(known, context, timings, bytes_per_sec)
+                    stage.replace([*others, *rows])
+
+                show(_time_steps(known, context, prompt, trees, stage, show, policy))
 
 
 def _time_steps(
@@ -132,33 +141,35 @@ def _time_steps(
     prompt: Tensor,
     trees: Mapping[int, Tree],
     stage: Stage,
+    show: Callable[[_Timings], None],
     policy: DevicePolicy | None,
-) -> dict[int, list[_Timing]]:
+) -> _Timings:
     """Time steps of each tree size, taken in turn so that all see the same drift.
 
-    Every step commits its root, so the text grows by a token per step.
+    Every step commits its root, so the text grows by a token per step. What is known of the sizes
+    so far is shown as each is warmed up: the next one's recording may end the process.
     """
+    prompt = prompt.to(known.model.device)
     while trees:
         room = _num_most(len(trees)) + max(trees)
-        fitting: dict[int, Tree] = {}
-        prompt = prompt.to(known.model.device)
+        first: _Timings = {}
         with open_target(known.model, prompt, room, policy) as opened:
             for size, tree in trees.items():
-                if not _warm_up(known.model, opened, tree, context, stage):
+                timing = _warm_up(known.model, opened, tree, context, stage)
+                if timing is None:
                     break
-                fitting[size] = tree
+                first[size] = [timing]
+                show(first)
             else:
                 return _rounds(known.model, opened, trees, stage)
         # A step that ran out of memory leaves nothing to go on from: start again with what fits.
         del opened
-        trees = fitting
+        trees = {size: trees[size] for size in first}
     return {}
 
 
-def _rounds(
-    model: Model, opened: Opened, trees: Mapping[int, Tree], stage: Stage
-) -> dict[int, list[_Timing]]:
-    timings: dict[int, list[_Timing]] = {size: [] for size in trees}
+def _rounds(model: Model, opened: Opened, trees: Mapping[int, Tree], stage: Stage) -> _Timings:
+    timings: _Timings = {size: [] for size in trees}
     start = perf_counter()
     for num_round in range(_MAX_ROUNDS):
         is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
@@ -169,13 +180,16 @@ def _rounds(
     return timings
 
 
-def _warm_up(model: Model, opened: Opened, tree: Tree, context: int, stage: Stage) -> bool:
-    """Run untimed steps of a size; return whether there is memory for it, and note it if not."""
-    what = f"context {context}, {len(tree)} nodes or more"
-    with stage.part(what):
-        for _ in range(_NUM_WARM_UPS):
-            _time_step(model, opened, tree)
-    return what not in stage.left_out
+def _warm_up(
+    model: Model, opened: Opened, tree: Tree, context: int, stage: Stage
+) -> _Timing | None:
+    """Run steps of a size; return the last, or None if there is no memory for it, and note that."""
+    stage.say(f"{stage.title}: context {context}, {len(tree)} nodes")
+    timings: list[_Timing] = []
+    with stage.part(f"context {context}, {len(tree)} nodes or more"):
+        while len(timings) < _NUM_WARM_UPS:
+            timings.append(_time_step(model, opened, tree))
+    return timings[-1] if len(timings) == _NUM_WARM_UPS else None
 
 
 def _num_most(num_sizes: int) -> int:
@@ -215,9 +229,9 @@ def _time_step(model: Model, opened: Opened, tree: Tree) -> _Timing:
 def _rows(
     known: KnownModel,
     context: int,
-    timings: dict[int, list[_Timing]],
+    timings: _Timings,
     bytes_per_sec: float | None,
-) -> list[dict[str, Any]]:
+) -> _Rows:
     """Return the medians at a context, one row per tree size."""
     of_one = median(timing.sec for timing in timings[1]) if timings.get(1) else None
     rows = []

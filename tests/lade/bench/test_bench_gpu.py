@@ -315,6 +315,26 @@ def test_recorded_steps_are_told_from_others() -> None:
         assert row["why_not_recorded"] == "a step cannot be recorded (RuntimeError: no capture)"
 
 
+def test_a_crash_while_a_size_is_recorded_keeps_what_is_known_of_the_others() -> None:
+    class CrashError(BaseException):
+        pass
+
+    class CrashingRecorder(CpuRecorder):
+        def record(self, run: Any) -> Any:
+            if self.num_recorded == 2:
+                raise CrashError
+            return super().record(run)
+
+    stage = stage_for("steps")
+    shape = replace(TINY, contexts=(96,), tree_sizes=(1, 4, 8))
+    policy = RecordingPolicy(CrashingRecorder())
+    with pytest.raises(CrashError):
+        measure_steps(make_model(TINY, CPU), shape, None, stage, policy)
+    assert [(row["num_nodes"], row["num_repeats"]) for row in stage.rows] == [(1, 1), (4, 1)]
+    assert {row["execution"] for row in stage.rows} == {"graphs"}
+    assert stage.doing == "steps tiny: context 96, 8 nodes"
+
+
 def test_a_copying_prompt_lets_ngrams_draft_as_many_tokens_as_told(known: KnownModel) -> None:
     counts = [0, 3, 1, 0, 7, 2]
     (prompt,) = copying_prompt(known, TINY, counts, seed=5).tolist()
