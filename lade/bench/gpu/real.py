@@ -12,8 +12,10 @@ from lade.bench.prompts import Prompt
 from lade.bench.report import LOOPS, OVERALL, groups
 from lade.bench.run import Result, run_methods, summarise, warm_up_methods
 from lade.bench.settings import Settings
+from lade.compat import attention_of
 from lade.errors import MissingExtraError, ModelFetchError
 from lade.models.loading import LoadedModel
+from lade.probing.report import probe
 
 _METHODS = ("plain", "lade")
 _TEMPERATURES = (0.0, 0.7)
@@ -59,17 +61,32 @@ def _measure(
         if missing:
             stage.leave_out(f"{settings.describe()}, {missing} of {len(prompts)} prompts", NO_TIME)
     finally:
-        stage.add(*_rows(results, settings))
+        stage.add(*_rows(loaded, results, settings))
 
 
-def _rows(results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:
+def _rows(
+    loaded: LoadedModel, results: Sequence[Result], settings: Settings
+) -> list[dict[str, Any]]:
     by_name = groups(results)
+    if not by_name:
+        return []
+    found = probe(loaded.model)
+    used = {
+        "plain": {"attention": attention_of(loaded.model), "execution": "eager"},
+        # As chosen; where steps could not be recorded after all, the stage has a warning.
+        "lade": {
+            "verification": found.verification,
+            "attention": found.attention,
+            "execution": found.execution,
+        },
+    }
     return [
         {
             "decoding": settings.describe(),
             "answers": name,
             "method": method,
             **summarise(by_name[name], method)._asdict(),
+            **used[method],
         }
         for name in (OVERALL, LOOPS)
         if name in by_name

@@ -195,11 +195,12 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
         ),
     ),
     "real": (
-        3,
+        4,
         (
             ("decoding", _word("decoding")),
             ("answers", _word("answers")),
             ("method", _word("method")),
+            ("steps", _used),
             ("prompts", _number("num_prompts", 0)),
             ("tokens/s", _number("tokens_per_sec", 1)),
             ("speed-up", _ratio("speedup")),

@@ -765,6 +765,8 @@ def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
     real = stages["real"]["rows"]
     assert {row["decoding"] for row in real} == {"greedy", "sampling at temperature 0.7"}
     assert all(row["same_text"] == 1.0 for row in real)  # in float32
+    assert {row["attention"] for row in real} == {"sdpa", "lade_packed_sdpa"}
+    assert {row["execution"] for row in real} == {"eager"}
 
 
 @pytest.mark.exhaustive
