@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 DONE = "done"
 
 _INTERRUPTED = 130  # as in shells
+_PACKAGE = Path(__file__).parents[2]
+_REAL_NEW_TOKENS = 128
 
 
 def main() -> None:
@@ -84,9 +87,6 @@ def _measure_real(job: "Job", stage: "Stage") -> None:
     measure_real(make, prompts, _REAL_NEW_TOKENS, stage)
 
 
-_REAL_NEW_TOKENS = 128
-
-
 def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
     """Run a stage that needs a model of the job's shape."""
     from lade.bench.gpu.answers import SAMPLED, measure_answers
@@ -128,9 +128,12 @@ def _note_warnings(stage: "Stage") -> None:
     """Have the stage note each of lade's own warnings; others are printed."""
     usual: Any = warnings.showwarning
 
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if not category.__module__.startswith("lade."):
-            usual(message, category, *where, **more)
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any
+    ) -> None:
+        is_ours = category.__module__ == "lade.errors" or _PACKAGE in Path(filename).parents
+        if not is_ours:
+            usual(message, category, filename, *more, **named)
         elif str(message) not in stage.warnings:
             stage.warnings.append(str(message))
 

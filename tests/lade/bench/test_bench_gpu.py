@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -42,9 +43,10 @@ from lade.bench.gpu.vllm import NOT_INSTALLED, measure_vllm, why_not_vllm
 from lade.bench.prompts import Prompt
 from lade.bench.traces import Trace, Traces, write_traces
 from lade.cli.app import app
+from lade.cli.bench_gpu import choose_device
 from lade.compat import is_compiled_by_generate
 from lade.drafting.successors import Successors
-from lade.errors import LadeError, PlainDecodingWarning
+from lade.errors import EagerExecutionWarning, LadeError, PlainDecodingWarning
 from lade.models.loading import LoadedModel
 from lade.stats import Step
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
@@ -691,6 +693,23 @@ def test_a_process_ends_when_the_one_that_started_it_is_gone() -> None:
     assert process.wait(30) == -signal.SIGKILL
 
 
+def test_warnings_of_lade_are_findings_and_others_are_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    printed: list[str] = []
+    usual = lambda message, *rest: printed.append(str(message))  # noqa: E731
+    monkeypatch.setattr(warnings, "showwarning", usual)
+    stage = stage_for("graphs")
+    work._note_warnings(stage)
+    show: Any = warnings.showwarning
+    for _ in range(2):
+        show(EagerExecutionWarning("not recorded"), EagerExecutionWarning, "elsewhere.py", 1)
+        show(UserWarning("no table"), UserWarning, str(Path(lade.__file__).parent / "x.py"), 1)
+        show(UserWarning("deprecated"), UserWarning, "torch.py", 1)
+    assert stage.warnings == ["not recorded", "no table"]
+    assert printed == ["deprecated"] * 2
+
+
 def test_last_words_are_where_python_was() -> None:
     frames = "\n".join(f'  File "/home/me/lade/{name}.py", line 3 in run' for name in "abcdefgh")
     said = f"noise\nFatal Python error: Aborted\n\n{frames}\nExtension modules: numpy (total: 1)\n"
@@ -925,6 +944,7 @@ def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPat
         (["--shapes", "70b"], "expected --shapes to be different ones of 1b, 8b, tiny, got '70b'"),
         (["--shapes", "tiny,tiny"], "expected --shapes to be different ones"),
         (["--shapes", ","], "expected --shapes to be different ones"),
+        (["--stages", "speed"], "expected --stages to be different ones of bandwidth, host, plain"),
         (["--device", "cpu", "--shapes", "tiny", "--mat", "40"], "expected a MAT between 1 and 31"),
         (["--device", "cpu", "--shapes", "tiny", "--mat", "1"], "expected a MAT between 1 and 31"),
     ],
@@ -932,6 +952,18 @@ def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(*options)
+
+
+def test_a_cuda_device_is_chosen_without_touching_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shapes = [SHAPES["8b"]]
+    for name, index in ((None, 0), ("cuda", 0), ("cuda:1", 1)):
+        assert choose_device(name, shapes) == torch.device("cuda", index)
+    with pytest.raises(ValueError, match="expected one of 2 CUDA devices, got 'cuda:2'"):
+        choose_device("cuda:2", shapes)
+    with pytest.raises(ValueError, match="expected a CUDA device or cpu, got 'gpu'"):
+        choose_device("gpu", shapes)
 
 
 def test_wrong_numbers_are_errors_of_use() -> None:
@@ -942,5 +974,5 @@ def test_wrong_numbers_are_errors_of_use() -> None:
 def test_help_names_what_is_measured() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for word in ("--shapes", "--minutes", "--mat", "bandwidth"):
+    for word in ("--shapes", "--stages", "--minutes", "--mat", *STAGES):
         assert word in result.output
