@@ -777,7 +777,7 @@ def test_all_stages_run_and_are_written(tmp_path: Path) -> None:
     for name in ("plain", "graphs", "static", "eager"):
         (row,) = stages[name]["rows"]
         check_answers(row)
-        assert row["speedup_over_plain"] == pytest.approx(plain["sec"] / row["sec"])
+        assert row["speedup_over_plain"] == pytest.approx(plain["sec"] / row["sec"], rel=1e-3)
         assert row["speedup_over_static"] is not None  # also of those that ran before it
     assert [row["method"] for row in stages["sampled"]["rows"]] == ["plain", "graphs"]
     assert len(stages["chat"]["rows"]) == 10
