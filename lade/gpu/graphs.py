@@ -5,11 +5,13 @@ replay is a single launch.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance
@@ -256,7 +258,7 @@ def why_not_recorded(model: Model) -> str | None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if places & {"cpu", "disk"}:
         return "its weights are brought in for every forward"
-    if any(weight.data_ptr() == 0 for weight in model.parameters() if weight.numel()):
+    if 0 in _addresses_of(model.parameters()):
         return "its weights do not tell where they lie, so nobody would know if they moved"
     if has_adapters(model):
         return "it has adapters, which can be switched without a trace"
@@ -281,9 +283,32 @@ def dependencies_of(model: Model) -> tuple[Hashable, ...]:
     Above all the addresses of the weights: after a model is moved or loaded again, its recordings
     would read memory that is no longer its own.
     """
-    weights = [*model.parameters(), *model.buffers()]
+    weights = chain(model.parameters(), model.buffers())
     return (
-        hash(tuple(weight.data_ptr() for weight in weights)),
+        hash(tuple(_addresses_of(weights))),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _addresses_of(weights: Iterable[Any]) -> Iterator[int]:
+    """Yield where the numbers of weights lie, empty ones left out; 0 for those that do not tell.
+
+    A quantized weight may be a wrapper without memory of its own, around the tensors of its
+    integers and scales; those have addresses.
+    """
+    for weight in weights:
+        names = weight.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(weight) else ()
+        inner = [getattr(weight, name) for name in names]
+        # What it lists may also be None, such as the zero points of a symmetric format.
+        if wrapped := [each for each in inner if isinstance(each, Tensor)]:
+            yield from _addresses_of(wrapped)
+        elif weight.numel():
+            yield _address_of(weight)
+
+
+def _address_of(weight: Tensor) -> int:
+    try:
+        return weight.data_ptr()
+    except RuntimeError:  # some classes of tensors refuse to be asked
+        return 0

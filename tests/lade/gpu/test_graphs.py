@@ -12,7 +12,13 @@ from transformers import LlamaForCausalLM
 
 import lade
 from lade.gpu.capture import NoWaiting, WaitError
-from lade.gpu.graphs import CudaRecorder, Graphs, Recording, why_not_recorded
+from lade.gpu.graphs import (
+    CudaRecorder,
+    Graphs,
+    Recording,
+    dependencies_of,
+    why_not_recorded,
+)
 from lade.gpu.policy import DevicePolicy
 from lade.hf.generation import Generation
 from lade.probing import factory
@@ -286,6 +292,80 @@ def test_weights_that_do_not_tell_where_they_lie_are_not_recorded() -> None:
     model = tiny_model("llama")
     model.lm_head.weight = torch.nn.Parameter(torch.empty(97, 32, device="meta"))
     assert "do not tell where they lie" in str(why_not_recorded(model))
+
+
+class Wrapper(torch.Tensor):
+    """A weight as quantized formats keep it: without memory, around integers and their scales."""
+
+    integers: Tensor | None
+    scales: Tensor | None
+    zeros: Tensor | None
+
+    @staticmethod
+    def __new__(cls, whole: Tensor, *inner: Tensor | None) -> "Wrapper":
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Wrapper = make(cls, whole.shape, dtype=whole.dtype)
+        made.integers, made.scales, made.zeros = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["integers", "scales", "zeros"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> "Wrapper":
+        return Wrapper(torch.empty(size), *inner.values())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        (weight,) = args
+        assert func is torch.ops.aten.detach.default, func  # all that a Parameter asks for
+        return Wrapper(weight, weight.integers, weight.scales, weight.zeros)
+
+
+def wrapped(model: Any, *inner: Tensor | None) -> Any:
+    whole = model.lm_head.weight.detach()
+    model.lm_head.weight = torch.nn.Parameter(Wrapper(whole, *inner), requires_grad=False)
+    return model
+
+
+def test_a_wrapped_weight_lies_where_its_inner_tensors_lie() -> None:
+    integers, scale = torch.zeros(97, 32), torch.ones(97)
+    model = wrapped(tiny_model("llama"), integers, scale, None)
+    assert model.lm_head.weight.data_ptr() == 0
+    assert why_not_recorded(model) is None
+    before = dependencies_of(model)
+    assert dependencies_of(model) == before
+    model.lm_head.weight.scales = scale.clone()
+    moved = dependencies_of(model)
+    assert moved != before
+    nested = Wrapper(integers, integers.clone(), scale, None)
+    model = wrapped(model, nested, scale, torch.empty(0))
+    assert why_not_recorded(model) is None
+    assert dependencies_of(model) not in (before, moved)
+
+
+def test_a_wrapper_around_nothing_or_around_no_memory_does_not_tell() -> None:
+    for inner in ((None, None, None), (torch.empty(97, 32, device="meta"), torch.ones(97), None)):
+        model = wrapped(tiny_model("llama"), *inner)
+        assert "do not tell where they lie" in str(why_not_recorded(model))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_weights_of_torchao_are_recorded(kind: str, recorder: CpuRecorder) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    model = tiny_model("llama", dtype=torch.float32)
+    torchao.quantize_(model, getattr(torchao, kind)())
+    assert why_not_recorded(model) is None
+    expected = model.generate(ONE, **GREEDY)
+    assert torch.equal(generate(model), expected)
+    assert recorder.num_replayed > 0
+    before = dependencies_of(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.scale = weight.scale.clone()
+    assert dependencies_of(model) != before
 
 
 def test_what_is_compiled_is_recorded_apart(
