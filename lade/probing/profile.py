@@ -49,6 +49,8 @@ class Profile:
     watch: Watch = field(default_factory=Watch)
     #: Whether forwards draw random numbers; empty until that is known.
     draws: list[bool] = field(default_factory=list)
+    #: What its layers say of every method, None if nothing; empty until they are asked.
+    why_not_exact: list[str | None] = field(default_factory=list)
     #: The prewarmed table, or None if there is none; empty until it is looked up.
     prewarmed: list[SuccessorTable | None] = field(default_factory=list)
     #: Memory of the last call, steps recorded on it, and the compiled model.

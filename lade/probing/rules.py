@@ -106,17 +106,6 @@ def why_no_tree(model: Model, lengths: Lengths) -> str | None:
     return f"its queries are scaled by cache slot, anew at multiples of {scale}"
 
 
-def why_not_exact(model: Model) -> str | None:
-    """Return why no method is exact, whatever a short check finds; None leaves it to the check.
-
-    The largest activation of a forward may be that of the same token with a draft and without one.
-    """
-    for module in model.modules():
-        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-            return "its layers quantize activations by the largest one of a whole forward"
-    return None
-
-
 def why_not_stable(model: Model) -> str | None:
     """Return why a model's text depends on drafts in half precision; None leaves it to the check.
 

@@ -19,9 +19,9 @@ from lade.config import Execution, Verification
 from lade.drafting.drafts import narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
+from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.randomness import draws
-from lade.probing.rules import why_not_exact
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree
@@ -39,7 +39,7 @@ def check(
     """Compare one verification method with plain decoding; any failure becomes the reason."""
     attentions = _attentions_for(model, widths) if verification == "tree" else [None]
     execution: Execution = "eager" if widths is None else "fixed"
-    if (reason := why_not_exact(model)) is not None:
+    if (reason := _reason_of_layers(model, profile)) is not None:
         return CheckResult(reason)
     for attention in attentions:
         try:
@@ -68,6 +68,18 @@ def check(
                 )
         reason = reason or found
     return CheckResult(reason)
+
+
+def _reason_of_layers(model: Model, profile: Profile) -> str | None:
+    """Return why the layers of a model let no method be exact, or None; they are asked once."""
+    if not profile.why_not_exact:
+        try:
+            # This runs the model once if it was never run: some formats unpack their weights then.
+            with unchanged_random_state(model, profile):
+                profile.why_not_exact.append(why_not_exact(model))
+        except Exception:  # the check will say what fails
+            return None
+    return profile.why_not_exact[0]
 
 
 def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:

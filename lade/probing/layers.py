@@ -1,0 +1,115 @@
+"""What single quantized layers do to a token, where a check of a dozen tokens is blind.
+
+Each layer is run by itself, on inputs that are made so that what may happen does happen. Nothing is
+known here of any package: formats not seen yet are judged by what they do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lade.closeness import distance, is_exact_in, limit_of
+from lade.compat import Model
+
+# Beyond any threshold for outliers (LLM.int8() has 6), and far enough that other tokens lose all
+# precision where the largest activation sets the scale; products stay in the range of float16.
+_LARGE = 100.0
+# Half a step of an int8 grid, two steps of bfloat16; what is smooth is linear over this, up to less
+# than the limit of a check.
+_SMALL = 2.0**-8
+# Share of outputs that may change by chance. Another scale changes nearly all of them, also in
+# bfloat16, whose own rounding hides some.
+_BY_CHANCE = 0.25
+
+
+@torch.no_grad()
+def why_not_exact(model: Model) -> str | None:
+    """Return why no method is exact, whatever a short check finds; None leaves it to the check.
+
+    Two properties of linear layers decide. A token's outputs must not depend on the other tokens of
+    a forward: the largest activation of all may be that of the same token with a draft and without
+    one. And where text is promised to be that of `generate`, outputs must follow small changes of
+    the inputs: layers that quantize activations turn some last bit into a whole step, but seldom,
+    so that a check of a small model may see none.
+    """
+    for module in model.modules():
+        if _is_special(module):
+            reason = _why_not_exact(model, module)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _is_special(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that is more than a product with its weight."""
+    if not isinstance(getattr(module, "in_features", None), int):
+        return False
+    if any(hasattr(child, "in_features") for child in module.children()):  # as adapters have
+        return False
+    return _is_quantized(module) or type(module).forward is not nn.Linear.forward
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Return whether a layer has a weight of some other kind, or a forward put on the instance."""
+    weight: Any = getattr(module, "weight", None)
+    if type(weight) not in (Tensor, nn.Parameter):
+        return True
+    # Hooks of accelerate replace the forward, too, and keep it beside.
+    forward = vars(module).get("_old_forward", module.forward)
+    is_float = weight.is_floating_point() and weight.itemsize > 1
+    return not is_float or getattr(forward, "__func__", None) is not type(module).forward
+
+
+def _why_not_exact(model: Model, module: Any) -> str | None:
+    """Return why one layer lets no method be exact, or None."""
+    angles = torch.arange(0, module.in_features, device=_device_of(model, module)).double()
+    first, second = (1.7 * angles).sin(), (2.3 * angles).cos()
+    near = torch.stack([first, first + _SMALL * second, first - _SMALL * second])
+    large = torch.stack([first, _LARGE * second, -_LARGE * second])
+    try:
+        # Of the same shape, so that no kernel may be another one.
+        once, again, beside = (_outputs(model, module, rows) for rows in (near, near, large))
+    except Exception:  # what does not run by itself is left to the check
+        return None
+    by_chance = _share_changed(once[0], again[0])  # kernels may add up in any order
+    if _share_changed(once[0], beside[0]) > by_chance + _BY_CHANCE:
+        return f"its layers ({_name_of(module)}) quantize a token's activations by other tokens"
+    if not is_exact_in(model) or not _is_quantized(module):
+        return None
+    if distance(once[1] + once[2] - once[0], once[0]) > limit_of(model):
+        return (
+            f"its layers ({_name_of(module)}) round activations in coarse steps, which the last "
+            "bit of an activation decides"
+        )
+    return None
+
+
+def _outputs(model: Model, module: nn.Module, rows: Tensor) -> Tensor:
+    """Return the outputs of a layer for rows of inputs, float64 [num_rows, out_features].
+
+    Raises:
+        TypeError: the layer returns something else than one output a row.
+    """
+    # Not by a call, which would also call the user's hooks.
+    made: Any = module.forward(rows.to(model.dtype)[None])
+    if not isinstance(made, Tensor) or made.shape[:-1] != (1, len(rows)):
+        raise TypeError(f"expected one output a row, got {type(made).__name__}")
+    return made[0].double()
+
+
+def _share_changed(outputs: Tensor, others: Tensor) -> float:
+    return float((outputs != others).double().mean())
+
+
+def _device_of(model: Model, module: nn.Module) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers()]
+    places = [each.device for each in tensors if each.device.type != "meta"]
+    return places[0] if places else model.device
+
+
+def _name_of(module: nn.Module) -> str:
+    """Return the class of a layer, or that of its weight where this is what makes it special."""
+    weight = getattr(module, "weight", None)
+    is_special = isinstance(weight, Tensor) and type(weight) not in (Tensor, nn.Parameter)
+    return type(weight if type(module) is nn.Linear and is_special else module).__name__
