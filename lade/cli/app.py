@@ -198,7 +198,8 @@ def support(
         list[str] | None,
         typer.Argument(
             metavar="NAMES",
-            help="Model types, such as qwen3, or variants, such as qwen3-window. Without any, all.",
+            help="Model types, such as qwen3, or variants, such as qwen3-window; with --formats, "
+            "weight formats. Without any, all.",
         ),
     ] = None,
     results: Annotated[
@@ -224,6 +225,14 @@ def support(
             help="Verify trees in forwards of a few fixed shapes, as CUDA graphs need them.",
         ),
     ] = False,
+    formats: Annotated[
+        bool,
+        typer.Option(
+            "--formats",
+            help="Check weight formats instead, such as int8 and nf4, and what forwards over more "
+            "tokens cost in each.",
+        ),
+    ] = False,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
@@ -233,15 +242,19 @@ def support(
     generate: greedy, sampled, batched, past the window. The exit code is 1 if one of them is wrong
     or fails.
     """
-    from lade.cli.support import run, show
+    from lade.cli.support import run, run_formats, show
 
     if results:
-        if names or json or fixed_shapes:
+        if names or json or fixed_shapes or formats:
             raise ValueError(
-                "expected --results without model types, --fixed-shapes and --json, which are of "
-                "a check"
+                "expected --results without model types, --fixed-shapes, --formats and --json, "
+                "which are of a check"
             )
         is_fine = show(results, markdown)
+    elif formats:
+        if fixed_shapes:
+            raise ValueError("expected --formats or --fixed-shapes, got both")
+        is_fine = run_formats(names or [], seed, json, markdown)
     else:
         is_fine = run(names or [], seed, "fixed" if fixed_shapes else "eager", json, markdown)
     if not is_fine:

@@ -66,23 +66,81 @@ def run(
     return not any(row.is_bad for row in rows)
 
 
+def run_formats(
+    names: list[str], seed: int, json_path: Path | None, markdown_path: Path | None
+) -> bool:
+    """Check weight formats; print and write the findings, even after an interruption.
+
+    Returns:
+        Whether none of them is wrong or failed.
+    """
+    import torch
+
+    from lade.support import formats
+    from lade.support.formats_report import markdown, results_of, summary, table, write_json
+
+    check_writable(json_path)
+    check_writable(markdown_path)
+    names = names or [*formats.all_formats()]
+    rows: list[formats.FormatRow] = []
+    stopped_by: BaseException | None = None
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as for architectures; and so that times can be compared
+    num_started = 0
+
+    def begin(name: str) -> None:
+        nonlocal num_started
+        bars.update(task, description=name, completed=num_started)
+        num_started += 1
+
+    with progress_bar() as bars:
+        task = bars.add_task("", total=len(names))
+        try:
+            formats.run_formats(names, seed=seed, rows=rows, on_start=begin)
+        except BaseException as error:  # still show and write what was found so far
+            stopped_by = error
+        finally:
+            torch.set_num_threads(num_threads)
+    if stopped_by is not None and not rows:
+        raise stopped_by
+    results = results_of(rows, seed, stopped_by is not None)
+    out = Console()
+    print_sheet(table(rows))
+    out.print(summary(rows), highlight=False)
+    if stopped_by is not None:
+        console.print(f"stopped after {num_started - 1} of {len(names)}")
+    _write(json_path, lambda path: write_json(path, results))
+    _write(markdown_path, lambda path: path.write_text(markdown(results), encoding="utf-8"))
+    if stopped_by is not None:
+        raise stopped_by
+    return not any(row.is_bad for row in rows)
+
+
 def show(paths: list[Path], markdown_path: Path | None) -> bool:
-    """Print result files, and write them all as one document.
+    """Print result files, and write them all as one document, weight formats last.
 
     Returns:
         Whether none of their rows is wrong or failed.
     """
-    from lade.support.report import markdown, read_json, summary, table
+    from lade.support import formats_report, report
 
-    runs = [read_json(path) for path in paths]
+    of_formats = [path for path in paths if formats_report.is_of_formats(path)]
+    runs = [report.read_json(path) for path in paths if path not in of_formats]
+    made = [formats_report.read_json(path) for path in of_formats]
     check_writable(markdown_path)
     out = Console()
     for results in runs:
         out.print(f"transformers {results.transformers}", highlight=False)
-        print_sheet(table(results.rows))
-        out.print(summary(results.rows), highlight=False)
-    _write(markdown_path, lambda path: path.write_text(markdown(runs), encoding="utf-8"))
-    return not any(row.is_bad for results in runs for row in results.rows)
+        print_sheet(report.table(results.rows))
+        out.print(report.summary(results.rows), highlight=False)
+    for found in made:
+        print_sheet(formats_report.table(found.rows))
+        out.print(formats_report.summary(found.rows), highlight=False)
+    parts = [report.markdown(runs)] if runs else []
+    document = "\n".join([*parts, *map(formats_report.markdown, made)])
+    _write(markdown_path, lambda path: path.write_text(document, encoding="utf-8"))
+    bad = [row.is_bad for results in runs for row in results.rows]
+    return not any([*bad, *(row.is_bad for found in made for row in found.rows)])
 
 
 def _write(path: Path | None, write: Callable[[Path], object]) -> None:

@@ -144,12 +144,12 @@ def text_of(row: Row) -> str:
         everything = row.in_float32 == row.compared
         found[0] += " in float32" if everything else f", {_named(row.in_float32)} in float32"
     found += [f"differs: {difference}" for difference in row.differences]
-    found += [f"{case}: {_short(error)}" for case, error in row.failures.items()]
+    found += [f"{case}: {short(error)}" for case, error in row.failures.items()]
     by_type: dict[str, list[str]] = {}  # the numbers in a message may differ from case to case
     for case, error in row.plain_failures.items():
         by_type.setdefault(error.split(":")[0], []).append(case)
     for cases in by_type.values():
-        error = _short(row.plain_failures[cases[0]])
+        error = short(row.plain_failures[cases[0]])
         found.append(f"plain generate fails on {_named(cases)} ({error})")
     return "; ".join(found)
 
@@ -157,7 +157,7 @@ def text_of(row: Row) -> str:
 def reason_of(row: Row) -> str:
     """Return why no better verification was chosen, or why there is no model; each reason once."""
     if row.why_not is not None:
-        return _short(row.why_not)
+        return short(row.why_not)
     found = _reasons(row.reasons)
     if row.batch_reasons != row.reasons and row.batch_verification != row.kind:
         new = {
@@ -168,13 +168,13 @@ def reason_of(row: Row) -> str:
         found += [f"in a batch, {reason}" for reason in _reasons(new)]
     for reason in dict.fromkeys(row.plain_by_rule.values()):
         cases = [case for case, why in row.plain_by_rule.items() if why == reason]
-        found.append(f"plain in {_named(cases)}: {_short(reason)}")
+        found.append(f"plain in {_named(cases)}: {short(reason)}")
     return "; ".join(found)
 
 
 def _reasons(reasons: dict[Verification, str]) -> list[str]:
     return [
-        f"{', '.join(each for each, why in reasons.items() if why == reason)}: {_short(reason)}"
+        f"{', '.join(each for each, why in reasons.items() if why == reason)}: {short(reason)}"
         for reason in dict.fromkeys(reasons.values())
     ]
 
@@ -191,7 +191,8 @@ def _named(cases: Sequence[str]) -> str:
     return ", ".join(cases)
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Return the beginning of a text, for a cell."""
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 1].rstrip()}…"
 
 
@@ -226,7 +227,7 @@ def write_json(path: Path, results: Results) -> None:
         "architectures": counts(row for row in results.rows if not row.is_variant),
         "variants": counts(row for row in results.rows if row.is_variant),
     }
-    lines = ",\n".join("  " + json.dumps(_as_json(row)) for row in results.rows)
+    lines = ",\n".join("  " + json.dumps(as_json(row)) for row in results.rows)
     text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'
     path.write_text(text, encoding="utf-8")
 
@@ -240,7 +241,9 @@ def read_json(path: Path) -> Results:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         results = Results(
-            content["environment"], content["settings"], [_row(entry) for entry in content["rows"]]
+            content["environment"],
+            content["settings"],
+            [row_of(entry) for entry in content["rows"]],
         )
         version.parse(results.transformers)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -250,7 +253,7 @@ def read_json(path: Path) -> Results:
     return results
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def as_json(row: Row) -> dict[str, Any]:
     """Return the non-empty fields of a row, and its verdict."""
     entry = {name: value for name, value in asdict(row).items() if value not in (None, [], {})}
     entry |= {"verdict": row.verdict, "sec": round(row.sec, 2)}
@@ -259,7 +262,8 @@ def _as_json(row: Row) -> dict[str, Any]:
     return entry
 
 
-def _row(entry: dict[str, Any]) -> Row:
+def row_of(entry: dict[str, Any]) -> Row:
+    """Return the row that `as_json` made an entry of."""
     known = {one.name: entry[one.name] for one in fields(Row) if one.name in entry}
     known["differences"] = [Difference(**each) for each in entry.get("differences", ())]
     return Row(**known)
@@ -290,9 +294,10 @@ def _section(run: Results) -> str:
     lines += [f"| {name} | {number} | {variants[name]} |" for name, number in architectures.items()]
     lines += ["", "| " + " | ".join(_HEADINGS) + " |"]
     lines.append("| " + " | ".join("---:" if name == "MAT" else "---" for name in _HEADINGS) + " |")
-    lines += [f"| {' | '.join(map(_in_cell, cells(row)))} |" for row in run.rows]
+    lines += [f"| {' | '.join(map(in_cell, cells(row)))} |" for row in run.rows]
     return "\n".join([*lines, ""])
 
 
-def _in_cell(text: str) -> str:
+def in_cell(text: str) -> str:
+    """Return a text as it may stand in a Markdown table."""
     return text.replace("|", r"\|").replace("<", r"\<").replace("*", r"\*")

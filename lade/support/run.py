@@ -156,6 +156,11 @@ class Row:
         """Whether lade is at fault."""
         return self.verdict in ("wrong", "failed")
 
+    def add(self, stats: DecodeStats) -> None:
+        """Note what became of the drafts of all cases."""
+        self.num_drafted, self.num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+        self.mat = stats.mean_accepted_tokens if stats.num_row_steps else None
+
 
 def all_names() -> list[str]:
     """Return the model types of the installed transformers, then the variants of some."""
@@ -201,13 +206,12 @@ def run_one(
     model_type = VARIANTS.get(name, (name,))[0]
     row = Row(name, model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]))
     stats = DecodeStats()
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         for dtype in (torch.float64, torch.float32):
             left = [case for case in cases if case.name not in (*row.compared, *row.failures)]
             if left and row.kind != "not a text model":
                 _check(row, dtype, left, seed, execution, stats)
-    row.num_drafted, row.num_accepted = stats.num_draft_tokens, stats.num_accepted_tokens
-    row.mat = stats.mean_accepted_tokens if stats.num_row_steps else None
+    row.add(stats)
     row.sec = perf_counter() - started
     return row
 
@@ -228,6 +232,18 @@ def _check(
             row.kind = "not a text model" if isinstance(error, NotText) else "cannot build"
             row.why_not = str(error).removeprefix(f"{row.name}: ")
         return
+    check_model(row, model, cases, seed, execution, stats)
+
+
+def check_model(
+    row: Row,
+    model: Model,
+    cases: Sequence[Case],
+    seed: int,
+    execution: Execution,
+    stats: DecodeStats,
+) -> None:
+    """Compare cases with a model that was built; write the findings into the row."""
     try:
         one, batch = probe(model), probe(model, num_rows=2)
     except Exception as error:  # a check that raises is lade's fault, but no reason to stop
@@ -343,13 +359,16 @@ def _gap(logits: Sequence[Tensor], which: int, token: int) -> float | None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what models and transformers print and warn of."""
-    verbosity = logging.get_verbosity()
+def quiet() -> Iterator[None]:
+    """Silence what models and transformers print and warn of, and their progress bars."""
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()

@@ -325,7 +325,7 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.Monk
     )
     assert torch.equal(got, made.query + 1)
     [(args, options)] = calls
-    given = made.query, made.key, made.value, *made.seen
+    given: list[Any] = [made.query, made.key, made.value, *made.seen]
     assert [each.data_ptr() for each in args] == [each.data_ptr() for each in given]
     assert options == {"scaling": 0.5, "softcap": 2.0, "sinks": made.sinks}
 
