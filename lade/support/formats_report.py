@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 
 from lade.bench.environment import environment
 from lade.bench.tables import Sheet
-from lade.support.formats import NUM_REPEATS, TIMED, TINY, WIDTHS, FormatRow
+from lade.support.formats import NUM_COMPARED, NUM_REPEATS, TIMED, TINY, WIDTHS, FormatRow
 from lade.support.report import as_json, in_cell, reason_of, row_of, short
 from lade.support.run import CASES
 
 _BAD = ("wrong", "failed")
 _HEADINGS = (
-    *("format", "activations", "one row", "batch", "MAT", "text", "recorded", "1 token, ms"),
+    *("format", "activations", "one row", "batch", "MAT", "rounding", "text", "recorded"),
+    "1 token, ms",
     *(f"{width}" for width in WIDTHS[1:]),
     "why no better method",
 )
 _INTRODUCTION = """\
-# Weight formats
+## Weight formats
 
 Written by `lade support --formats`: a tiny llama with random weights in each format, decoded as
 above with its own `generate` and with lade. Each linear layer that is more than a product with its
@@ -28,8 +29,10 @@ all tokens at once, scales activations by the largest of a forward, or turns las
 steps. In half precision the last of these is a part of the rounding.
 
 - **activations**: the dtype that the model computes in. In bfloat16 the text is not promised to be
-  that of `generate` ([Exactness](exactness.md)); calls that sample are left out there, and a first
-  difference is a *tie* where plain's best two logits are as close as rounding moves them.
+  that of `generate` ([Exactness](exactness.md)), and calls that sample are left out.
+- **rounding**: by how much of the largest logit the model's own logits move, without lade, from
+  forwards over one token to a forward over {compared}. A first difference of texts is a *tie* where
+  plain's best two logits are no further apart than both may have moved.
 - **recorded**: whether steps can be recorded as CUDA graphs, as far as the weights decide.
 - **1 token, ms**, **2** to **32**: milliseconds of a forward over one token, and how often as long
   one over more tokens takes: what drafts cost. Of a llama of 47 million weights, on one thread of a
@@ -56,6 +59,7 @@ def results_of(rows: Sequence[FormatRow], seed: int, stopped: bool) -> FormatRes
         "tiny": TINY,
         "timed": TIMED,
         "num_repeats": NUM_REPEATS,
+        "num_compared": NUM_COMPARED,
         "interrupted": stopped,
     }
     return FormatResults(environment(), settings, [*rows])
@@ -94,6 +98,7 @@ def cells(row: FormatRow) -> tuple[str, ...]:
         check.kind,
         check.batch_verification or "",
         "" if check.mat is None else f"{check.mat:.2f}",
+        "" if row.rounding is None else f"{row.rounding:.1%}",
         "; ".join([row.verdict, *found]),
         row.why_not_recorded or "yes",
         "" if row.sec is None else f"{1000 * row.sec:.1f}",
@@ -106,11 +111,12 @@ def table(rows: Sequence[FormatRow]) -> Sheet:
     """Return the table of all rows for a terminal."""
     made = []
     for row in rows:
-        name, dtype, one, batch, mat, text, recorded, *costs, reason = cells(row)
+        name, dtype, one, batch, mat, rounding, text, recorded, *costs, reason = cells(row)
         verdict, _, details = text.partition("; ")
         not_recorded = "" if recorded in ("yes", "") else f"not recorded: {recorded}"
-        made.append((name, dtype, one, batch, mat, verdict, *costs, details, not_recorded, reason))
-    headings = (*_HEADINGS[:6], *_HEADINGS[7:-1], "details", "not recorded", "reason")
+        words = (name, dtype, one, batch, mat, rounding, verdict)
+        made.append((*words, *costs, details, not_recorded, reason))
+    headings = (*_HEADINGS[:7], *_HEADINGS[8:-1], "details", "not recorded", "reason")
     caption = (
         "1 token, ms: milliseconds of a forward over one token. 2 to 32: how often as long one "
         "over so many tokens takes."
@@ -165,6 +171,8 @@ def _entry_of(row: FormatRow) -> dict[str, Any]:
     if row.sec is not None:
         entry["sec"] = round(row.sec, 6)
         entry["costs"] = {width: round(cost, 4) for width, cost in row.costs.items()}
+    if row.rounding is not None:
+        entry["rounding"] = round(row.rounding, 4)
     return {**entry, "verdict": row.verdict}
 
 
@@ -184,14 +192,21 @@ def markdown(results: FormatResults) -> str:
     made = results.environment
     packages = sorted({row.package for row in results.rows if row.package})
     lines = [
-        _INTRODUCTION.format(repeats=results.settings["num_repeats"]),
+        _INTRODUCTION.format(
+            repeats=results.settings["num_repeats"], compared=results.settings["num_compared"]
+        ),
         f"With transformers {made['transformers']}, torch {made['torch']}, "
         f"{''.join(f'{package}, ' for package in packages)}and lade {made['lade']}; {made['cpu']}, "
         f"{made['date']}, seed {results.settings['seed']}."
         + (" Interrupted." if results.settings["interrupted"] else ""),
         "",
         _line(_HEADINGS),
-        _line(["---:" if name[:1].isdigit() or name == "MAT" else "---" for name in _HEADINGS]),
+        _line(
+            [
+                "---:" if name[:1].isdigit() or name in ("MAT", "rounding") else "---"
+                for name in _HEADINGS
+            ]
+        ),
         *(_line(map(in_cell, cells(row))) for row in results.rows if row.check is not None),
     ]
     missing = [row for row in results.rows if row.check is None]

@@ -102,6 +102,9 @@ def test_floats_verify_trees_and_dynamic_int8_is_plain() -> None:
     assert full.check.compared == [case.name for case in CASES]
     assert half.dtype == "bfloat16"
     assert half.verdict in ("exact", "tie")
+    assert full.rounding is None
+    assert half.rounding is not None
+    assert 2**-9 < half.rounding < 0.05
     assert half.check.compared == [case.name for case in GREEDY_CASES]
     assert full.check.num_accepted > 0
     assert half.check.num_accepted > 0
@@ -111,19 +114,21 @@ def test_floats_verify_trees_and_dynamic_int8_is_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gap", "verdict"),
+    ("rounding", "gap", "verdict"),
     [
-        ("bfloat16", 0.01, "tie"),
-        ("float32", 0.01, "wrong"),
-        ("bfloat16", 0.2, "wrong"),
-        ("bfloat16", None, "wrong"),  # past the end of plain's text
+        (0.006, 0.01, "tie"),
+        (0.004, 0.01, "wrong"),
+        (None, 0.01, "wrong"),  # float32
+        (0.006, None, "wrong"),  # past the end of plain's text
     ],
 )
-def test_a_wrong_token_is_told_from_a_tie(dtype: str, gap: float | None, verdict: str) -> None:
+def test_a_tie_is_as_wide_as_the_rounding_of_the_model(
+    rounding: float | None, gap: float | None, verdict: str
+) -> None:
     close = Difference("greedy short", 0, 3, 0.001)
     check = Row("x", "llama", "A", "tree", batch_verification="tree", compared=["greedy long"])
     check.differences = [close, Difference("greedy long", 0, 3, gap)]
-    row = FormatRow("x", dtype=dtype, check=check)
+    row = FormatRow("x", dtype="bfloat16", check=check, rounding=rounding)
     assert row.verdict == verdict
     assert row.is_bad == (verdict == "wrong")
 
@@ -185,7 +190,7 @@ def _rows() -> list[FormatRow]:
     )
     return [
         FormatRow("int8", "some 1.0", "float32", check=tree, sec=0.0123, costs={2: 1.5, 32: 4.0}),
-        FormatRow("int4", "some 1.0", "bfloat16", check=plain, why_not_recorded="a | reason"),
+        FormatRow("int4", "some 1.0", "bfloat16", None, plain, "a | reason", rounding=0.02),
         FormatRow("fp8", why_not="it needs a GPU"),
         FormatRow("fp4", "some 1.0", "float32", why_not="not in float32"),
     ]
@@ -193,11 +198,15 @@ def _rows() -> list[FormatRow]:
 
 def test_cells_and_counts() -> None:
     int8, int4, fp8, _ = map(cells, _rows())
-    assert int8[:8] == ("int8", "float32", "tree", "tree", "2.50", "exact", "yes", "12.3")
-    assert int8[8:] == ("1.50", "", "", "", "4.00", "")
-    assert int4[5:7] == ("tie; differs: greedy long, row 0, token 3, gap 0.01", "a | reason")
+    assert int8[:8] == ("int8", "float32", "tree", "tree", "2.50", "", "exact", "yes")
+    assert int8[8:] == ("12.3", "1.50", "", "", "", "4.00", "")
+    assert int4[5:8] == (
+        "2.0%",
+        "tie; differs: greedy long, row 0, token 3, gap 0.01",
+        "a | reason",
+    )
     assert int4[-1] == "tree, rows: steps"
-    assert fp8 == ("fp8", *[""] * 12, "it needs a GPU")
+    assert fp8 == ("fp8", *[""] * 13, "it needs a GPU")
     assert counts(_rows())["models"] == 2
     assert summary(_rows()) == (
         "4 formats, 2 models, 1 speculate, 1 exact, 1 tie, 0 wrong, 0 failed"
@@ -214,7 +223,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert content["environment"]["torch"] == torch.__version__
     assert content["formats"][1]["verdict"] == "tie"
     text = markdown(results)
-    assert "| int8 | float32 | tree | tree | 2.50 | exact | yes | 12.3 | 1.50 |" in text
+    assert "| int8 | float32 | tree | tree | 2.50 |  | exact | yes | 12.3 | 1.50 |" in text
     assert "a \\| reason" in text
     assert "| fp8 | it needs a GPU |" in text
     assert "| fp4, float32 | not in float32 |" in text
@@ -252,7 +261,7 @@ def test_architectures_come_first_in_a_document_of_both(tmp_path: Path) -> None:
     write_json(second, results_of(_rows(), 0, stopped=False))
     run("--results", str(second), "--results", str(first), "--markdown", str(document))
     text = document.read_text()
-    assert text.index("# Supported architectures") < text.index("# Weight formats")
+    assert text.index("# Supported architectures") < text.index("## Weight formats")
     assert text.count("\n# ") == 1
 
 
