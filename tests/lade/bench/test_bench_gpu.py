@@ -429,6 +429,22 @@ def test_a_model_that_decodes_plainly_is_told_with_the_reason(
     assert row["share_of_known_text"] == 1.0
 
 
+def test_whatever_ends_a_stage_early_is_told(tmp_path: Path) -> None:
+    def fail(stage: Stage) -> None:
+        raise RuntimeError(f"broken\nin {tmp_path}")
+
+    def no_memory(stage: Stage) -> None:
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    failed = stage_for("graphs").run(fail)
+    assert failed.failure == "RuntimeError: broken"
+    assert str(tmp_path) in failed.traceback  # printed, not saved
+    assert str(tmp_path) not in json.dumps(failed.as_json())
+    why = "CUDA out of memory. Tried to allocate 20.00 MiB"
+    assert stage_for("graphs").run(no_memory).left_out == {"the rest": why}
+    assert stage_for("graphs", ends_at=0.0).run(fail).left_out == {"all": NO_TIME}
+
+
 def test_tree_sizes_there_is_no_memory_for_are_left_out_and_the_others_timed(
     known: KnownModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
