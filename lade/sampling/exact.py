@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lade.batch import Text
+from lade.captures import apart_from_captures
 from lade.sampling.choice import (
     Choice,
     OnChoice,
@@ -159,18 +160,21 @@ class Race:
         """Draw the noise of one column, [num_rows, vocab_size]; None is the default generator."""
         shape = (self._num_rows, self._vocab_size)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
-        return noise.exponential_(generator=generator)
+        with apart_from_captures(self._device):
+            return noise.exponential_(generator=generator)
 
     def _state(self) -> Tensor:
         if self._device.type == "cpu":
             return torch.get_rng_state()
-        return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
+        with apart_from_captures(self._device):
+            return torch.get_device_module(self._device).get_rng_state(self._device)  # type: ignore[no-any-return]
 
     def _restore(self, state: Tensor) -> None:
         if self._device.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.get_device_module(self._device).set_rng_state(state, self._device)
+            with apart_from_captures(self._device):
+                torch.get_device_module(self._device).set_rng_state(state, self._device)
 
 
 class ProcessedChoice(ScoredChoice):
