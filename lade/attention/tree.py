@@ -232,12 +232,28 @@ def attend_at_once(
 ) -> Tensor:
     """Attend as `attend` does, as an operator of torch, which compilers take as it is.
 
-    On a GPU it is the kernels of `triton.py`, as long as they run; a failure is told once.
+    On a GPU it is the kernels of `triton.py`, as long as they run.
     """
     seen = Seen(num_cached, starts, ancestors, visible)
+    return attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+@attend_at_once.register_kernel("cuda")
+def _attend_in_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    num_cached: Tensor,
+    starts: Tensor,
+    ancestors: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend by the kernels; where they do not run, in plain torch, which is said once."""
     options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    if not _is_for_triton(query, key, value):
-        return attend(query, key, value, seen, **options)
+    seen = Seen(num_cached, starts, ancestors, visible)
     try:
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention

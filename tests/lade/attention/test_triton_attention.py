@@ -311,6 +311,8 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.Monk
         return made.query + 1  # an operator returns none of its arguments
 
     monkeypatch.setattr(triton_attention, "attend", attend)
+    # What the operator is on a GPU.
+    monkeypatch.setattr(tree_attention, "attend_at_once", tree_attention._attend_in_triton)
     monkeypatch.setattr(tree_attention, "_is_for_triton", lambda *tensors: True)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
     got, _ = tree_attention.tree_attention(
@@ -336,6 +338,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
     failed: set[Any] = set()
     monkeypatch.setattr(tree_attention, "_failed", failed)
     monkeypatch.setattr(tree_attention, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(tree_attention, "attend_at_once", tree_attention._attend_in_triton)
     return failed
 
 
