@@ -206,7 +206,6 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_sending(self, source: Tensor, is_async: bool) -> None:
         """Note what is not sent in the background, and later what was overwritten on its way."""
         if not self.is_pinned(source):
-            # A single number is sent as an argument of the kernel that fills the memory.
             self.note(f"{list(source.shape)} of {source.dtype} are sent from pageable memory")
         elif not is_async:
             self.note("what is sent is waited for")
@@ -314,7 +313,7 @@ class _Python(TorchFunctionMode):
 
     def _set(self, target: CudaTensor, index: Any, value: Any) -> None:
         """Write to a part of a tensor: a number, or what lies on the device or is sent there."""
-        if isinstance(value, Tensor) and not isinstance(value, CudaTensor) and value.dim():
+        if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
             self._fake.note(f"{list(value.shape)} of {value.dtype} are sent, and waited for")
         is_filled = not isinstance(value, Tensor) or value.numel() == 1
         target.held[self._indices(index, is_filled)] = _held(value)
