@@ -27,6 +27,9 @@ from typing import Any
 from lade.bench.report import LOOPS, OVERALL, share_text, speedup_text
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
+from lade.support.formats import FormatRow
+from lade.support.formats_report import markdown as formats_document
+from lade.support.formats_report import read_json as read_formats
 from lade.support.report import markdown as support_document
 from lade.support.report import read_json as read_support
 
@@ -77,7 +80,9 @@ def outdated() -> Iterator[tuple[Path, str]]:
         if made != text:
             yield path, made
     runs = [read_support(path) for path in sorted((DOCS / "support").glob("transformers-*.json"))]
-    if (document := support_document(runs)) != SUPPORT.read_text(encoding="utf-8"):
+    formats = read_formats(DOCS / "support" / "formats.json")
+    document = "\n".join([support_document(runs), formats_document(formats)])
+    if document != SUPPORT.read_text(encoding="utf-8"):
         yield SUPPORT, document
 
 
@@ -378,6 +383,8 @@ def support() -> str:
     rows = []
     for path in files:
         content = _read(f"support/{path.stem}")
+        if "rows" not in content:  # it is of weight formats
+            continue
         label = f"transformers {content['environment']['transformers']}"
         if content["settings"].get("execution", "eager") != "eager":
             label += ", fixed shapes"
@@ -385,6 +392,26 @@ def support() -> str:
             counts = content["summary"][kind]
             rows.append((f"{label}, {kind}", *(str(counts[name]) for name in names)))
     return _table(("checked", *names), 1, rows)
+
+
+@_figure
+def formats(*widths: str) -> str:
+    """Return how drafts are verified in each weight format, and what longer forwards cost."""
+    by_format: dict[str, dict[str, FormatRow]] = {}
+    for row in read_formats(DOCS / "support" / "formats.json").rows:
+        if row.check is not None and row.dtype is not None:
+            by_format.setdefault(row.name, {})[row.dtype] = row
+    rows = []
+    for name, found in by_format.items():
+        methods = [_verified(found.get(dtype)) for dtype in ("float32", "bfloat16")]
+        costs = found.get("bfloat16", next(iter(found.values()))).costs
+        rows.append((name, *methods, *(f"{costs[int(width)]:.1f}" for width in widths)))
+    headings = [f"{width} tokens" for width in widths]
+    return _table(("format", "in float32", "in bfloat16", *headings), 3, rows)
+
+
+def _verified(row: FormatRow | None) -> str:
+    return "" if row is None or row.check is None else f"{row.check.kind}, {row.verdict}"
 
 
 @_figure
