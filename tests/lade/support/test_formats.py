@@ -1,7 +1,6 @@
 """`lade support --formats`: weight formats, their report and their command."""
 
 import json
-import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -290,9 +289,3 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     write_json(path, results_of(_rows(), 0, stopped=False))
     with pytest.raises(ValueError, match="expected --results without"):
         run("--formats", "--results", str(path))
-
-
-def test_nothing_is_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_format(all_formats()["not quantized"], cases=QUICK_CASES[:1], is_timed=False)
