@@ -305,16 +305,17 @@ def check_steps(stage: dict[str, Any], bytes_per_sec: float, weight_bytes: int) 
         assert row["ratio_to_one_node"] == pytest.approx(row["sec"] / one["sec"], rel=1e-3)
 
 
-def test_recorded_steps_are_told_from_others() -> None:
-    """The second of three sizes cannot be recorded; the first has been by then."""
-    recorder = CpuRecorder(failures=[None, RuntimeError("no capture")])
+@pytest.mark.parametrize("fails", [False, True])
+def test_recorded_steps_are_told_from_others(fails: bool) -> None:
+    """Where the second of three sizes cannot be recorded, the first one's recording goes, too."""
+    recorder = CpuRecorder(failures=[None, RuntimeError("no capture")] if fails else [])
     stage = stage_for("steps")
     shape = replace(TINY, contexts=(96,), tree_sizes=(1, 4, 8))
     measure_steps(make_model(TINY, CPU), shape, None, stage, RecordingPolicy(recorder))
-    assert [row["execution"] for row in stage.rows] == ["graphs", "fixed", "fixed"]
-    assert [row["share_replayed"] for row in stage.rows] == [1, 0, 0]
-    for row in stage.rows:
-        assert row["why_not_recorded"] == "a step cannot be recorded (RuntimeError: no capture)"
+    assert [row["execution"] for row in stage.rows] == ["fixed" if fails else "graphs"] * 3
+    assert [row["share_replayed"] for row in stage.rows] == [0 if fails else 1] * 3
+    reason = "a step cannot be recorded (RuntimeError: no capture)" if fails else None
+    assert [row["why_not_recorded"] for row in stage.rows] == [reason] * 3
 
 
 def test_a_crash_while_a_size_is_recorded_keeps_what_is_known_of_the_others() -> None:
