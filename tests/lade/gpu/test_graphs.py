@@ -655,7 +655,7 @@ def test_cuda_graphs_give_the_text_of_generate(family: str) -> None:
     """Seed for seed, in float32; tiny models have heads too small for some kernels."""
     model = tiny_model(family, dtype=torch.float32).to("cuda")
     assert isinstance(DevicePolicy().recorder(model.device), CudaRecorder)
-    config = lade.Config(max_draft_tokens=8)
+    config = lade.Config(execution="graphs", max_draft_tokens=8)
     for prompt in (ONE, THREE):
         for do_sample in (False, True):
             options = {"do_sample": do_sample, "pad_token_id": 0, **LONG}
