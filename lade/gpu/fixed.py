@@ -113,6 +113,8 @@ class FixedTarget(TreeTarget):
         self._call = call
         self._dense: Any = None  # the view with fused operations that is recorded
         self._widths = widths
+        # In compiled steps, other attention than ours would run over all slots that there are.
+        self._takes_spare = call is None or attention == TREE_ATTENTION
         super().__init__(
             model,
             input_ids,
@@ -146,7 +148,7 @@ class FixedTarget(TreeTarget):
             # and whenever memory moves, steps are recorded anew.
             config = self._model.config.get_text_config(decoder=True)
             longest = getattr(config, "max_position_embeddings", None) or 0
-            spare = Spare(longest, spare_bytes(self.device))
+            spare = Spare(longest, spare_bytes(self.device) if self._takes_spare else 0)
             cache = TreeCache(kinds, room, max(room, max_slots), is_fixed=True, spare=spare)
             kept = Workspace(key, cache)
         self._workspace = kept

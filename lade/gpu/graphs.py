@@ -79,9 +79,8 @@ class CudaRecorder:
                 with torch.cuda.stream(self._stream):
                     with NoWaiting():
                         run(is_recorded=True)
-                    with (
-                        refused_waits()
-                    ):  # the mode above sees neither into kernels nor compiled code
+                    # Once more, because that mode sees neither into kernels nor compiled code.
+                    with refused_waits():
                         run(is_recorded=True)
                 current.wait_stream(self._stream)
                 return self._capture(run)
@@ -142,10 +141,10 @@ class Graphs:
         self.is_dense = is_dense
         self.why_not_dense: str | None = None
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the last used at the end
-        self._num_uses: dict[
-            Hashable, int
-        ] = {}  # of shapes without a recording, since they had one
-        self._uses_before: dict[Hashable, int] = {}  # of shapes whose recordings were dropped
+        # Of shapes without a recording, since they had one.
+        self._num_uses: dict[Hashable, int] = {}
+        # Before recording; of shapes whose recordings were dropped.
+        self._uses_before: dict[Hashable, int] = {}
         self.reason: str | None = None  # why nothing is recorded any more
         self.is_timing_valid = True  # whether the last run took as long as later ones will
 

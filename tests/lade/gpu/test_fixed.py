@@ -244,6 +244,23 @@ def test_a_conversation_that_grows_keeps_its_memory_where_there_is_enough(
     assert turns(10**9) == (1, 4096)
 
 
+def test_compiled_steps_take_no_spare_slots_that_they_would_attend_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lade.gpu.fixed.spare_bytes", lambda device: 10**9)
+    model = tiny_model("llama", max_position_embeddings=4096)
+    rooms = []
+    for call in (None, model):
+        target = FixedTarget(
+            *(model, ONE, {"use_cache": True}, tree_layout(model), 9),
+            workspace_store=WorkspaceStore(),
+            call=call,
+        )
+        target.prefill()
+        rooms.append(target.cache.room)
+    assert rooms == [4096, 256]
+
+
 def test_it_is_given_back_on_demand_and_goes_with_the_model() -> None:
     model = tiny_model("llama")
     generate(model)
