@@ -1,7 +1,6 @@
 """What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
 
 from collections.abc import Hashable
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,8 +178,9 @@ class WorkspaceStore:
 
     def __init__(self) -> None:
         self.compiled: dict[str | None, Any] = {}
-        self._kept: list[Workspace] = []  # the last used at the end
-        self._lock = Lock()
+        # The last used at the end. Threads share it without a lock, which an interrupt might leave
+        # held: every change is one operation of the list.
+        self._kept: list[Workspace] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
@@ -188,31 +188,37 @@ class WorkspaceStore:
 
     def take(self, key: WorkspaceKey, num_slots: int) -> Workspace | None:
         """Hand over a workspace that fits, if one is kept; drop those that are too small."""
-        with self._lock:
-            alike = [kept for kept in self._kept if kept.key == key]
-            found = next((kept for kept in alike if kept.cache.room >= num_slots), None)
+        for kept in [*self._kept]:
             # One that is too small would be replaced by the next, and never be used again.
-            gone = alike if found is None else [found]
-            self._kept = [kept for kept in self._kept if kept not in gone]
-            return found
+            if kept.key == key and self._has_removed(kept) and kept.cache.room >= num_slots:
+                return kept
+        return None
 
     def put_back(self, workspace: Workspace) -> None:
         """Keep a workspace for the next call, in place of those not used for longest."""
-        cache = workspace.cache
-        most = _most_kept(cache)
-        if cache.num_bytes > most:
+        most = _most_kept(workspace.cache)
+        if workspace.cache.num_bytes > most:
             return
-        cache.reset()
-        with self._lock:
-            kept = [*self._kept, workspace][-_MOST_KEPT:]
-            while sum(each.cache.num_bytes for each in kept) > most:
-                del kept[0]
-            self._kept = kept
+        workspace.cache.reset()
+        self._kept.append(workspace)
+        num_bytes = 0
+        for num_newer, kept in enumerate(reversed([*self._kept])):
+            num_bytes += kept.cache.num_bytes
+            if num_newer >= _MOST_KEPT or num_bytes > most:
+                self._has_removed(kept)
 
     def clear(self) -> None:
         """Drop the workspaces and the compiled models."""
-        with self._lock:
-            self._kept, self.compiled = [], {}
+        self._kept.clear()
+        self.compiled = {}
+
+    def _has_removed(self, workspace: Workspace) -> bool:
+        """Remove a workspace; return False if another thread has done so already."""
+        try:
+            self._kept.remove(workspace)
+        except ValueError:
+            return False
+        return True
 
     def __len__(self) -> int:
         """Return the number of workspaces kept."""
