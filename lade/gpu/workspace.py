@@ -1,5 +1,6 @@
 """What steps of fixed shape keep between calls: memory, and the steps recorded on it."""
 
+import sys
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -138,8 +139,11 @@ class Workspace:
         known = self._visible
         if known is None or known.shape[0] < rows or known.shape[1] <= num_slots:
             self.forget_recordings()  # before, for an interrupt may come in between
+            size = slots_for(num_slots + 1)
+            if self.cache.room < sys.maxsize:  # as long as keys and values stay in place
+                size = max(size, self.cache.room)
             with torch.inference_mode(False):
-                known = padding.new_empty((self.key.num_rows, slots_for(num_slots + 1)))
+                known = padding.new_empty((self.key.num_rows, size))
             self._visible = known
         known.fill_(True)
         known[:rows, :num_slots] = padding

@@ -113,19 +113,24 @@ def test_keys_and_values_that_move_are_recorded_anew(
     assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
 
 
+@pytest.mark.parametrize("num_masked", [0, 2])
 def test_a_conversation_that_grows_is_recorded_once(
-    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
+    num_masked: int, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     monkeypatch.setattr("lade.gpu.fixed.spare_bytes", lambda device: 10**9)
     for module in ("lade.gpu.fixed", "lade.probing.selfcheck"):  # our own attention, as on a GPU
         monkeypatch.setattr(f"{module}.runs_in_triton", lambda *_: True)
     model = tiny_model("llama", max_position_embeddings=1024)
-    prompt, counts = ONE, []
+    answer, counts = ONE[:, :0], []
     for _ in range(10):
-        prompt = torch.cat([lade.generate(model, prompt, config=UNDRAFTED, **GREEDY), ONE], dim=1)
+        prompt = torch.cat([answer, ONE], dim=1)
+        mask = torch.ones_like(prompt)
+        mask[:, 1 : 1 + num_masked] = 0
+        inputs = {"inputs": prompt, "attention_mask": mask, **GREEDY}
+        answer = lade.generate(model, config=UNDRAFTED, **inputs)
         counts.append(recorder.num_recorded)
-    assert torch.equal(prompt[:, :-7], model.generate(prompt[:, :-47], **GREEDY))
+    assert torch.equal(answer, model.generate(**inputs))
     assert counts == [1] * 10
 
 
