@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lade.budget.costs import KNOTS, PRIOR_SLOPE, SIZES, Costs, Floats, interpolated
+from lade.budget.costs import KNOTS, PRIOR_SLOPE, SIZES, Costs, Floats, interpolated, num_flat
 from lade.budget.trust import Outcome, Trust
 
 
@@ -27,6 +27,15 @@ class Budget(Protocol):
         Args:
             probs: for each row of the batch, the probabilities of its draft's nodes, best first.
             num_pending: tokens per row that the forward runs besides the root and the draft.
+        """
+
+    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
+        """Return how many more nodes per row a forward may run at no measurable cost.
+
+        Args:
+            num_nodes: nodes of each row's draft that the forward verifies.
+            num_rows: rows of the batch.
+            num_pending: as for `num_nodes`.
         """
 
     def record(
@@ -73,6 +82,10 @@ class FixedBudget(_Unlearning):
         """Return the size of the largest draft."""
         return max(map(len, probs))
 
+    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
+        """Return 0: nothing is known of costs."""
+        return 0
+
 
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
@@ -99,6 +112,13 @@ class PricedBudget(_Unlearning):
         gains = _gains(probs, [1 / len(probs)] * len(probs))
         tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
         return int((gains / interpolated(tokens, self._sizes, self._costs)).argmax())
+
+    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
+        """Return how far the given costs stay flat, up to the largest size given."""
+        size = 1 + num_pending + num_nodes
+        sizes = np.arange(size, max(size, int(self._sizes[-1]) // num_rows) + 1)
+        costs = interpolated(num_rows * sizes.astype(np.float64), self._sizes, self._costs)
+        return num_flat(costs) - 1
 
 
 # A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e
@@ -169,6 +189,11 @@ class MeasuredBudget:
         chosen = sizes[best] - smallest
         self._recent_most = max(chosen, _FADING * self._recent_most)
         return chosen
+
+    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
+        """Return how far the measured costs stay flat, up to the largest size measured."""
+        size = 1 + num_pending + num_nodes
+        return self._costs_of(num_rows).flat_end(size) - size
 
     def record(
         self,

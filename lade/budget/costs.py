@@ -41,6 +41,9 @@ _MOST_COUNTED = 10.0
 _LEAST_COUNTED = 2.0
 _MEMORY_OF_COSTS = 0.997  # per step
 
+# Costs up to this factor apart are taken for equal: about the noise of a curve that is known.
+_FLAT = 1.015
+
 
 class Costs:
     """Seconds of a forward by its size in tokens per row, for batches of about one size.
@@ -83,6 +86,18 @@ class Costs:
         # The guess for a size never measured is optimistic already.
         lowest = self._curve * (1 - doubt * (self._num > 0))
         return np.interp(sizes, KNOTS, lowest)
+
+    def flat_end(self, size: int) -> int:
+        """Return the largest measured size up to which forwards cost no more than at this one.
+
+        It is `size` itself where the cost there has hardly been measured.
+        """
+        is_known = self._num >= _LEAST_COUNTED
+        if np.interp(size, KNOTS, self._num) < _LEAST_COUNTED:
+            return size
+        # Sizes between two measured ones cost no more than the dearer: only those are asked about.
+        ends = np.array([size, *KNOTS[is_known & (size < KNOTS)].tolist()])
+        return int(ends[num_flat(self.of_sizes(ends)) - 1])
 
     def must_try_other(self, is_drafting: bool) -> bool:
         """Note whether the next step would draft; return whether to do the opposite for once."""
@@ -135,6 +150,11 @@ class Costs:
         first, last = known[0], known[-1]
         self._curve[:first] *= self._guess[:first] / self._guess[first]
         self._curve[last + 1 :] *= self._guess[last + 1 :] / self._guess[last]
+
+
+def num_flat(costs: Floats) -> int:
+    """Return how many of the first costs are no higher than the very first, within the noise."""
+    return int(np.append(costs > _FLAT * costs[0], True).argmax())
 
 
 def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:

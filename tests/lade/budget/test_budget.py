@@ -392,6 +392,31 @@ def test_a_node_in_every_row_must_pay_for_the_whole_forward() -> None:
         assert np.median(sizes[-100:]) == expected
 
 
+def test_free_nodes_end_where_the_measured_costs_rise() -> None:
+    """Flat to 16 tokens a row, dearer at 20; what was not measured is not free."""
+    budget = MeasuredBudget()
+    assert budget.free_nodes(0, 1, 0) == 0
+
+    def measure(sizes: Sequence[int]) -> None:
+        for size in sizes:
+            for _ in range(6):
+                budget.record(1, size - 1, 0.030 if size <= 16 else 0.032, [], {0: 1})
+
+    measure([1])
+    assert budget.free_nodes(0, 1, 0) == 0
+    measure([8])
+    assert budget.free_nodes(0, 1, 0) == 7
+    assert budget.free_nodes(1, 1, 2) == 0  # a size that was not measured itself
+    assert budget.free_nodes(7, 1, 0) == 0
+    measure([16, 20, 24])
+    assert budget.free_nodes(0, 1, 0) == 15
+    assert budget.free_nodes(4, 1, 3) == 8
+    assert budget.free_nodes(15, 1, 0) == 0
+    assert budget.free_nodes(19, 1, 0) == 4
+    assert budget.free_nodes(0, 8, 0) == 0  # of eight rows, nothing is known
+    assert budget.free_nodes(500, 1, 0) == 0  # nor beyond all sizes
+
+
 def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     """Tokens 5 6 7 in a row; 8 beside 5, 9 under 8; 4 beside 6."""
     draft = draft_of(
@@ -416,6 +441,17 @@ def test_fixed_budget_verifies_the_whole_draft() -> None:
     assert budget.max_draft_tokens == 5
     assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
     budget.record(2, 3, 1.0, [], {})
+    assert budget.free_nodes(0, 2, 0) == 0
+
+
+def test_nodes_are_free_where_the_given_costs_are_flat() -> None:
+    budget = PricedBudget({1: 30.0, 9: 30.4, 17: 34.0, 33: 34.0})
+    assert budget.free_nodes(0, 1, 0) == 8  # ten tokens cost 30.85
+    assert budget.free_nodes(3, 1, 2) == 3
+    assert budget.free_nodes(0, 4, 0) == 1
+    assert budget.free_nodes(16, 1, 0) == 16  # no further than what was given
+    assert budget.free_nodes(32, 1, 0) == 0
+    assert budget.free_nodes(60, 1, 0) == 0
 
 
 @pytest.mark.parametrize(
