@@ -45,15 +45,25 @@ TableArrays = tuple[Int64Array, Int32Array, NDArray[np.uint16]]
 
 def kernel(function: _F) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
+    return _compiled(function, nogil=True)
+
+
+def kernel_with_gil(function: _F) -> _F:
+    """Compile like `kernel`, for calls so short that other threads may well wait."""
+    return _compiled(function, nogil=False)
+
+
+def _compiled(function: _F, nogil: bool) -> _F:
     try:
-        compiled: _F = numba.njit(nogil=True, cache=True)(function)
+        compiled: _F = numba.njit(nogil=nogil, cache=True)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
         # The same text for all kernels, so that only one warning is shown.
-        warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=1)
-        compiled = numba.njit(nogil=True)(function)
+        warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=2)
+        compiled = numba.njit(nogil=nogil)(function)
     return compiled
 
 
+MAX_TOKEN_ID = 2**31 - 1
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
 NEXT_POSITION, LOWERED = 0, 1  # of `counts`
@@ -1087,6 +1097,85 @@ def rehash(
 
 
 @kernel
+def put_context(
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    num_contexts: Int64Array,
+    previous: int,
+    last: int,
+    new_ids: Int32Array,
+    new_probs: NDArray[np.float32],
+    i: int,
+    averages: bool,
+    merged_ids: Int32Array,
+    merged_probs: Float64Array,
+) -> None:
+    """Put what a target found likely after one context into a table.
+
+    The context put last comes first in its bucket.
+
+    Args:
+        keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
+            `successor_ids`, `costs`: [num_rows, num_successors], likeliest first, NONE where fewer
+            are known; `num_contexts`: int64 [1], number of rows in use.
+        previous, last: the context; `previous` may be NONE.
+        new_ids, new_probs: [n, k], likeliest first; NONE ends a row. Row `i` is put.
+        averages: whether a context's new successors are averaged with the known ones or replace
+            them.
+        merged_ids, merged_probs: [k + num_successors], scratch.
+    """
+    num_held, k = successor_ids.shape[1], new_ids.shape[1]
+    row = find_context(keys, previous, last)
+    begin = bucket_of(keys, previous, last)
+    num_merged = 0
+    share = 1.0
+    count = 1
+    if row == NONE:
+        row = begin + WAYS - 1
+        num_contexts[0] += keys[row] == NONE
+    elif averages:
+        count = min(int(counts[row]) + 1, MAX_COUNT)
+        share = 1.0 / count
+        for j in range(num_held):
+            if successor_ids[row, j] == NONE:
+                break
+            merged_ids[num_merged] = successor_ids[row, j]
+            merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
+            num_merged += 1
+    num_known = num_merged
+    for j in range(k):
+        if new_ids[i, j] == NONE:
+            break
+        place = 0
+        while place < num_known and merged_ids[place] != new_ids[i, j]:
+            place += 1
+        if place == num_known:
+            place = num_merged
+            merged_ids[place] = new_ids[i, j]
+            merged_probs[place] = 0.0
+            num_merged += 1
+        merged_probs[place] += share * float(new_probs[i, j])
+    open_front(keys, counts, successor_ids, costs, begin, row)
+    keys[begin] = (previous + 1) * (_HASH_MASK + 1) + last
+    counts[begin] = count
+    for j in range(num_held):
+        best = NONE
+        for m in range(num_merged):
+            if merged_ids[m] != NONE and (best == NONE or merged_probs[m] > merged_probs[best]):
+                best = m
+        if best == NONE:
+            successor_ids[begin, j] = NONE
+            costs[begin, j] = MAX_COST
+            continue
+        successor_ids[begin, j] = merged_ids[best]
+        cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
+        costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
+        merged_ids[best] = NONE
+
+
+@kernel
 def put_successors(
     keys: Int64Array,
     counts: Int32Array,
@@ -1100,66 +1189,96 @@ def put_successors(
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
-    """Put what a target found likely after contexts into a table.
-
-    The context put last comes first in its bucket.
-
-    Args:
-        keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
-            `successor_ids`, `costs`: [num_rows, num_successors], likeliest first, NONE where fewer
-            are known; `num_contexts`: int64 [1], number of rows in use.
-        contexts: int64 [n, 2], previous token or NONE, and last token.
-        new_ids, new_probs: [n, k], likeliest first; NONE ends a row.
-        averages: whether a context's new successors are averaged with the known ones or replace
-            them.
-        merged_ids, merged_probs: [k + num_successors], scratch.
-    """
-    num_held, k = successor_ids.shape[1], new_ids.shape[1]
+    """Put successors of contexts, int64 [n, 2], into a table; else as `put_context`."""
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
-        row = find_context(keys, previous, last)
-        begin = bucket_of(keys, previous, last)
-        num_merged = 0
-        share = 1.0
-        count = 1
-        if row == NONE:
-            row = begin + WAYS - 1
-            num_contexts[0] += keys[row] == NONE
-        elif averages:
-            count = min(int(counts[row]) + 1, MAX_COUNT)
-            share = 1.0 / count
-            for j in range(num_held):
-                if successor_ids[row, j] == NONE:
-                    break
-                merged_ids[num_merged] = successor_ids[row, j]
-                merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
-                num_merged += 1
-        num_known = num_merged
+        put_context(
+            keys,
+            counts,
+            successor_ids,
+            costs,
+            num_contexts,
+            previous,
+            last,
+            new_ids,
+            new_probs,
+            i,
+            averages,
+            merged_ids,
+            merged_probs,
+        )
+
+
+@kernel
+def put_tree(
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    num_contexts: Int64Array,
+    previous: int,
+    token_ids: Int64Array,
+    parents: Int64Array,
+    new_ids: Int32Array,
+    new_probs: NDArray[np.float32],
+    averages: bool,
+    merged_ids: Int32Array,
+    merged_probs: Float64Array,
+) -> bool:
+    """Put successors of a tree's nodes into a table, by pair and by single token.
+
+    The likeliest nodes come first in a tree; they are put last, because the newest of equal
+    contexts is kept, and pairs behind singles, because a full bucket drops what is oldest.
+
+    Args:
+        previous: token before the root, or NONE.
+        token_ids, parents: [num_nodes], the root first.
+
+    Returns:
+        Whether all values are in range; if not, nothing is put.
+    """
+    num_nodes, k = new_ids.shape
+    is_valid = NONE <= previous <= MAX_TOKEN_ID
+    for node in range(num_nodes):
+        is_valid &= 0 <= token_ids[node] <= MAX_TOKEN_ID
+        is_valid &= NONE <= parents[node] < node
         for j in range(k):
-            if new_ids[i, j] == NONE:
-                break
-            place = 0
-            while place < num_known and merged_ids[place] != new_ids[i, j]:
-                place += 1
-            if place == num_known:
-                place = num_merged
-                merged_ids[place] = new_ids[i, j]
-                merged_probs[place] = 0.0
-                num_merged += 1
-            merged_probs[place] += share * float(new_probs[i, j])
-        open_front(keys, counts, successor_ids, costs, begin, row)
-        keys[begin] = (previous + 1) * (_HASH_MASK + 1) + last
-        counts[begin] = count
-        for j in range(num_held):
-            best = NONE
-            for m in range(num_merged):
-                if merged_ids[m] != NONE and (best == NONE or merged_probs[m] > merged_probs[best]):
-                    best = m
-            if best == NONE:
-                successor_ids[begin, j] = NONE
-                costs[begin, j] = MAX_COST
-                continue
-            successor_ids[begin, j] = merged_ids[best]
-            cost = -math.log(max(merged_probs[best], 1e-7)) * COST_STEPS
-            costs[begin, j] = min(max(cost + 0.5, 0.0), MAX_COST)
-            merged_ids[best] = NONE
+            is_valid &= new_ids[node, j] >= NONE and 0.0 <= new_probs[node, j] <= 1.0
+    if not is_valid:
+        return False
+    for node in range(num_nodes - 1, -1, -1):
+        last = int(token_ids[node])
+        put_context(
+            keys,
+            counts,
+            successor_ids,
+            costs,
+            num_contexts,
+            NONE,
+            last,
+            new_ids,
+            new_probs,
+            node,
+            averages,
+            merged_ids,
+            merged_probs,
+        )
+    for node in range(num_nodes - 1, -1, -1):
+        last, parent = int(token_ids[node]), int(parents[node])
+        before = int(token_ids[parent]) if parent != NONE else previous
+        put_context(
+            keys,
+            counts,
+            successor_ids,
+            costs,
+            num_contexts,
+            before,
+            last,
+            new_ids,
+            new_probs,
+            node,
+            averages,
+            merged_ids,
+            merged_probs,
+        )
+    return True

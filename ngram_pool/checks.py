@@ -7,9 +7,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool._kernels import Int64Array
-
-MAX_TOKEN_ID = 2**31 - 1
+from ngram_pool._kernels import MAX_TOKEN_ID, Int64Array
 
 
 def positive(name: str, value: SupportsIndex) -> int:

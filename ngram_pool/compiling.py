@@ -6,6 +6,7 @@ Everything that depends on Numba's internals is here; the kernels themselves are
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from numba.core.dispatcher import Dispatcher
@@ -13,8 +14,8 @@ from numba.core.dispatcher import Dispatcher
 from ngram_pool import _kernels
 
 
-def compile_by(run_all: Callable[[], object]) -> None:
-    """Compile the kernels, or load them from the cache, with a function that runs each of them.
+def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> None:
+    """Compile a module's kernels, or load them from the cache, with a function that runs each.
 
     Where a cache file is truncated or a disk is full, Numba lets any exception through, and would
     again in every process. So after an exception, what cannot be read is compiled, and written anew
@@ -27,7 +28,7 @@ def compile_by(run_all: Callable[[], object]) -> None:
         run_all()
         return
     except Exception as error:
-        kernels: list[Any] = [k for k in vars(_kernels).values() if isinstance(k, Dispatcher)]
+        kernels: list[Any] = [k for k in vars(module).values() if isinstance(k, Dispatcher)]
         if not kernels:  # NUMBA_DISABLE_JIT=1
             raise
         reason = f"{type(error).__name__}: {error}"

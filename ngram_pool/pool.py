@@ -17,6 +17,7 @@ from ngram_pool import _kernels
 from ngram_pool._kernels import (
     ANSWER,
     LOWERED_THEN,
+    MAX_TOKEN_ID,
     NEVER,
     NEXT,
     NEXT_POSITION,
@@ -29,7 +30,7 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.checks import MAX_TOKEN_ID, positive, token_ids_of
+from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.locks import alone, lock_of_pool
@@ -290,6 +291,21 @@ class NGramPool:
         many contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
         """
         self._harvested.put(contexts, token_ids, probs)
+
+    @alone
+    def harvest_tree(
+        self,
+        previous: int,
+        nodes: ArrayLike,
+        parents: ArrayLike,
+        token_ids: ArrayLike,
+        probs: ArrayLike,
+    ) -> None:
+        """Learn what a target finds likely after each node of a tree, in one call.
+
+        The arguments and errors are those of `SuccessorTable.put_tree`.
+        """
+        self._harvested.put_tree(previous, nodes, parents, token_ids, probs)
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -687,4 +703,5 @@ class NGramPool:
         self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, scratch)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
+        table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         SuccessorTable.from_arrays(table.arrays())

@@ -11,8 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
-from ngram_pool._kernels import COST_STEPS, NONE, Float64Array, Int32Array, Int64Array
-from ngram_pool.checks import MAX_TOKEN_ID, positive
+from ngram_pool._kernels import (
+    COST_STEPS,
+    MAX_TOKEN_ID,
+    NONE,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+)
+from ngram_pool.checks import positive
 from ngram_pool.locks import alone, lock_of_table
 
 DEFAULT_NUM_SUCCESSORS = 8
@@ -121,6 +128,63 @@ class SuccessorTable:
                 after such an error. After an interrupt, it has learned a first part.
         """
         self._put(*_checked(contexts, token_ids, probs))
+
+    @alone
+    def put_tree(
+        self,
+        previous: int,
+        nodes: ArrayLike,
+        parents: ArrayLike,
+        token_ids: ArrayLike,
+        probs: ArrayLike,
+    ) -> None:
+        """Learn successors of a tree's nodes, after each node alone and after it and its parent.
+
+        Of equal contexts the one of the first node is kept.
+
+        Args:
+            previous: the token before the root, or -1.
+            nodes: integers [n], tokens of the nodes, the root first.
+            parents: integers [n], -1 for the root; parents[i] < i.
+            token_ids, probs: as for `put`, a row for each node.
+
+        Raises:
+            TypeError, ValueError: as for `put`. The table is unchanged after such an error.
+        """
+        ids, floats = np.asarray(token_ids), np.asarray(probs)
+        lasts, over = np.asarray(nodes), np.asarray(parents)
+        for array in (ids, lasts, over):
+            if array.size and not np.issubdtype(array.dtype, np.integer):
+                raise TypeError(f"expected tokens and parents to be integers, got {array.dtype}")
+        if ids.ndim != 2 or ids.shape != floats.shape or not len(ids) == len(lasts) == len(over):
+            raise ValueError(
+                f"expected token_ids and probs of shape [{len(lasts)}, k], got shapes "
+                f"{list(ids.shape)} and {list(floats.shape)}"
+            )
+        # Buckets overflow beyond half load.
+        while 2 * (len(self) + 2 * len(ids)) > len(self._held.keys) < self._capacity:
+            self._resize(self._held, 2 * len(self._held.keys))
+        held, size = self._held, ids.shape[1] + self._num_successors
+        is_valid = _kernels.put_tree(
+            held.keys,
+            held.counts,
+            held.token_ids,
+            held.costs,
+            held.num_contexts,
+            previous,
+            np.ascontiguousarray(lasts, np.int64),
+            np.ascontiguousarray(over, np.int64),
+            np.ascontiguousarray(ids, np.int32),
+            np.ascontiguousarray(floats, np.float32),
+            self._averages,
+            np.empty(size, np.int32),
+            np.empty(size, np.float64),
+        )
+        if not is_valid:
+            raise ValueError(
+                f"expected token ids up to {MAX_TOKEN_ID}, parents before their children, and "
+                "probs from 0 to 1"
+            )
 
     @alone
     def get(self, previous: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:

@@ -81,16 +81,8 @@ class PoolDrafter:
         successors: Successors,
     ) -> None:
         """Feed the successors of the nodes."""
-        last = np.array(token_ids)
-        previous = last[parents]
-        previous[0] = committed[-2] if len(committed) > 1 else -1
-        pairs = np.stack([previous, last], axis=1)
-        singles = pairs.copy()
-        singles[:, 0] = -1
-        # The likeliest nodes come first in a tree; of equal contexts the one put last is kept.
-        contexts = np.concatenate([pairs, singles])[::-1]
-        ids, probs = (np.concatenate([part, part])[::-1] for part in successors)
-        self.pool.harvest(contexts, ids, probs)
+        previous = committed[-2] if len(committed) > 1 else -1
+        self.pool.harvest_tree(previous, token_ids, parents, *successors)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Feed committed tokens."""

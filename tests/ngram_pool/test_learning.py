@@ -55,6 +55,57 @@ def test_what_is_harvested_again_replaces_what_was() -> None:
     assert pool.draft([5], 5).token_ids.tolist() == [8]
 
 
+def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -> None:
+    rng = np.random.default_rng(0)
+    trees, contexts = SuccessorTable(4096), SuccessorTable(4096)
+    for _ in range(300):
+        num_nodes = int(rng.integers(1, 20))
+        nodes = rng.integers(0, NUM_TOKENS, num_nodes)
+        parents = np.array([rng.integers(-1 if i == 0 else 0, max(1, i)) for i in range(num_nodes)])
+        parents = np.array([-1, *(rng.integers(0, node) for node in range(1, num_nodes))])
+        previous = int(rng.integers(-1, NUM_TOKENS))
+        ids = np.stack([rng.permutation(NUM_TOKENS)[:4] for _ in nodes])
+        probs = -np.sort(-rng.random(ids.shape), axis=1)
+        trees.put_tree(previous, nodes, parents, ids, probs)
+        for node in reversed(range(num_nodes)):
+            contexts.put([[-1, nodes[node]]], ids[[node]], probs[[node]])
+        for node in reversed(range(num_nodes)):
+            before = nodes[parents[node]] if node else previous
+            contexts.put([[before, nodes[node]]], ids[[node]], probs[[node]])
+    assert len(trees) == len(contexts) > 800
+    for first in range(-1, NUM_TOKENS):
+        for second in range(NUM_TOKENS):
+            known, expected = trees.get(first, second), contexts.get(first, second)
+            assert (known is None) == (expected is None)
+            if known is not None and expected is not None:
+                assert [part.tolist() for part in known] == [part.tolist() for part in expected]
+
+
+@pytest.mark.parametrize(
+    ("previous", "nodes", "parents", "ids", "prob", "error"),
+    [
+        (-2, [5, 6], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (2**31, [5, 6], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5, -1], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 1], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, -2], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 0], [[7], [-2]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 0], [[7], [8]], 1.5, ValueError),
+        (-1, [5, 6], [-1, 0], [[7], [8]], np.nan, ValueError),
+        (-1, [5], [-1, 0], [[7], [8]], 0.5, ValueError),
+        (-1, [5, 6], [-1, 0], [7, 8], 0.5, ValueError),
+        (-1, [5.0, 6.0], [-1, 0], [[7], [8]], 0.5, TypeError),
+    ],
+)
+def test_a_bad_tree_raises_and_changes_nothing(
+    previous: int, nodes: object, parents: object, ids: object, prob: float, error: type[Exception]
+) -> None:
+    pool = NGramPool()
+    with pytest.raises(error, match="expected"):
+        pool.harvest_tree(previous, nodes, parents, ids, np.full(np.shape(ids), prob))  # type: ignore[arg-type]
+    assert len(pool.draft([5], 5)) == 0
+
+
 def test_a_bad_harvest_raises_and_changes_nothing() -> None:
     pool = NGramPool()
     pool.harvest([[-1, 5]], [[6]], [[0.7]])
