@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lade.drafting import _kernels
 from lade.transfer import HostCopy
 from lade.view import counterpart, keep_attributes, with_own_hooks
 
@@ -38,6 +39,36 @@ class Ranked(NamedTuple):
 
     logits: Tensor  # [..., num_ranked]
     token_ids: Tensor  # int64 [..., num_ranked]
+    is_ordered: bool = False  # whether of equal logits the lowest token id comes first
+
+
+class _Bits(NamedTuple):
+    """Logits on a CPU, as the kernels read them."""
+
+    of_rows: NDArray[Any]  # integers [num_rows, vocab_size]
+    shift: int  # by how many bits to shift them to have those of a float32
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "_Bits | None":
+        """Return the bits of logits; None where the kernels do not apply."""
+        dtype = _INTEGERS.get(logits.dtype)
+        if dtype is None or logits.device.type != "cpu" or not logits.is_contiguous():
+            return None
+        rows = logits.detach().view(-1, logits.shape[-1])
+        return cls(rows.view(dtype).numpy(), 32 - 8 * logits.itemsize)
+
+    @property
+    def least(self) -> int:
+        """The bits of -0."""
+        return -(1 << (31 - self.shift))
+
+    @property
+    def infinity(self) -> int:
+        """The bits of infinity."""
+        return 0x7F800000 >> self.shift
+
+
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def rank(logits: Tensor, num_ranked: int) -> Ranked:
@@ -47,7 +78,17 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
         logits: [..., vocab_size].
         num_ranked: how many; at most the size of the vocabulary is returned.
     """
-    return Ranked(*logits.topk(min(num_ranked, logits.shape[-1]), dim=-1))
+    num_ranked = min(num_ranked, logits.shape[-1])
+    bits = _Bits.of(logits)
+    if bits is not None:
+        token_ids = np.empty((len(bits.of_rows), num_ranked), np.int64)
+        unsigned = bits.of_rows.view(f"u{bits.of_rows.itemsize}")
+        if _kernels.rank_rows(
+            bits.of_rows, unsigned, bits.least, bits.infinity, np.empty_like(token_ids), token_ids
+        ):
+            ids = torch.from_numpy(token_ids).view(*logits.shape[:-1], num_ranked)
+            return Ranked(logits.gather(-1, ids), ids, is_ordered=True)
+    return Ranked(*logits.topk(num_ranked, dim=-1))
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:
@@ -57,6 +98,8 @@ def first_of_highest(ranked: Ranked) -> Tensor | None:
         int64 [...]; None where the ranks do not tell, because more tokens than were ranked may
         share it, or it is NaN.
     """
+    if ranked.is_ordered:
+        return ranked.token_ids[..., 0]
     is_highest = ranked.logits == ranked.logits[..., :1]
     if bool((is_highest[..., -1] | ~is_highest[..., 0]).any()):
         return None
@@ -89,9 +132,12 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
         sampled: step between the logits summed, see `_SAMPLED`; with 1, probabilities are exact.
     """
     highest = ranked.logits.float()
+    step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
+    bits = _Bits.of(logits) if ranked.is_ordered else None  # all are finite then
+    if bits is not None:
+        return SuccessorsCopy(ranked.token_ids, _estimated_probs(highest, bits, step))
     top, least = highest[..., :1], highest[..., -1:]
     powers = (highest - top).exp_()
-    step = sampled if logits.shape[-1] > 4 * sampled * highest.shape[-1] else 1
     # The ranked ones may be among these: they are clamped to the least of them, and subtracted.
     others = logits[..., ::step].float().minimum(least).sub_(top).exp_().sum(-1, keepdim=True)
     least_powers = powers[..., -1:]
@@ -99,6 +145,22 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     # NaN becomes 0: a drafter must neither learn from it nor fail because of it.
     probs = (powers / (powers.sum(-1, keepdim=True) + of_others.clamp_(min=0.0))).nan_to_num_(0.0)
     return SuccessorsCopy(ranked.token_ids, probs)
+
+
+def _estimated_probs(highest: Tensor, bits: _Bits, step: int) -> Tensor:
+    """Return the probabilities of the highest logits, float32 [..., num_ranked]."""
+    probs = torch.empty_like(highest, memory_format=torch.contiguous_format)
+    num_summed = -(-bits.of_rows.shape[1] // step)
+    _kernels.estimate_probs(
+        bits.of_rows,
+        bits.shift,
+        step,
+        highest.contiguous().view(-1, highest.shape[-1]).numpy(),
+        np.empty(-(-num_summed // 8) * 8, np.int32),
+        np.empty(8, np.float64),
+        probs.view(-1, highest.shape[-1]).numpy(),
+    )
+    return probs
 
 
 # Maximum number of last prompt tokens, in all rows together, whose successors are harvested.

@@ -167,13 +167,52 @@ def test_the_first_of_equal_logits_is_found_as_argmax_finds_it() -> None:
     assert first_of_highest(rank(torch.full((1, 9), float("nan")), 3)) is None
 
 
-def test_probabilities_are_about_those_of_the_softmax() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("scale", "shift", "vocab_size"),
+    [(4.0, 0.0, 5000), (0.01, 0.0, 700), (3.0, -40.0, 5000), (0.02, -1.0, 300), (1.0, 0.0, 5)],
+)
+def test_equal_logits_are_ranked_in_the_order_of_their_ids(
+    dtype: torch.dtype, scale: float, shift: float, vocab_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(2, 10, vocab_size, generator=generator) + shift).to(dtype)
+    logits[0, :, ::7] = logits[0, :, ::7].round()  # zeros of both signs among them
+    logits[1, :4, 1:] = -torch.inf
+    ranked = rank(logits, 8)
+    assert ranked.is_ordered
+    order = logits.float().sort(dim=-1, descending=True, stable=True)
+    num = min(8, vocab_size)
+    assert torch.equal(ranked.token_ids, order.indices[..., :num])
+    assert torch.equal(ranked.logits.float(), order.values[..., :num])
+    first = first_of_highest(ranked)
+    assert first is not None
+    assert torch.equal(first, logits.float().argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_left_to_torch(dtype: torch.dtype, value: float) -> None:
+    for place in (0, 299, 511, 999):
+        logits = torch.randn(2, 1000).to(dtype)
+        logits[1, place] = value
+        assert not rank(logits, 4).is_ordered
+        assert torch.equal(rank(logits, 4).token_ids, logits.topk(4).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_probabilities_are_about_those_of_the_softmax(dtype: torch.dtype) -> None:
     logits = 3 * torch.randn(20, 40000, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(dtype)
     ranked = rank(logits, 8)
     got = with_probs(ranked, logits).get()
-    expected = logits.softmax(-1).gather(-1, ranked.token_ids)
+    expected = logits.double().softmax(-1).gather(-1, ranked.token_ids)
     assert got.token_ids.tolist() == ranked.token_ids.tolist()
     assert np.abs(np.log(got.probs) - expected.log().numpy()).max() < 0.6
+    few = logits[:, :40].contiguous()  # all of them are summed
+    ranked = rank(few, 8)
+    expected = few.double().softmax(-1).gather(-1, ranked.token_ids)
+    assert with_probs(ranked, few).get().probs == pytest.approx(expected.numpy(), rel=0.04)
 
 
 # --- the pool as a drafter ------------------------------------------------------------------
