@@ -4,14 +4,20 @@
 drafter (`trust.py`).
 """
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lade.budget.costs import KNOTS, PRIOR_SLOPE, SIZES, Costs, Floats, interpolated, num_flat
-from lade.budget.trust import Outcome, Trust
+from lade.budget import _kernels
+from lade.budget._kernels import KNOTS, Floats
+from lade.budget.costs import PRIOR_SLOPE, Costs, interpolated, num_flat
+from lade.budget.trust import Hit, Outcome, Trust
+from ngram_pool import Draft
+from ngram_pool.compiling import compile_by
+
+Probs = Sequence[Sequence[float] | Floats]
 
 
 class Budget(Protocol):
@@ -21,7 +27,11 @@ class Budget(Protocol):
     def max_draft_tokens(self) -> int:
         """Maximum number of draft tokens worth asking a drafter for."""
 
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+    @property
+    def is_resting(self) -> bool:
+        """Whether the next step does best without a draft, and without learning for later ones."""
+
+    def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return how many nodes of each row's draft to verify, best first.
 
         Args:
@@ -61,6 +71,8 @@ class Budget(Protocol):
 class _Unlearning:
     """Base of budgets that learn nothing."""
 
+    is_resting = False
+
     def record(
         self,
         num_rows: int,
@@ -78,7 +90,7 @@ class FixedBudget(_Unlearning):
     def __init__(self, max_draft_tokens: int) -> None:
         self.max_draft_tokens = max_draft_tokens
 
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+    def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return the size of the largest draft."""
         return max(map(len, probs))
 
@@ -107,7 +119,7 @@ class PricedBudget(_Unlearning):
         self._sizes = np.array(sorted(step_costs), np.float64)
         self._costs = np.array([step_costs[size] for size in sorted(step_costs)], np.float64)
 
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+    def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to the given cost."""
         gains = _gains(probs, [1 / len(probs)] * len(probs))
         tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
@@ -146,6 +158,39 @@ class _Row(NamedTuple):
         """Ratio of actual to expected, smoothed: how the row compares with all rows."""
         return (_PRIOR_OF_ROW + self.came) / (_PRIOR_OF_ROW + self.expected)
 
+    def after(self, hit: Hit) -> "_Row":
+        """Return the row after a step."""
+        return _Row(
+            self.num_emitted,
+            _MEMORY_OF_ROW * self.expected + hit.expected,
+            _MEMORY_OF_ROW * self.came + hit.came,
+        )
+
+
+# Where drafts do not pay, steps rest: they have no draft, and nothing is learned for later ones.
+# After so many steps whose draft was not worth verifying, and after so many more each time; then
+# for twice as long as the last time, between these. Where the likeliest draft token comes after
+# all, a few more steps have drafts.
+_STEPS_BEFORE_REST = 8
+_STEPS_BETWEEN_RESTS = 2
+_STEPS_AFTER_HIT = 4
+_FIRST_REST, _LAST_REST = 2, 16
+
+
+class _Pace(NamedTuple):
+    """How long drafts go on before the next rest, and how long it will be."""
+
+    num_to_try: int = _STEPS_BEFORE_REST
+    num_to_rest: int = 0
+    next_rest: int = _FIRST_REST
+
+    def after_refusal(self) -> "_Pace":
+        """Return what follows a draft that was not worth verifying."""
+        if self.num_to_try > 1:
+            return self._replace(num_to_try=self.num_to_try - 1)
+        next_rest = min(2 * self.next_rest, _LAST_REST)
+        return _Pace(_STEPS_BETWEEN_RESTS, self.next_rest, next_rest)
+
 
 class MeasuredBudget:
     """Budget that maximises the expected tokens per second, with no nodes at all if need be.
@@ -160,34 +205,39 @@ class MeasuredBudget:
         self._costs: dict[int, Costs] = {}  # by the bit length of the batch size
         self._trust = Trust()
         self._rows: dict[int, _Row] = {}  # the rows that the next step asks about
+        self._pace = _Pace()
+        compile_by(_run_kernels, _kernels)
 
     @property
     def max_draft_tokens(self) -> int:
         """A little over twice what was verified lately: nodes cost time to draft, used or not."""
         return min(_MAX_DRAFT_TOKENS, _LEAST_ASKED + int(2 * self._recent_most))
 
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafts have not been worth verifying for some time."""
+        return self._pace.num_to_rest > 0
+
+    def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""
         costs = self._costs_of(len(probs))
-        # Sizes of the whole forward, in tokens per row; the smallest has no draft.
-        smallest, longest = 1 + num_pending, 1 + num_pending + max(map(len, probs))
-        if costs.must_begin() or longest == smallest:
-            return 0
-        between = SIZES[bisect_right(SIZES, smallest) : bisect_right(SIZES, longest)]
-        sizes = [smallest, *between]
-        if sizes[-1] < longest:
-            sizes.append(longest)  # the whole draft
-        rows = self._rows_of(len(probs))
-        trusted = [
-            self._trust.believed(of_row, row.trust) for of_row, row in zip(probs, rows, strict=True)
-        ]
-        gains = _gains(trusted, _weights(rows))
-        rates = gains[np.array(sizes) - smallest] / costs.hoped_for(sizes)
-        best = int(rates.argmax())
-        if costs.must_try_other(best > 0):
-            best = 0 if best > 0 else 1 + int(rates[1:].argmax())
-        chosen = sizes[best] - smallest
+        factors, weights = self._of_rows(len(probs))
+        chosen = _kernels.choose(
+            costs.curve,
+            costs.num,
+            costs.counts,
+            self._trust.worth,
+            np.asarray(probs[0] if len(probs) == 1 else np.concatenate(probs), np.float64),
+            np.array([0, *accumulate(map(len, probs))]),
+            factors,
+            weights,
+            num_pending,
+        )
         self._recent_most = max(chosen, _FADING * self._recent_most)
+        if chosen:
+            self._pace = _Pace()
+        elif not chosen and any(map(len, probs)) and not costs.are_unknown:
+            self._pace = self._pace.after_refusal()
         return chosen
 
     def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
@@ -206,35 +256,38 @@ class MeasuredBudget:
         """Learn the cost of a forward of this size and how far to trust drafted probabilities."""
         if forward_sec is not None:
             self._costs_of(num_rows).record(num_nodes + 1, forward_sec)
+        pace = self._pace
+        if pace.num_to_rest > 0:
+            self._pace = pace._replace(num_to_rest=pace.num_to_rest - 1)
+        hits = self._trust.record(outcomes) if outcomes else []
+        if hits and 2 * sum(hit.is_best for hit in hits) >= len(hits):
+            self._pace = pace._replace(num_to_try=max(pace.num_to_try, _STEPS_AFTER_HIT))
         if num_rows > 1:
-            self._record_rows(outcomes, num_emitted)
-        if outcomes:
-            self._trust.record(outcomes)
+            self._record_rows(outcomes, hits, num_emitted)
 
-    def _rows_of(self, num_rows: int) -> list[_Row]:
-        """Return what is known of the rows; nothing as a call begins or while some rows wait."""
+    def _of_rows(self, num_rows: int) -> tuple[Floats, Floats]:
+        """Return factors of the rows' probabilities, and what a token is worth in each."""
         rows = [*self._rows.values()]  # read once: calls of other threads replace it
         if num_rows == 1 or len(rows) != num_rows:
-            return [_Row()] * num_rows
-        return rows
+            # Nothing is known of them as a call begins, or while some rows wait.
+            return np.ones(num_rows), np.full(num_rows, 1 / num_rows)
+        num_emitted = np.array([row.num_emitted for row in rows])
+        lags = np.exp((num_emitted.min() - num_emitted) / _LEAD)
+        weights = _SHARE_OF_ALL / num_rows + (1 - _SHARE_OF_ALL) * lags / lags.sum()
+        return np.array([row.trust for row in rows]), weights
 
-    def _record_rows(self, outcomes: Sequence[Outcome], num_emitted: Mapping[int, int]) -> None:
+    def _record_rows(
+        self, outcomes: Sequence[Outcome], hits: Sequence[Hit], num_emitted: Mapping[int, int]
+    ) -> None:
         """Learn how far each row is, and how well its next token was predicted."""
         rows = {}
         for row, num in num_emitted.items():
             known = self._rows.get(row, _Row())
             # A row that has become shorter belongs to another call.
             rows[row] = known._replace(num_emitted=num) if known.num_emitted <= num else _Row(num)
-        for row, draft, token_ids in outcomes:
-            if row in rows:
-                is_next = draft.depths == 1
-                expected = float(self._trust.believed(draft.probs[is_next]).sum())
-                came = bool((draft.token_ids[is_next] == token_ids[0]).any())
-                rows[row] = _Row(
-                    rows[row].num_emitted,
-                    _MEMORY_OF_ROW * rows[row].expected + expected,
-                    _MEMORY_OF_ROW * rows[row].came + came,
-                )
+        for outcome, hit in zip(outcomes, hits, strict=True):
+            if outcome.row in rows:
+                rows[outcome.row] = rows[outcome.row].after(hit)
         self._rows = rows
 
     def _costs_of(self, num_rows: int) -> "Costs":
@@ -251,17 +304,7 @@ class MeasuredBudget:
         return self._costs[num_bits]
 
 
-def _weights(rows: Sequence[_Row]) -> Floats:
-    """Return the worth of a token in each row; the weights sum to 1."""
-    if len(rows) == 1:
-        return np.ones(1)
-    num_emitted = np.array([row.num_emitted for row in rows])
-    lags = np.exp((num_emitted.min() - num_emitted) / _LEAD)
-    weights: Floats = _SHARE_OF_ALL / len(rows) + (1 - _SHARE_OF_ALL) * lags / lags.sum()
-    return weights
-
-
-def _gains(probs: Sequence[Sequence[float] | Floats], weights: Sequence[float] | Floats) -> Floats:
+def _gains(probs: Probs, weights: Sequence[float]) -> Floats:
     """Return the expected tokens of a step for 0, 1, … nodes verified in each row.
 
     Args:
@@ -273,3 +316,23 @@ def _gains(probs: Sequence[Sequence[float] | Floats], weights: Sequence[float] |
         gains[1 : 1 + len(of_row)] += np.multiply(of_row, weight)
     gains[0] = 1.0
     return np.cumsum(gains, dtype=np.float64)
+
+
+def _run_kernels() -> None:
+    """Run every kernel once, so that the first step does not wait for a compiler."""
+    costs, trust = Costs(np.ones(len(KNOTS))), Trust()
+    for _ in range(2):
+        costs.record(1, 1.0)
+    costs.flat_end(1)
+    trust.record([Outcome(0, Draft.empty(), [1])])
+    _kernels.choose(
+        costs.curve,
+        costs.num,
+        costs.counts,
+        trust.worth,
+        probs=np.ones(1),
+        starts=np.array([0, 1]),
+        factors=np.ones(1),
+        weights=np.ones(1),
+        num_pending=0,
+    )

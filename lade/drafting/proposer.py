@@ -82,6 +82,11 @@ class Proposer:
         """Top-k target tokens to report to the drafter per node; 0 for none."""
         return 0 if self._has_failed else self._num_successors
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar may force tokens."""
+        return self._grammar is not None
+
     def open(self, row: int, context: Sequence[int]) -> None:
         """Begin a row with its prompt."""
 

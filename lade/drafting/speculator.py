@@ -118,6 +118,9 @@ class Speculator:
         self._budget = budget
         self._runner = runner
         self._ranks = ranks
+        # Processes that share a target measure different times, and must draft in the same steps.
+        self._may_rest = ranks is None and lookahead is None and not proposer.has_grammar
+        self._is_resting = False  # whether the step at hand has no draft and teaches nothing
         # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
         self._windows = {
             row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
@@ -144,7 +147,8 @@ class Speculator:
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
-        proposed = self._proposals(emitting)
+        self._is_resting = self._may_rest and self._budget.is_resting
+        proposed = {} if self._is_resting else self._proposals(emitting)
         windows = self._open_windows(emitting)
         num_nodes = self._num_nodes(proposed, windows)
         drafts = {row: self._draw(row, draft, num_nodes) for row, draft in proposed.items()}
@@ -191,7 +195,7 @@ class Speculator:
         if self._runner.must_catch_up:
             return 0
         probs = [
-            draft.probs.tolist()
+            draft.probs
             for row, draft in proposed.items()
             if self._batch.text.padding_of(row) is None
         ]
@@ -230,7 +234,7 @@ class Speculator:
             ranked: ranks of these logits that are known already, or None.
         """
         num_successors = self._proposer.num_successors
-        if num_successors == 0:
+        if num_successors == 0 or self._is_resting:
             return None
         known = logits[..., : self._runner.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.
@@ -306,6 +310,7 @@ class Speculator:
                 outcomes=[
                     Outcome(step.row, done.plan.proposed[step.row], step.token_ids)
                     for step in done.steps
+                    if step.row in done.plan.proposed
                 ],
                 num_emitted=batch.working(),
             )

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,11 +99,11 @@ def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -
     ],
 )
 def test_a_bad_tree_raises_and_changes_nothing(
-    previous: int, nodes: object, parents: object, ids: object, prob: float, error: type[Exception]
+    previous: int, nodes: Any, parents: Any, ids: Any, prob: float, error: type[Exception]
 ) -> None:
     pool = NGramPool()
     with pytest.raises(error, match="expected"):
-        pool.harvest_tree(previous, nodes, parents, ids, np.full(np.shape(ids), prob))  # type: ignore[arg-type]
+        pool.harvest_tree(previous, nodes, parents, ids, np.full(np.shape(ids), prob))
     assert len(pool.draft([5], 5)) == 0
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
+from lade.budget.budget import FixedBudget
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import (
     MAX_PROMPT_TOKENS,
@@ -152,6 +153,56 @@ def test_logits_that_are_no_numbers_end_no_generation(value: float) -> None:
     expected = model.generate(torch.arange(2, 8)[None], **GREEDY)
     assert lade.generate(model, torch.arange(2, 8)[None], **GREEDY).tolist() == expected.tolist()
     handle.remove()
+
+
+def test_steps_that_rest_have_no_draft_and_teach_the_text_alone() -> None:
+    """Every other time, four steps rest; the drafter still sees all tokens, in order."""
+    model = tiny_model("llama")
+    prompt = torch.arange(2, 12)[None]
+    expected = model.generate(prompt, **{**GREEDY, "max_new_tokens": 60})
+
+    class Tired(FixedBudget):
+        num_recorded = 0
+
+        @property
+        def is_resting(self) -> bool:  # type: ignore[override]
+            return self.num_recorded % 8 >= 4
+
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            if self.is_resting:
+                assert (kwargs["num_nodes"], kwargs["outcomes"]) == (0, [])
+            self.num_recorded += 1
+
+    class Watched(Listener):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observed: list[int] = []
+            self.num_drafts = 0
+
+        def draft(self, *args: Any) -> Draft:
+            self.num_drafts += 1
+            return super().draft(*args)
+
+        def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+            self.observed += token_ids
+
+    lade.probe(model)
+    budget, drafter = Tired(3), Watched()
+    profile.profile_of(model).budgets["tree", "eager"] = budget
+    output = lade.generate(
+        model,
+        prompt,
+        drafter=drafter,
+        **{**GREEDY, "max_new_tokens": 60, "return_dict_in_generate": True},
+    )
+    assert output.sequences.tolist() == expected.tolist()
+    assert drafter.observed == expected[0, 10:].tolist()
+    num_steps = budget.num_recorded
+    assert num_steps > 30
+    num_awake = sum(step % 8 < 4 for step in range(num_steps))
+    assert num_awake - 1 <= drafter.num_drafts <= num_awake  # nothing fits behind the last token
+    # One for the prompt's end, one for its root, and one for each step that did not rest.
+    assert len(drafter.told) == 2 + num_awake
 
 
 # --- ranks ----------------------------------------------------------------------------------

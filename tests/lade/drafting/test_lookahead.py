@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import lade
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import FixedBudget, Probs
 from lade.drafting.drafter import NgramDrafter
 from lade.drafting.lookahead import Window
 from lade.drafting.pool_drafter import PoolDrafter
@@ -480,7 +480,7 @@ class KeepingBudget(FixedBudget):
         self.num_pending: list[int] = []
         self.num_nodes_run: list[int] = []
 
-    def num_nodes(self, probs: Sequence[Sequence[float]], num_pending: int) -> int:
+    def num_nodes(self, probs: Probs, num_pending: int) -> int:
         self.num_pending.append(num_pending)
         return super().num_nodes(probs, num_pending)
 

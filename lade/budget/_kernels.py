@@ -1,0 +1,338 @@
+"""Every Numba function of the budget, and nothing else; `ngram_pool/_kernels.py` says why.
+
+Arrays of the costs of one size of batch, by the sizes `KNOTS`:
+
+    guess   float64 [num_knots]   costs up to a factor, before anything was measured
+    known   float64 [num_knots]   smoothed measurements, in seconds
+    num     float64 [num_knots]   measurements of each, gradually forgotten
+    curve   float64 [num_knots]   seconds, also where nothing was measured
+    is_seen bool [largest + 1]    whether a forward of this size has run
+    counts  int64 [6]             see `STEPS` and what follows
+
+They hold the GIL, so that each call is one step for other threads, too. No signal is noticed
+meanwhile: what must change together is changed by one call.
+
+Next file: `costs.py`.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngram_pool._kernels import Int32Array, Int64Array, kernel_with_gil
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+# Sizes of a forward, in tokens per row, that are chosen from and measured: few, so that each is
+# soon known. Sizes beyond `MAX_DRAFT_TOKENS` occur with pending tokens; larger ones count as 256.
+SIZES = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64),
+    *(80, 96, 128, 192, 256),
+)
+KNOTS = np.array(SIZES, np.float64)
+NUM_KNOTS = len(SIZES)
+
+# Indices of `counts`: steps recorded; times asked; the steps that drafted and did not, last; the
+# steps until the other is tried; and the step that was the last such trial.
+STEPS, ASKED, DRAFTED, PLAIN, PATIENCE, TRIAL = range(6)
+# Steps until drafting, or not drafting, is tried again where the other has won throughout: doubled
+# each time, from the first to the last of these. A try every 128 steps costs 0.5 % where a second
+# token makes a step 1.6 times as long, as in float32 on some CPUs.
+FIRST_PROBE, LAST_PROBE = 16, 128
+_PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
+
+# Weights of a new measurement: on all sizes, because a longer text or a busy machine slows all of
+# them, and on its own size, where the first few are averaged.
+_SHARED_WEIGHT = 0.1
+_OWN_WEIGHT = 0.1
+_OUTLIER = 1.3  # a measurement is clipped to within this factor of the expected cost
+_FIRST_OUTLIER = 2.0  # the same until there have been two
+# A cost may be lower than measured: by this fraction after one measurement, and by this over the
+# square of their number after more. Measurements are gradually forgotten, down to two. The size
+# that looks best at its lowest cost is measured again, so a bad start or a load that has ended is
+# noticed.
+_DOUBT_OF_ONE = 0.2
+_MOST_COUNTED = 10.0
+LEAST_COUNTED = 2.0
+_MEMORY_OF_COSTS = 0.997  # per step
+
+# Costs up to this factor apart are taken for equal: about the noise of a curve that is known.
+FLAT = 1.015
+
+# Promised probabilities are grouped into intervals; these are the lower bounds but the first.
+PROMISES = np.array(
+    [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
+)
+NUM_INTERVALS = len(PROMISES) + 1
+# Weight that the past keeps per step: a short memory, because the worst case is a text that stops
+# being predictable.
+_MEMORY_OF_TRUST = 0.9
+_PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
+
+
+# --- costs ------------------------------------------------------------------------------------
+
+
+@kernel_with_gil
+def knot_before(size: float) -> int:
+    """Return the last knot that is not above a size, but never the very last one."""
+    knot = 0
+    while knot < NUM_KNOTS - 2 and KNOTS[knot + 1] <= size:
+        knot += 1
+    return knot
+
+
+@kernel_with_gil
+def value_at(curve: Floats, size: float) -> float:
+    """Interpolate a curve over the knots; constant beyond both ends."""
+    left = knot_before(size)
+    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    share = min(max(share, 0.0), 1.0)
+    return float((1.0 - share) * curve[left] + share * curve[left + 1])
+
+
+@kernel_with_gil
+def hoped_for(curve: Floats, num: Floats, size: float) -> float:
+    """Return the lowest cost that forwards of this size may have."""
+    left = knot_before(size)
+    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    share = min(max(share, 0.0), 1.0)
+    cost = 0.0
+    for knot, part in ((left, 1.0 - share), (left + 1, share)):
+        # The guess for a size never measured is optimistic already.
+        doubt = _DOUBT_OF_ONE / max(1.0, num[knot]) ** 2 if num[knot] > 0 else 0.0
+        cost += part * float(curve[knot]) * (1.0 - doubt)
+    return cost
+
+
+@kernel_with_gil
+def record_cost(
+    guess: Floats,
+    known: Floats,
+    num: Floats,
+    curve: Floats,
+    is_seen: Bools,
+    counts: Int64Array,
+    size: int,
+    sec: float,
+) -> None:
+    """Learn from the seconds of one forward; the arrays are described above."""
+    is_trial = counts[TRIAL] == counts[STEPS]
+    counts[STEPS] += 1
+    size = min(size, SIZES[NUM_KNOTS - 1])
+    sec = max(sec, 1e-9)  # a coarse clock may not have advanced
+    if not is_seen[size]:
+        # The first forward of a size does not count: libraries prepare kernels for it.
+        is_seen[size] = True
+        return
+    left = knot_before(size)
+    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    expected = value_at(curve, size)
+    if num.sum() == 0:  # the guess is known up to a factor
+        for knot in range(NUM_KNOTS):
+            curve[knot] *= sec / expected
+        expected = sec
+    ratio = sec / expected
+    least = num[left] if share < 1.0 else num[left + 1]
+    if 0.0 < share < 1.0:
+        least = min(num[left], num[left + 1])
+    # Forwards are often slower than they should be and hardly ever faster: where there are few
+    # measurements, or none of late, a lower one is taken as it is.
+    is_news = ratio < 1.0 and (is_trial or least <= LEAST_COUNTED)
+    if not is_news:
+        most = _OUTLIER if least >= LEAST_COUNTED else _FIRST_OUTLIER
+        ratio = min(max(ratio, 1.0 / most), most)
+        if least > 0:  # a wrong guess says nothing about the others
+            for knot in range(NUM_KNOTS):
+                known[knot] *= 1.0 + _SHARED_WEIGHT * (ratio - 1.0)
+    for knot in range(NUM_KNOTS):
+        if num[knot] > LEAST_COUNTED:
+            num[knot] = max(LEAST_COUNTED, _MEMORY_OF_COSTS * num[knot])
+    for knot, part in ((left, 1.0 - share), (left + 1, share)):
+        if part > 0.0:
+            if num[knot] == 0:
+                known[knot] = curve[knot]
+            weight = 1.0 if is_news else max(1.0 / (1.0 + num[knot]), _OWN_WEIGHT)
+            known[knot] *= 1.0 + part * weight * (ratio - 1.0)
+            num[knot] = min(_MOST_COUNTED, num[knot] + part)
+    update_curve(guess, known, num, curve)
+
+
+@kernel_with_gil
+def update_curve(guess: Floats, known: Floats, num: Floats, curve: Floats) -> None:
+    """Interpolate between the measured knots, and follow the guess beyond them."""
+    last = -1  # the last measured knot so far
+    for knot in range(NUM_KNOTS):
+        if num[knot] == 0:
+            if last >= 0:
+                curve[knot] = known[last] * guess[knot] / guess[last]
+            continue
+        curve[knot] = known[knot]
+        for between in range(last + 1, knot):
+            if last < 0:
+                curve[between] = known[knot] * guess[between] / guess[knot]
+            else:
+                share = (KNOTS[between] - KNOTS[last]) / (KNOTS[knot] - KNOTS[last])
+                curve[between] = (1.0 - share) * known[last] + share * known[knot]
+        last = knot
+
+
+@kernel_with_gil
+def flat_end(curve: Floats, num: Floats, size: int) -> int:
+    """Return the largest measured size up to which forwards cost no more than at this one.
+
+    It is `size` itself where the cost there has hardly been measured.
+    """
+    if value_at(num, size) < LEAST_COUNTED:
+        return size
+    # Sizes between two measured ones cost no more than the dearer: only those are asked about.
+    most, end = FLAT * value_at(curve, size), size
+    for knot in range(NUM_KNOTS):
+        if KNOTS[knot] > size and num[knot] >= LEAST_COUNTED:
+            if curve[knot] > most:
+                break
+            end = SIZES[knot]
+    return end
+
+
+# --- the choice -------------------------------------------------------------------------------
+
+
+@kernel_with_gil
+def believed(worth: Floats, prob: float, factor: float) -> float:
+    """Return the corrected probability of a node, at most 1."""
+    worth_of_it = float(worth[np.searchsorted(PROMISES, prob, "right")])
+    return min(1.0, factor * worth_of_it * prob)
+
+
+@kernel_with_gil
+def choose(
+    curve: Floats,
+    num: Floats,
+    counts: Int64Array,
+    worth: Floats,
+    probs: Floats,
+    starts: Int64Array,
+    factors: Floats,
+    weights: Floats,
+    num_pending: int,
+) -> int:
+    """Return the number of nodes of each row's draft with the best ratio of tokens to time.
+
+    Args:
+        curve, num, counts: costs, see above.
+        worth: of the trust, float64 [NUM_INTERVALS].
+        probs: probabilities of all rows' nodes, one row after the other, best first.
+        starts: int64 [num_rows + 1], where each row begins in `probs`, and the end.
+        factors, weights: float64 [num_rows], of each row's probabilities and of its tokens.
+        num_pending: tokens per row that run besides.
+    """
+    longest = 0
+    for row in range(len(starts) - 1):
+        longest = max(longest, starts[row + 1] - starts[row])
+    counts[ASKED] += 1
+    # Measure steps without a draft first. After a few calls without a measurement the guess has to
+    # do: where finished rows stay in the forward, only the others are asked about, and what is
+    # measured counts for a larger batch.
+    is_unknown = num.sum() < 1.5
+    if (is_unknown and counts[ASKED] <= _PATIENCE_AT_FIRST) or longest == 0:
+        return 0
+    plain_rate = 1.0 / hoped_for(curve, num, 1 + num_pending)
+    best, best_rate = 0, 0.0
+    expected, knot = 1.0, 0
+    for nodes in range(1, longest + 1):
+        for row in range(len(starts) - 1):
+            place = starts[row] + nodes - 1
+            if place < starts[row + 1]:
+                expected += weights[row] * believed(worth, probs[place], factors[row])
+        size = 1 + num_pending + nodes
+        while knot < NUM_KNOTS - 1 and SIZES[knot] < size:
+            knot += 1
+        if SIZES[knot] == size or nodes == longest:
+            rate = expected / hoped_for(curve, num, size)
+            if rate > best_rate:
+                best, best_rate = nodes, rate
+    is_drafting = best_rate > plain_rate
+    if counts[STEPS] - counts[PLAIN if is_drafting else DRAFTED] >= counts[PATIENCE]:
+        counts[PATIENCE] = min(2 * counts[PATIENCE], LAST_PROBE)
+        counts[TRIAL] = counts[STEPS]
+        is_drafting = not is_drafting
+    counts[DRAFTED if is_drafting else PLAIN] = counts[STEPS]
+    return best if is_drafting else 0
+
+
+# --- trust ------------------------------------------------------------------------------------
+
+
+@kernel_with_gil
+def look_at_outcome(
+    token_ids: Int32Array,
+    parents: Int32Array,
+    depths: Int32Array,
+    probs: Floats,
+    emitted: Int64Array,
+    worth: Floats,
+    came: Floats,
+    sums: Floats,
+) -> tuple[float, bool]:
+    """Compare one row's draft with what was emitted.
+
+    The fate of a node beyond the last emitted token is unknown if its path up to there was emitted.
+    It counts with the drafter's probability, given that path. If it were left out, only the
+    failures beside it would count, and teach that long drafts are worth nothing.
+
+    Args:
+        token_ids, parents, depths, probs: of all nodes that were proposed, verified or not.
+        emitted: int64, the tokens of the step, at least one.
+        worth: as for `choose`.
+        came: float64 [num_nodes], written: whether the path of each node was emitted: 1, 0, or a
+            probability if unknown.
+        sums: float64 [2, NUM_INTERVALS], added to: what was promised and what came.
+
+    Returns:
+        How likely the next token was thought to be in the draft, and whether it was.
+    """
+    expected, is_next_drafted = 0.0, False
+    known = np.empty(len(token_ids))  # probability of the last node on each path with known fate
+    for node in range(len(token_ids)):
+        parent, depth, prob = parents[node], depths[node], probs[node]
+        came_before, known_before = 1.0, 1.0
+        if parent >= 0:
+            came_before, known_before = came[parent], known[parent]
+        if depth > len(emitted):
+            is_possible = came_before > 0 and known_before > 0
+            came[node] = min(1.0, prob / known_before) if is_possible else 0.0
+            known[node] = known_before
+        else:
+            is_right = came_before > 0 and token_ids[node] == emitted[depth - 1]
+            came[node] = 1.0 if is_right else 0.0
+            known[node] = prob
+            if depth == 1:
+                expected += believed(worth, prob, 1.0)
+                is_next_drafted |= is_right
+        interval = np.searchsorted(PROMISES, prob, "right")
+        sums[0, interval] += prob
+        sums[1, interval] += came[node]
+    return expected, is_next_drafted
+
+
+@kernel_with_gil
+def renew_trust(promised_and_came: Floats, worth: Floats, sums: Floats, num_rows: int) -> None:
+    """Learn from the outcomes of a step; all rows together weigh as one.
+
+    Args:
+        promised_and_came: float64 [2, NUM_INTERVALS], decayed sums over nodes, by interval.
+        worth: float64 [NUM_INTERVALS], acceptance over promise.
+        sums: float64 [2, NUM_INTERVALS], the same of this step, by `look_at_outcome`.
+        num_rows: rows that they are from.
+    """
+    for interval in range(NUM_INTERVALS):
+        for kind in range(2):
+            promised_and_came[kind, interval] *= _MEMORY_OF_TRUST
+            promised_and_came[kind, interval] += sums[kind, interval] / num_rows
+    of_all = promised_and_came[1].sum() + _PRIOR_WEIGHT
+    of_all /= promised_and_came[0].sum() + _PRIOR_WEIGHT
+    for interval in range(NUM_INTERVALS):
+        worth[interval] = (promised_and_came[1, interval] + _PRIOR_WEIGHT * of_all) / (
+            promised_and_came[0, interval] + _PRIOR_WEIGHT
+        )
