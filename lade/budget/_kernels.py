@@ -7,7 +7,7 @@ Arrays of the costs of one size of batch, by the sizes `KNOTS`:
     num     float64 [num_knots]   measurements of each, gradually forgotten
     curve   float64 [num_knots]   seconds, also where nothing was measured
     is_seen bool [largest + 1]    whether a forward of this size has run
-    counts  int64 [6]             see `STEPS` and what follows
+    counts  int64 [7]             see `STEPS` and what follows
 
 They hold the GIL, so that each call is one step for other threads, too. No signal is noticed
 meanwhile: what must change together is changed by one call.
@@ -33,8 +33,9 @@ KNOTS = np.array(SIZES, np.float64)
 NUM_KNOTS = len(SIZES)
 
 # Indices of `counts`: steps recorded; times asked; the steps that drafted and did not, last; the
-# steps until the other is tried; and the step that was the last such trial.
-STEPS, ASKED, DRAFTED, PLAIN, PATIENCE, TRIAL = range(6)
+# steps until the other is tried; the step that was the last such trial; and how many measurements
+# are still to tell how fast the machine is now, where costs are known from another time.
+STEPS, ASKED, DRAFTED, PLAIN, PATIENCE, TRIAL, NUM_SCALING = range(7)
 # Steps until drafting, or not drafting, is tried again where the other has won throughout: doubled
 # each time, from the first to the last of these. A try every 128 steps costs 0.5 % where a second
 # token makes a step 1.6 times as long, as in float32 on some CPUs.
@@ -44,6 +45,7 @@ _PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two
 # Weights of a new measurement: on all sizes, because a longer text or a busy machine slows all of
 # them, and on its own size, where the first few are averaged.
 _SHARED_WEIGHT = 0.1
+_SCALING_WEIGHT = 0.5  # on all sizes, of the first few where costs are known from another time
 _OWN_WEIGHT = 0.1
 _OUTLIER = 1.3  # a measurement is clipped to within this factor of the expected cost
 _FIRST_OUTLIER = 2.0  # the same until there have been two
@@ -138,13 +140,18 @@ def record_cost(
         least = min(num[left], num[left + 1])
     # Forwards are often slower than they should be and hardly ever faster: where there are few
     # measurements, or none of late, a lower one is taken as it is.
-    is_news = ratio < 1.0 and (is_trial or least <= LEAST_COUNTED)
+    is_scaling = counts[NUM_SCALING] > 0
+    is_news = ratio < 1.0 and (is_trial or least <= LEAST_COUNTED) and not is_scaling
     if not is_news:
-        most = _OUTLIER if least >= LEAST_COUNTED else _FIRST_OUTLIER
+        most = _FIRST_OUTLIER if is_scaling or least < LEAST_COUNTED else _OUTLIER
         ratio = min(max(ratio, 1.0 / most), most)
         if least > 0:  # a wrong guess says nothing about the others
+            shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
             for knot in range(NUM_KNOTS):
-                known[knot] *= 1.0 + _SHARED_WEIGHT * (ratio - 1.0)
+                known[knot] *= shared
+            if is_scaling:
+                counts[NUM_SCALING] -= 1
+                ratio /= shared
     for knot in range(NUM_KNOTS):
         if num[knot] > LEAST_COUNTED:
             num[knot] = max(LEAST_COUNTED, _MEMORY_OF_COSTS * num[knot])

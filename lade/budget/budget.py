@@ -198,11 +198,16 @@ class MeasuredBudget:
     The cost of a forward is measured per size during decoding, separately for each doubling of the
     batch; the state is some hundred numbers for each. Decisions depend only on what was recorded;
     nothing is drawn at random.
+
+    Args:
+        first_costs: seconds of forwards of one row by their tokens, as measured before, or empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_costs: Mapping[int, float] | None = None) -> None:
         self._recent_most = float(_MAX_DRAFT_TOKENS)  # most nodes verified lately, decayed
         self._costs: dict[int, Costs] = {}  # by the bit length of the batch size
+        if first_costs:
+            self._costs[1] = Costs.of(first_costs)
         self._trust = Trust()
         self._rows: dict[int, _Row] = {}  # the rows that the next step asks about
         self._pace = _Pace()

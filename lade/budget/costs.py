@@ -1,14 +1,27 @@
 """Costs of forwards by size on this machine, measured during decoding."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from lade.budget import _kernels
-from lade.budget._kernels import FIRST_PROBE, FLAT, KNOTS, NUM_KNOTS, PATIENCE, TRIAL, Floats
+from lade.budget._kernels import (
+    FIRST_PROBE,
+    FLAT,
+    KNOTS,
+    LEAST_COUNTED,
+    NUM_KNOTS,
+    NUM_SCALING,
+    PATIENCE,
+    TRIAL,
+    Floats,
+)
 
 # Until a size is measured, each further token, of any row, is assumed to cost this fraction of a
 # one-token step. Optimistic on purpose: a size that looks better than it is gets tried, measured
 # and abandoned.
 PRIOR_SLOPE = 0.01
+_NUM_SCALING = 4  # measurements that correct costs of another time, all by the same factor
 
 
 class Costs:
@@ -22,11 +35,26 @@ class Costs:
         # `_kernels.py` describes the arrays.
         self.curve = guess.copy()
         self.num = np.zeros(NUM_KNOTS)
-        self.counts = np.zeros(6, np.int64)
+        self.counts = np.zeros(7, np.int64)
         self.counts[PATIENCE], self.counts[TRIAL] = FIRST_PROBE, -1
         self._guess = guess
         self._known = np.zeros(NUM_KNOTS)
         self._is_seen = np.zeros(int(KNOTS[-1]) + 1, np.bool_)
+
+    @classmethod
+    def of(cls, seconds: Mapping[int, float]) -> "Costs":
+        """Return costs that were measured before, of at least two sizes, as a first guess."""
+        sizes = sorted(seconds)
+        guess = interpolated(
+            KNOTS, np.array(sizes, np.float64), np.array([seconds[size] for size in sizes])
+        )
+        costs = cls(guess)
+        for size in sizes:
+            knot = _kernels.knot_before(size)
+            if KNOTS[knot] == size:
+                costs._known[knot], costs.num[knot] = guess[knot], LEAST_COUNTED
+        costs.counts[NUM_SCALING] = _NUM_SCALING
+        return costs
 
     @property
     def are_unknown(self) -> bool:

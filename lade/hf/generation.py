@@ -42,6 +42,7 @@ from lade.hf.resume import Told, finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import ColumnStream, PlainStream
 from lade.outputs import Outputs
+from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.call import Call, examine
 from lade.probing.factory import VerificationPlan, make_target
@@ -190,7 +191,11 @@ class Generation:
             return FixedBudget(config.max_draft_tokens)
         if config.step_costs is not None:
             return PricedBudget(config.step_costs)
-        return self._profile.budget(verification.verification, verification.execution)
+        return self._profile.budget(
+            verification.verification,
+            verification.execution,
+            lambda: first_costs_of(self._model, self._profile, verification),
+        )
 
     def _prompt_harvester(
         self, drafter: Drafter, proposer: Proposer, target: Target

@@ -1,6 +1,6 @@
 """What is known about a model, for each state it has been in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -56,9 +56,22 @@ class Profile:
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
-    def budget(self, verification: Verification, execution: Execution) -> Budget:
-        """Return the budget that measures the costs of such steps."""
-        return self.budgets.setdefault((verification, execution), MeasuredBudget())
+    def budget(
+        self,
+        verification: Verification,
+        execution: Execution,
+        first_costs: Callable[[], Mapping[int, float]],
+    ) -> Budget:
+        """Return the budget that measures the costs of such steps, new if there is none.
+
+        Args:
+            verification, execution: of the steps.
+            first_costs: asked for what a new budget begins with.
+        """
+        key = (verification, execution)
+        if key not in self.budgets:
+            self.budgets.setdefault(key, MeasuredBudget(first_costs()))
+        return self.budgets[key]
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.

@@ -127,7 +127,7 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
 
 
 def _is_usual(model: Model, name: str) -> bool:
-    input_ids = torch.tensor([_check_tokens(model)[:2]], device=device_of_inputs(model))
+    input_ids = torch.tensor([check_tokens(model)[:2]], device=device_of_inputs(model))
     plain = _Plain(model, input_ids, torch.ones_like(input_ids), "dynamic")
     wanted: dict[str, Any] = {f"output_{name}": True, "return_dict_in_generate": True}
     last = getattr(plain.generate(num_new=2, **wanted), name)[-1]
@@ -145,7 +145,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     """
     profile = profile or profile_of(model)
     if not profile.draws:
-        ids = torch.tensor([_check_tokens(model)], device=device_of_inputs(model))
+        ids = torch.tensor([check_tokens(model)], device=device_of_inputs(model))
         plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
         profile.draws.append(draws(model, lambda: plain.generate(num_new=2)))
     if not profile.draws[0]:
@@ -199,7 +199,7 @@ class _Check(NamedTuple):
 
         The measure is the largest difference of two logits in units of their standard deviation.
         """
-        plain = _plain_of(self.model, self.cache, self.is_padded)
+        plain = plain_of(self.model, self.cache, self.is_padded)
         logits = self._logits(plain, _script)
         paths = [[path for r, path in logits if r == row] for row in range(plain.num_rows)]
         # Some models go wrong in batches even in plain decoding; those are compared with single
@@ -212,7 +212,7 @@ class _Check(NamedTuple):
     @torch.no_grad()
     def is_stable(self) -> bool:
         """Return whether tokens have bitwise the same logits in drafts and one by one."""
-        plain = _plain_of(self.model, self.cache, self.is_padded)
+        plain = plain_of(self.model, self.cache, self.is_padded)
         drafted, alone = (self._logits(plain, script) for script in (_script, _script_of_roots))
         shared = drafted.keys() & alone.keys()
         assert len(shared) >= _NUM_KEPT
@@ -222,7 +222,7 @@ class _Check(NamedTuple):
         self, plain: "_Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
     ) -> dict[tuple[int, _Path], Tensor]:
         """Return the logits after every path of every row of a script, float64 [vocab_size]."""
-        tokens = _check_tokens(self.model)
+        tokens = check_tokens(self.model)
         logits: dict[tuple[int, _Path], Tensor] = {}
 
         def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
@@ -256,7 +256,7 @@ class _Check(NamedTuple):
         return logits
 
 
-def _plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
+def plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
     """Return plain decoding of the check's prompts."""
     masks = [[1] * _PROMPT_LENGTH]
     if is_padded:
@@ -265,7 +265,7 @@ def _plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
         masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
     device = device_of_inputs(model)
     mask = torch.tensor(masks, device=device)
-    input_ids = torch.tensor([_check_tokens(model)[:_PROMPT_LENGTH]] * len(masks), device=device)
+    input_ids = torch.tensor([check_tokens(model)[:_PROMPT_LENGTH]] * len(masks), device=device)
     return _Plain(model, input_ids, mask, cache)
 
 
@@ -360,7 +360,7 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
         return made
 
 
-def _check_tokens(model: Model) -> list[int]:
+def check_tokens(model: Model) -> list[int]:
     """Return 16 token ids, all different in the vocabulary of any real model."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     # Avoids special tokens, which have a meaning in some models: images, padding.

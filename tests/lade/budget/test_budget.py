@@ -372,7 +372,8 @@ def test_the_choice_has_the_best_ratio_of_tokens_to_time() -> None:
         for size in rng.choice(30, 6, replace=False):
             for _ in range(int(rng.integers(2, 9))):
                 budget.record(num_rows, int(size), rng.uniform(0.03, 0.04) + slope * size, [], {})
-        probs = [-np.sort(-rng.random(rng.integers(1, 20))) for _ in range(num_rows)]
+        likely = rng.random()
+        probs = [-np.sort(-likely * rng.random(rng.integers(1, 20))) for _ in range(num_rows)]
         num_pending = int(rng.integers(0, 3))
         budget._trust.worth[:] = rng.uniform(0.3, 1.5, _kernels.NUM_INTERVALS)
         costs = budget._costs_of(num_rows)

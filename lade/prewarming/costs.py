@@ -1,0 +1,97 @@
+"""Costs of a model's forwards on disk, so that its first steps know them."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from lade.compat import Model, attention_of, device_of_inputs, mesh_of
+from lade.prewarming.fingerprint import fingerprint_of
+from lade.probing.factory import VerificationPlan
+from lade.probing.profile import Profile
+from lade.probing.timing import time_forwards
+
+_FORMAT = 1
+_MAX_LENGTH = 2**12  # of a file
+_MAX_SIZE = 2**12  # tokens of a forward
+
+
+def costs_folder() -> Path:
+    """Return the folder of all costs in the user's cache; it need not exist."""
+    from platformdirs import user_cache_path  # here, as only files need it
+
+    return user_cache_path("lade", appauthor=False) / "costs"
+
+
+def first_costs_of(
+    model: Model, profile: Profile, chosen: VerificationPlan, folder: Path | None = None
+) -> dict[int, float]:
+    """Return the seconds of forwards by their tokens, from the disk, or measured and kept there.
+
+    It is a first guess; what steps take corrects it. Empty where steps are not eager trees, for
+    models of several processes, which would measure different times, and where measuring fails.
+
+    Args:
+        model: the target.
+        profile: of the model.
+        chosen: how the model verifies drafts.
+        folder: of the costs; None for the user's cache.
+    """
+    if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
+        return {}
+    try:
+        fingerprint = fingerprint_of(model)
+        path = None
+        if fingerprint is not None:
+            folder = costs_folder() if folder is None else folder
+            path = folder / f"{fingerprint}-{_setting_of(model, profile, chosen)}.json"
+        costs = {} if path is None else read_costs(path)
+        if not costs:
+            costs = time_forwards(model, profile, chosen)
+            if path is not None and costs:
+                write_costs(path, costs)
+    except Exception:  # steps will be measured
+        return {}
+    return costs
+
+
+def read_costs(path: Path) -> dict[int, float]:
+    """Return the costs in a file; empty if there is none, or it is not one of ours."""
+    try:
+        with open(path, "rb") as file:
+            described = json.loads(file.read(_MAX_LENGTH))
+        costs = {int(size): float(sec) for size, sec in described["seconds"].items()}
+        is_valid = described["format"] == _FORMAT and len(costs) > 1 and 1 in costs
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+    is_valid &= all(1 <= size <= _MAX_SIZE and 0 < sec < 3600 for size, sec in costs.items())
+    return costs if is_valid else {}
+
+
+def write_costs(path: Path, costs: Mapping[int, float]) -> None:
+    """Write costs; a reader sees all of them or none. What cannot be written is left out."""
+    made = path.with_name(f"{path.stem}.making-{os.getpid()}")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            seconds = {str(size): round(sec, 6) for size, sec in sorted(costs.items())}
+            made.write_text(json.dumps({"format": _FORMAT, "seconds": seconds}))
+            os.replace(made, path)
+        finally:
+            made.unlink(missing_ok=True)
+
+
+def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str:
+    """Return a short digest of what the costs of a checkpoint depend on."""
+    device = device_of_inputs(model)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    parts = (
+        *(profile.setting, model.dtype, chosen.attention, attention_of(model)),
+        *(torch.__version__, torch.get_num_threads(), os.cpu_count(), platform.node(), name),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

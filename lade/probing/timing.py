@@ -1,0 +1,89 @@
+"""Seconds of a model's forwards by their size, measured before its first text."""
+
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lade.compat import Model
+from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.profile import Profile
+from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
+from lade.targets.base import Target
+from lade.transfer import Launched
+from lade.tree import Tree
+from ngram_pool import Draft
+
+# Sizes to measure, those that say most first, and for how long: a second is as long as some dozens
+# of tokens of a small model on two cores. For large models that is the first sizes alone.
+_SIZES = (1, 8, 2, 16, 4, 32)
+_MAX_SEC = 1.0
+# Forwards of smaller models take a few milliseconds, and a step without drafts says as much.
+_MIN_PARAMETERS = 20_000_000
+
+
+def time_forwards(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:
+    """Return the seconds of forwards by their tokens; empty if it is not worth measuring.
+
+    All sizes are measured in turn, several times, and the shortest time of each counts, so that a
+    busy machine slows none of them more than the others.
+
+    Args:
+        model: the target.
+        profile: of the model.
+        chosen: how the model verifies drafts, by tree.
+    """
+    if sum(parameter.numel() for parameter in model.parameters()) < _MIN_PARAMETERS:
+        return {}
+    found: dict[int, float] = {}
+
+    def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+        for unwanted in ("logits_processor", "stopping_criteria"):
+            prepared.pop(unwanted, None)
+        longest = 8 * max(_SIZES)
+        target = make_target(
+            model, input_ids, prepared, chosen, longest, generation_config, profile
+        )
+        try:
+            target.prefill()
+            found.update(_in_turn(model, target, longest))
+        finally:
+            target.close()
+        return input_ids
+
+    with unchanged_random_state(model, profile), torch.no_grad():
+        plain_of(model, "dynamic", is_padded=False).generate(custom_generate=run)
+    return found
+
+
+def _in_turn(model: Model, target: Target, longest: int) -> dict[int, float]:
+    """Measure as many sizes, and as often, as there is time for; the first two at least."""
+    found: dict[int, float] = {}
+    end = perf_counter() + _MAX_SEC
+    for num_forwards in range(longest // 2):
+        size = _SIZES[num_forwards // 2 % len(_SIZES)]
+        is_first = num_forwards < 2 * len(_SIZES)
+        if perf_counter() > end and num_forwards % 2 == 0 and len(found) > 1:
+            break
+        sec = _time_one(model, target, size)
+        # The first forward of a size does not count: libraries prepare kernels for it.
+        if num_forwards % 2 or not is_first:
+            found[size] = min(sec, found.get(size, sec))
+    return found
+
+
+def _time_one(model: Model, target: Target, size: int) -> float:
+    tokens = check_tokens(model)
+    token_ids = np.resize(np.array(tokens, np.int32), size)
+    nodes = np.arange(size - 1)
+    parents = (nodes - 1) // 2
+    depths = np.log2(nodes + 1).astype(np.int32) + 1
+    draft = Draft(token_ids[1:], parents.astype(np.int32), depths, np.ones(size - 1))
+    inputs = target.inputs([Tree.build(int(token_ids[0]), draft)])
+    start = perf_counter()
+    Launched(target.forward(inputs).logits).wait()
+    sec = perf_counter() - start
+    target.commit([[0]])
+    return sec
