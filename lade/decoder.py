@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from lade.batch import Batch
 from lade.drafting.speculator import Cost, Done, Plan, Speculator
 from lade.drafting.successors import PromptHarvester
+from lade.errors import in_one_line
 from lade.outputs import Outputs
 from lade.probing.watch import Watching
 from lade.sampling.choice import Choice
@@ -228,5 +229,4 @@ class Decoder:
         try:
             yield
         except Exception as failure:
-            what = (str(failure).splitlines() or [""])[0][:200]
-            raise VerificationError(f"{type(failure).__name__}: {what}") from failure
+            raise VerificationError(in_one_line(failure)) from failure

@@ -49,3 +49,8 @@ class MissingExtraError(LadeError, ImportError):
             f"this needs the package {module!r}, which is not installed; "
             f'install it with: pip install "lade-decoding[{extra}]"'
         )
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error as its type and the first line of its message, shortened."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

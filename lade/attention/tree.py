@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lade.errors import KernelWarning
+from lade.errors import KernelWarning, in_one_line
 
 TREE_ATTENTION = "lade_tree"
 STABLE_ATTENTION = "lade_stable_tree"
@@ -263,10 +263,9 @@ def _attend_in_triton(
         raise
     except Exception as failure:
         _failed.add((query.device, query.dtype))
-        what = (str(failure).strip().splitlines() or [""])[0][:200]
         warnings.warn(
             f"lade attends to trees in plain torch on {query.device} in {query.dtype}, because its "
-            f"Triton kernels do not run there ({type(failure).__name__}: {what})",
+            f"Triton kernels do not run there ({in_one_line(failure)})",
             KernelWarning,
             stacklevel=2,
         )

@@ -124,6 +124,14 @@ def new_rows(model: Any, sequences: Tensor, num_prompt_tokens: int) -> list[list
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
+def answer_of(model: Any, inputs: dict[str, Any], output: Any, sec: float) -> Answer:
+    """Return what lade answered to `inputs` in a call of `sec` seconds, with its statistics."""
+    rows = new_rows(model, output.sequences, inputs["input_ids"].shape[1])
+    stats: DecodeStats = output.stats
+    counts = stats.num_steps, stats.num_row_steps, stats.num_draft_tokens
+    return Answer(rows, sec, *counts, stats)
+
+
 def synchronise(model: Any) -> None:
     """Wait for the model's device to finish."""
     if model.device.type == "cuda":

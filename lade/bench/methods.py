@@ -8,7 +8,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from lade.bench.baselines import BASELINES, Answer, MethodInfo, new_rows, synchronise
+from lade.bench.baselines import BASELINES, Answer, MethodInfo, answer_of, synchronise
 from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafting.drafter import Drafter
@@ -48,15 +48,7 @@ class Lade:
         )
         synchronise(model)
         sec = perf_counter() - start
-        stats = output.stats
-        return Answer(
-            new_rows(model, output.sequences, inputs["input_ids"].shape[1]),
-            sec,
-            stats.num_steps,
-            stats.num_row_steps,
-            stats.num_draft_tokens,
-            stats,
-        )
+        return answer_of(model, inputs, output, sec)
 
 
 def _verifying_by(verification: Verification) -> MethodInfo:

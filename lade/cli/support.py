@@ -1,8 +1,9 @@
 """`lade support`: check every architecture with a progress bar and print the table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,45 +26,21 @@ def run(
     Returns:
         Whether none of them is wrong or failed.
     """
-    import torch
-
-    from lade.support.report import markdown, results_of, summary, table, write_json
+    from lade.support import report
     from lade.support.run import CASES, Row, all_names, run_all
 
-    check_writable(json_path)
-    check_writable(markdown_path)
     names = names or all_names()
     rows: list[Row] = []
-    stopped_by: BaseException | None = None
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for models so small, more threads would wait for each other
-    with progress_bar() as bars:
-        task = bars.add_task("", total=len(names))
-        try:
-            run_all(
-                names,
-                seed=seed,
-                execution=execution,
-                rows=rows,
-                on_start=lambda name: bars.update(task, description=name, completed=len(rows)),
-            )
-        except BaseException as error:  # still show and write what was found so far
-            stopped_by = error
-        finally:
-            torch.set_num_threads(num_threads)
-    if stopped_by is not None and not rows:
-        raise stopped_by
-    results = results_of(rows, CASES, seed, stopped_by is not None, execution)
-    out = Console()
-    print_sheet(table(rows))
-    out.print(summary(rows), highlight=False)
-    if stopped_by is not None:
-        console.print(f"stopped after {len(rows)} of {len(names)}")
-    _write(json_path, lambda path: write_json(path, results))
-    _write(markdown_path, lambda path: path.write_text(markdown([results]), encoding="utf-8"))
-    if stopped_by is not None:
-        raise stopped_by
-    return not any(row.is_bad for row in rows)
+    return _check(
+        names,
+        rows,
+        lambda begin: run_all(names, seed=seed, execution=execution, rows=rows, on_start=begin),
+        report,
+        lambda stopped: report.results_of(rows, CASES, seed, stopped, execution),
+        lambda results: report.markdown([results]),
+        json_path,
+        markdown_path,
+    )
 
 
 def run_formats(
@@ -74,18 +51,49 @@ def run_formats(
     Returns:
         Whether none of them is wrong or failed.
     """
-    import torch
-
     from lade.support import formats
-    from lade.support.formats_report import markdown, results_of, summary, table, write_json
+    from lade.support import formats_report as report
+
+    names = names or [*formats.all_formats()]
+    rows: list[formats.FormatRow] = []
+    return _check(
+        names,
+        rows,
+        lambda begin: formats.run_formats(names, seed=seed, rows=rows, on_start=begin),
+        report,
+        lambda stopped: report.results_of(rows, seed, stopped),
+        report.markdown,
+        json_path,
+        markdown_path,
+    )
+
+
+def _check(
+    names: Sequence[str],
+    rows: Sequence[Any],
+    check: Callable[[Callable[[str], None]], object],
+    report: ModuleType,
+    results_of: Callable[[bool], Any],
+    markdown: Callable[[Any], str],
+    json_path: Path | None,
+    markdown_path: Path | None,
+) -> bool:
+    """Check names in turn with a progress bar; print and write what was found.
+
+    Args:
+        names: what is checked.
+        rows: filled by `check` as findings are made.
+        check: checks all names; is given what to call with each as it begins.
+        report: the module that presents such rows.
+        results_of: returns the results, given whether the run was stopped.
+        markdown: returns the results as a document.
+        json_path, markdown_path: where to write them, if at all.
+    """
+    import torch
 
     check_writable(json_path)
     check_writable(markdown_path)
-    names = names or [*formats.all_formats()]
-    rows: list[formats.FormatRow] = []
     stopped_by: BaseException | None = None
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as for architectures; and so that times can be compared
     num_started = 0
 
     def begin(name: str) -> None:
@@ -93,23 +101,25 @@ def run_formats(
         bars.update(task, description=name, completed=num_started)
         num_started += 1
 
+    num_threads = torch.get_num_threads()
+    # For models so small, more threads would wait for each other; and so times can be compared.
+    torch.set_num_threads(1)
     with progress_bar() as bars:
         task = bars.add_task("", total=len(names))
         try:
-            formats.run_formats(names, seed=seed, rows=rows, on_start=begin)
+            check(begin)
         except BaseException as error:  # still show and write what was found so far
             stopped_by = error
         finally:
             torch.set_num_threads(num_threads)
     if stopped_by is not None and not rows:
         raise stopped_by
-    results = results_of(rows, seed, stopped_by is not None)
-    out = Console()
-    print_sheet(table(rows))
-    out.print(summary(rows), highlight=False)
+    results = results_of(stopped_by is not None)
+    print_sheet(report.table(rows))
+    Console().print(report.summary(rows), highlight=False)
     if stopped_by is not None:
         console.print(f"stopped after {num_started - 1} of {len(names)}")
-    _write(json_path, lambda path: write_json(path, results))
+    _write(json_path, lambda path: report.write_json(path, results))
     _write(markdown_path, lambda path: path.write_text(markdown(results), encoding="utf-8"))
     if stopped_by is not None:
         raise stopped_by

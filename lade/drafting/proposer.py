@@ -19,7 +19,7 @@ from lade.drafting.drafter import (
 from lade.drafting.drafts import after, checked, narrowed
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.successors import Successors
-from lade.errors import DrafterWarning
+from lade.errors import DrafterWarning, in_one_line
 from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
 
@@ -162,10 +162,9 @@ class Proposer:
                 raise
             if not self._has_failed:
                 self._has_failed = True
-                what = (str(failure).splitlines() or [""])[0][:200]
                 warnings.warn(
                     f"lade goes on without drafts: {type(self._drafter).__name__} failed "
-                    f"({type(failure).__name__}: {what}); Config(strict_drafter=True) raises it",
+                    f"({in_one_line(failure)}); Config(strict_drafter=True) raises it",
                     DrafterWarning,
                     stacklevel=2,
                 )

@@ -32,7 +32,7 @@ class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that refuses operations a recording must not have, before a capture is spoiled.
 
     A failed capture leaves torch's streams, memory pools and random state inconsistent, each
-    release in its own way. What an operation does inside is not seen: see `WaitsInside`.
+    release in its own way. What an operation does inside is not seen: see `refused_waits`.
     """
 
     def __init__(self) -> None:

@@ -9,16 +9,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lade.compat import Model
-
-# Shapes that are compiled; a further one is run as it is. As many as are recorded.
-_MAX_SHAPES = 64
+from lade.gpu.graphs import MAX_RECORDINGS
 
 
 class CompiledModel:
     """A model compiled apart for each shape of its inputs.
 
     Told to compile one function for them all, torch would make its second version one of any
-    width, with slower kernels, and none after the eighth.
+    width, with slower kernels, and none after the eighth. As many shapes are compiled as may be
+    recorded; a further one is run as it is.
     """
 
     def __init__(self, model: Model) -> None:
@@ -41,7 +40,7 @@ class CompiledModel:
         masks = [masks] if isinstance(masks, Tensor) else masks.values()
         shapes = (inputs["input_ids"].shape, *(mask.shape for mask in masks))
         if shapes not in self._of_shapes:
-            if len(self) >= _MAX_SHAPES:
+            if len(self) >= MAX_RECORDINGS:
                 return self._model(**inputs)
             self._of_shapes[shapes] = torch.compile(_apart(self._model), dynamic=False)
         return self._of_shapes[shapes](**inputs)

@@ -340,7 +340,8 @@ class FixedTarget(TreeTarget):
         graphs = self._workspace.graphs
         if graphs is None:
             return self._view() if self._call is None else self._call
-        if graphs.is_dense and self._dense is None:  # ahead of the recording, which must not wait
+        if graphs.is_dense and graphs.reason is None and self._dense is None:
+            # Ahead of the recording, which must not wait.
             self._dense = dense_view(self._view()) or self._view()
         if not is_recorded:
             return self._view()

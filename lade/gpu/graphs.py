@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
+from lade.errors import in_one_line
 from lade.gpu.capture import NoWaiting, clear_workspaces, end_allocation, refused_waits
 from lade.targets.layout import rope_of
 
@@ -32,7 +33,7 @@ _USES_BEFORE = 1
 # Share of the device's memory for all recordings of a model. They share their scratch memory, so
 # only their outputs add up: logits of 64 nodes and 128 256 tokens take 16 MiB.
 _MAX_SHARE = 0.05
-_MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
+MAX_RECORDINGS = 64  # each also takes memory that torch does not see, and not little
 _NO_MEMORY = "no memory was left to record a step"
 
 
@@ -209,8 +210,7 @@ class Graphs:
         except torch.OutOfMemoryError:
             return _NO_MEMORY
         except Exception as failure:
-            what = (str(failure).splitlines() or [""])[0][:200]
-            return f"a step cannot be recorded ({type(failure).__name__}: {what})"
+            return f"a step cannot be recorded ({in_one_line(failure)})"
         except BaseException:
             self.forget()  # a capture that was broken off may have spoiled what they share
             raise
@@ -225,7 +225,7 @@ class Graphs:
         """Keep a recording, in place of others if there are too many."""
         self._kept[key] = new
         self._num_uses.pop(key, None)
-        while len(self._kept) > _MAX_RECORDINGS or (
+        while len(self._kept) > MAX_RECORDINGS or (
             sum(each.num_bytes for each in self._kept.values()) > self._recorder.max_bytes
         ):
             oldest, _ = self._kept.popitem(last=False)

@@ -17,7 +17,7 @@ from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
 from lade.drafting.drafts import narrowed
-from lade.errors import UnsupportedModelError
+from lade.errors import UnsupportedModelError, in_one_line
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
@@ -53,8 +53,7 @@ def check(
         except torch.OutOfMemoryError:
             return CheckResult("no memory was left to check it", is_lasting=False)
         except Exception as failure:
-            what = (str(failure).splitlines() or [""])[0][:200]
-            found = f"its forward fails ({type(failure).__name__}: {what})"
+            found = f"its forward fails ({in_one_line(failure)})"
         else:
             if error <= limit_of(model) and is_stable:
                 return CheckResult(None, attention)

@@ -14,6 +14,15 @@ def steady_random_state() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Compute on one thread: several would split tiny products row by row, unlike real ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def shared_models_stay_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that changes a model it shares with others.

@@ -5,10 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ngram_pool import Draft
+
+# Whether transformers is new enough for all that lade does.
+IS_NEWEST = version.parse(transformers.__version__) >= version.parse("5.23")
 
 VOCAB_SIZE = 97
 EOS_TOKEN_ID = 96

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lade.errors import in_one_line
+
 NO_TIME = "no time was left for it (--minutes)"
 
 _NUM_DIGITS = 6
@@ -56,7 +58,7 @@ class Stage:
                 with self.part("the rest"):
                     work(self)
         except Exception as error:
-            self.failure = f"{type(error).__name__}: {_first_line(error)}"
+            self.failure = in_one_line(error)
             self.traceback = traceback.format_exc()
         finally:
             self.sec = perf_counter() - start
@@ -137,9 +139,6 @@ def _shortened(row: dict[str, Any]) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         # Further sentences count the memory of other processes and name settings of torch.
-        return ". ".join(_first_line(error).split(". ")[:2]).rstrip(".")
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
+        message = in_one_line(error).removeprefix(f"{type(error).__name__}: ")
+        return ". ".join(message.split(". ")[:2]).rstrip(".")
+    return in_one_line(error)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lade.attention.tree import TREE_ATTENTION, runs_in_triton
-from lade.bench.baselines import Answer, new_rows, synchronise
+from lade.bench.baselines import Answer, answer_of, synchronise
 from lade.compat import Model, attention_of
 from lade.config import Config, Execution
 from lade.drafting.drafter import Drafter
@@ -200,12 +200,4 @@ class NotingLade:
             can_record=self.tally.can_record(model.device),
             num_replayed=self.tally.num_replayed - num_replayed,
         )
-        stats = output.stats
-        return Answer(
-            new_rows(model, output.sequences, inputs["input_ids"].shape[1]),
-            sec,
-            stats.num_steps,
-            stats.num_row_steps,
-            stats.num_draft_tokens,
-            stats,
-        )
+        return answer_of(model, inputs, output, sec)

@@ -6,14 +6,8 @@ Torch may have imported it in this process, and a process that interprets compil
 So the interpreter is a process of its own: this file run as a program, one case a line.
 """
 
-import json
-import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest.mock import Mock
 
@@ -25,6 +19,7 @@ import lade
 from lade.attention import tree as tree_attention
 from lade.attention.tree import Seen
 from tests.grids import thinned
+from tests.lade.interpreter import Interpreted, answer_cases, interpreted_by
 from tests.lade.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -213,32 +208,15 @@ def visible_of(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
+def interpreted() -> Iterator[Interpreted]:
     """Run cases in a process of Triton's interpreter."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.lade.attention.test_triton_attention"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        to_worker, from_worker = process.stdin, process.stdout
-        assert to_worker is not None
-        assert from_worker is not None
-
-        def run(case: Case) -> dict[str, Any]:
-            print(json.dumps(case), file=to_worker, flush=True)
-            report: dict[str, Any] = json.loads(from_worker.readline())
-            return report
-
+    with interpreted_by("tests.lade.attention.test_triton_attention") as run:
         yield run
 
 
 @pytest.mark.parametrize("case", thinned(CASES, *CASES[::9]), ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
-    case: Case, interpreted: Callable[[Case], dict[str, Any]]
+    case: Case, interpreted: Interpreted
 ) -> None:
     report = interpreted(case)
     if "only 0-dimensional arrays" in report.get("raised", ""):
@@ -300,6 +278,16 @@ def test_splits_follow_shapes_and_the_device(
     assert got == expected
 
 
+def attended(made: Any, **options: Any) -> Tensor:
+    """Return what a layer of a model gets for inputs of two rows, five nodes and 300 slots."""
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
+    seen = tree_attention.with_seen(mask, made.seen)
+    got, _ = tree_attention.tree_attention(
+        torch.nn.Module(), made.query, made.key, made.value, seen, **options
+    )
+    return got
+
+
 def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     from lade.attention import triton as triton_attention
 
@@ -314,17 +302,7 @@ def test_where_it_can_it_takes_the_place_of_plain_torch(monkeypatch: pytest.Monk
     # What the operator is on a GPU.
     monkeypatch.setattr(tree_attention, "attend_at_once", tree_attention._attend_in_triton)
     monkeypatch.setattr(tree_attention, "_is_for_triton", lambda *tensors: True)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
-    got, _ = tree_attention.tree_attention(
-        torch.nn.Module(),
-        made.query,
-        made.key,
-        made.value,
-        tree_attention.with_seen(mask, made.seen),
-        scaling=0.5,
-        softcap=2.0,
-        s_aux=made.sinks,
-    )
+    got = attended(made, scaling=0.5, softcap=2.0, s_aux=made.sinks)
     assert torch.equal(got, made.query + 1)
     [(args, options)] = calls
     given: list[Any] = [made.query, made.key, made.value, *made.seen]
@@ -355,24 +333,12 @@ def test_kernels_that_cannot_be_compiled_are_told_of_once(
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
     monkeypatch.setattr(triton_attention, "attend", attend)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
-
-    def attended() -> Tensor:
-        got, _ = tree_attention.tree_attention(
-            torch.nn.Module(),
-            made.query,
-            made.key,
-            made.value,
-            tree_attention.with_seen(mask, made.seen),
-            scaling=0.5,
-            s_aux=made.sinks,
-        )
-        return got
-
+    options: dict[str, Any] = {"scaling": 0.5, "s_aux": made.sinks}
     said = r"plain torch on cpu in torch.float32.*\(RuntimeError: Failed to find C compiler"
     with pytest.warns(lade.KernelWarning, match=said):
-        first = attended()
-    assert torch.equal(attended(), first)  # and no second warning, which would be an error
+        first = attended(made, **options)
+    # And no second warning, which would be an error.
+    assert torch.equal(attended(made, **options), first)
     assert len(attempts) == len(failed) == 1
     plain = tree_attention.attend(
         made.query, made.key, made.value, made.seen, scaling=0.5, sinks=made.sinks
@@ -388,15 +354,8 @@ def test_missing_memory_is_no_failure_of_kernels(
     made = inputs(Case(), "cpu")
     out_of_memory = Mock(side_effect=torch.OutOfMemoryError("none left"))
     monkeypatch.setattr(triton_attention, "attend", out_of_memory)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(2, 1, 5, 300)
     with pytest.raises(torch.OutOfMemoryError):
-        tree_attention.tree_attention(
-            torch.nn.Module(),
-            made.query,
-            made.key,
-            made.value,
-            tree_attention.with_seen(mask, made.seen),
-        )
+        attended(made)
     assert not failed
 
 
@@ -431,17 +390,6 @@ def mend_interpreter() -> None:
     builder.create_dot = lambda self, a, b, *rest: create_dot(self, widened(a), widened(b), *rest)
 
 
-def main() -> None:
-    """Read cases and print how far each is off."""
-    torch.set_num_threads(1)
-    mend_interpreter()
-    for line in sys.stdin:
-        try:
-            report: dict[str, Any] = {"error": worst_error(Case(*json.loads(line)), "cpu")}
-        except Exception:
-            report = {"raised": traceback.format_exc()}
-        print(json.dumps(report), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    mend_interpreter()
+    answer_cases(lambda case: worst_error(Case(*case), "cpu"))

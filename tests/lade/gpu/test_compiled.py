@@ -26,11 +26,8 @@ COMPILED = lade.Config(execution="compiled", max_draft_tokens=7)
 
 
 @pytest.fixture(autouse=True)
-def _single_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _reset_compiler(single_thread: None) -> Any:
     yield
-    torch.set_num_threads(before)
     torch.compiler.reset()
 
 
@@ -130,7 +127,7 @@ def test_what_is_rehearsed_is_compiled_afterwards(monkeypatch: pytest.MonkeyPatc
 
 
 def test_further_shapes_are_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.gpu.compiled._MAX_SHAPES", 2)
+    monkeypatch.setattr("lade.gpu.compiled.MAX_RECORDINGS", 2)
     made: list[Any] = []
 
     def compile_(run: Any, **options: Any) -> Any:

@@ -14,7 +14,6 @@ from lade.attention import tree as tree_attention
 from lade.closeness import distance, limit_of
 from lade.gpu import dense, ops
 from lade.gpu.dense import dense_view
-from lade.hf.generation import Generation
 from lade.probing.profile import profile_of
 from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from lade.support.tiny import tiny_model as tiny_architecture
@@ -26,14 +25,6 @@ from tests.lade.tiny import FAMILIES, tiny_model
 RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
-    """Record on the CPU, with operators that do in plain torch what models do."""
-    made = CpuRecorder()
-    monkeypatch.setattr(Generation, "policy", RecordingPolicy(made))
-    return made
 
 
 def kinds_of(view: Any) -> Counter[str]:

@@ -20,26 +20,17 @@ from lade.gpu.graphs import (
     why_not_recorded,
 )
 from lade.gpu.policy import DevicePolicy
-from lade.hf.generation import Generation
 from lade.probing import factory
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.recorder import CpuRecorder, RecordingPolicy
+from tests.lade.recorder import CpuRecorder
 from tests.lade.tiny import FAMILIES, tiny_model
 
 RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
 UNDRAFTED = lade.Config(execution="graphs", max_draft_tokens=0)
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
-    """Record on the CPU."""
-    made = CpuRecorder()
-    monkeypatch.setattr(Generation, "policy", RecordingPolicy(made))
-    return made
 
 
 def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:

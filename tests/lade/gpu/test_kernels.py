@@ -4,12 +4,8 @@ As for attention, Triton's interpreter is a process of its own: this file run as
 a line.
 """
 
-import json
 import os
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from torch import Tensor
 
 from lade.gpu import ops
 from tests.grids import thinned
+from tests.lade.interpreter import Interpreted, answer_cases, interpreted_by
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -116,33 +113,14 @@ def worst_error(case: Case, device: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[Case], dict[str, Any]]]:
+def interpreted() -> Iterator[Interpreted]:
     """Run cases in a process of Triton's interpreter."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.lade.gpu.test_kernels"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with process:
-        to_worker, from_worker = process.stdin, process.stdout
-        assert to_worker is not None
-        assert from_worker is not None
-
-        def run(case: Case) -> dict[str, Any]:
-            print(json.dumps(case), file=to_worker, flush=True)
-            report: dict[str, Any] = json.loads(from_worker.readline())
-            return report
-
+    with interpreted_by("tests.lade.gpu.test_kernels", "-W", "ignore") as run:
         yield run
 
 
 @pytest.mark.parametrize("case", thinned(CASES, *CASES[::4]), ids=named)
-def test_in_the_interpreter_they_do_what_models_do(
-    case: Case, interpreted: Callable[[Case], dict[str, Any]]
-) -> None:
+def test_in_the_interpreter_they_do_what_models_do(case: Case, interpreted: Interpreted) -> None:
     report = interpreted(case)
     assert "raised" not in report, report["raised"]
     assert report["error"] <= LIMITS[case[1]]
@@ -232,18 +210,6 @@ def mend_interpreter() -> None:
     builder.create_fp_trunc = create_fp_trunc
 
 
-def main() -> None:
-    """Read cases and print how far each is off."""
-    torch.set_num_threads(1)
-    mend_interpreter()
-    for line in sys.stdin:
-        try:
-            operator, dtype, options = json.loads(line)
-            report: dict[str, Any] = {"error": worst_error((operator, dtype, options), "cpu")}
-        except Exception:
-            report = {"raised": traceback.format_exc()}
-        print(json.dumps(report), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    mend_interpreter()
+    answer_cases(lambda case: worst_error(tuple(case), "cpu"))

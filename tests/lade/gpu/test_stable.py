@@ -1,6 +1,5 @@
 """Text in half precision that does not depend on what the pool holds."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,7 @@ from tests.lade.tiny import BatchDrafter, tiny_model
 STABLE = lade.Config(stable_text=True)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 FAMILIES = ["llama", "qwen3", "gpt2", "mistral", "gemma3_text"]
-
-
-@pytest.fixture(autouse=True)
-def _single_thread() -> Iterator[None]:
-    """Tiny products are split among threads row by row, those of real models are not."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def texts(model: Any, prompt: Tensor, config: lade.Config, **options: Any) -> list[list[Any]]:

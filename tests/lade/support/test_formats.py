@@ -1,7 +1,6 @@
 """`lade support --formats`: weight formats, their report and their command."""
 
 import json
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from typer.testing import CliRunner
 
 import lade
-from lade.cli.app import app
 from lade.support import formats
 from lade.support.formats import FORMATS, WIDTHS, Format, FormatRow, all_formats, run_format
 from lade.support.formats_report import (
@@ -28,24 +25,11 @@ from lade.support.formats_report import (
 from lade.support.report import results_of as results_of_architectures
 from lade.support.report import write_json as write_architectures
 from lade.support.run import CASES, QUICK_CASES, Difference, Row
+from tests.lade.support.command import run
 
 GREEDY_CASES = [case for case in CASES if not case.is_sampled]
 # As a package is imported, before the command can silence it.
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run(*args: str) -> Any:
-    return CliRunner().invoke(
-        app, ["support", *args], catch_exceptions=False, env={"COLUMNS": "160"}
-    )
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("single_thread")]
 
 
 def installed(kind: Format) -> bool:

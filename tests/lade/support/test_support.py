@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from packaging import version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from typer.testing import CliRunner
 
 import lade
-from lade.cli.app import app
 from lade.hf.generation import Generation
 from lade.support import run as support
 from lade.support.drafter import AnswerDrafter
@@ -33,22 +28,10 @@ from lade.support.report import (
 from lade.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
 from lade.support.tiny import VARIANTS, CannotBuild, NotText, causal_lm_types, tiny_model
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
+from tests.lade.support.command import run
+from tests.lade.tiny import IS_NEWEST
 
-IS_NEWEST = version.parse(transformers.__version__) >= version.parse("5.23")
-
-
-@pytest.fixture(autouse=True)
-def _single_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run(*args: str) -> Any:
-    return CliRunner().invoke(
-        app, ["support", *args], catch_exceptions=False, env={"COLUMNS": "160"}
-    )
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 # --- all architectures ----------------------------------------------------------------------
