@@ -1282,3 +1282,106 @@ def put_tree(
             merged_probs,
         )
     return True
+
+
+# --- unigrams: how often the target would use a token, by all that was harvested ---
+
+# A token whose successors no table knows is worth running this many times as much as its own chance
+# to be right: what is harvested there serves whenever the token comes again. SmolLM2, 16 prompts,
+# answers of 64 tokens, a new pool each, 16 draft tokens: mean accepted tokens of 1.96 without such
+# tokens, 2.19 with a factor of 1, 2.23 with 3, 2.24 with 10.
+_WORTH_OF_UNKNOWN = 10.0
+# As if so many tokens more had been counted, none of them known: the first counts say little.
+_UNSEEN_UNIGRAMS = 16.0
+
+
+@kernel
+def count_unigrams(
+    unigram_ids: Int32Array,
+    unigram_counts: Float64Array,
+    token_ids: Int32Array,
+    probs: NDArray[np.float32],
+) -> None:
+    """Add harvested probabilities to the expected counts of tokens.
+
+    Where a bucket is full, its token with the lowest count is dropped.
+
+    Args:
+        unigram_ids: int32 [num_rows], NONE where empty; a power of two in buckets of WAYS.
+        unigram_counts: float64 [num_rows], 0 where empty.
+        token_ids, probs: [n, k]; NONE ends a row.
+    """
+    for i in range(token_ids.shape[0]):
+        for j in range(token_ids.shape[1]):
+            token_id = int(token_ids[i, j])
+            if token_id == NONE:
+                break
+            begin = (hash_step(0, token_id) & (unigram_ids.shape[0] // WAYS - 1)) * WAYS
+            place = begin
+            for row in range(begin, begin + WAYS):
+                if unigram_ids[row] == token_id:
+                    place = row
+                    break
+                if unigram_counts[row] < unigram_counts[place]:
+                    place = row
+            if unigram_ids[place] != token_id:
+                unigram_ids[place] = token_id
+                unigram_counts[place] = 0.0
+            unigram_counts[place] += probs[i, j]
+
+
+@kernel
+def find_worthwhile(
+    unigram_ids: Int32Array,
+    unigram_counts: Float64Array,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
+    excluded: Int64Array,
+    token_ids: Int32Array,
+    worths: Float64Array,
+) -> int:
+    """Find the tokens most worth running wherever the text is; return how many there are.
+
+    A token is worth its unigram probability, the chance that it comes next; ten times as much if no
+    table knows its successors, because they will be harvested.
+
+    Args:
+        unigram_ids, unigram_counts: as for `count_unigrams`.
+        harvested, prewarmed: as for `estimate`.
+        excluded: int64 [num_excluded], tokens to leave out.
+        token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
+        worths: float64 [num_tokens], filled with what they are worth, at most 1.
+    """
+    total = _UNSEEN_UNIGRAMS
+    for row in range(unigram_ids.shape[0]):
+        total += unigram_counts[row]
+    num = 0
+    for row in range(unigram_ids.shape[0]):
+        token_id, worth = int(unigram_ids[row]), unigram_counts[row]
+        if token_id == NONE:
+            continue
+        least = worths[num - 1] * total if num == token_ids.shape[0] else 0.0
+        if _WORTH_OF_UNKNOWN * worth <= least:
+            continue
+        if (
+            find_context(harvested[0], NONE, token_id) == NONE
+            and find_context(prewarmed[0], NONE, token_id) == NONE
+        ):
+            worth *= _WORTH_OF_UNKNOWN
+        worth = min(worth / total, 1.0)
+        if num == token_ids.shape[0] and worth <= worths[num - 1]:
+            continue
+        is_excluded = False
+        for i in range(excluded.shape[0]):
+            is_excluded = is_excluded or excluded[i] == token_id
+        if is_excluded:
+            continue
+        place = min(num, token_ids.shape[0] - 1)
+        while place > 0 and worths[place - 1] < worth:
+            token_ids[place] = token_ids[place - 1]
+            worths[place] = worths[place - 1]
+            place -= 1
+        token_ids[place] = token_id
+        worths[place] = worth
+        num = min(num + 1, token_ids.shape[0])
+    return num

@@ -47,6 +47,8 @@ _POSITION_LIMIT = 2**31 - 1  # positions are int32 and are lowered before they o
 _PIECE = 2**16
 # Capacity for harvested contexts, per token of the pool's capacity: at most 8 bytes per token.
 _CONTEXTS_PER_TOKEN = 1 / 16
+# Tokens whose expected counts are kept: 12 bytes each. Rarer ones hardly matter.
+_NUM_UNIGRAMS = 2**12
 _NO_TABLE = SuccessorTable(1)
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
@@ -81,6 +83,17 @@ class _Held(NamedTuple):
     text: Int32Array
     links: Int32Array
     heads: Int32Array
+
+
+class _Unigrams(NamedTuple):
+    """How often the target would use a token, by all that was harvested."""
+
+    token_ids: Int32Array  # [_NUM_UNIGRAMS], NONE where empty
+    counts: Float64Array  # [_NUM_UNIGRAMS], expected; 0 where empty
+
+    @classmethod
+    def empty(cls) -> "_Unigrams":
+        return cls(np.full(_NUM_UNIGRAMS, NONE, np.int32), np.zeros(_NUM_UNIGRAMS))
 
 
 class _ForOne(NamedTuple):
@@ -122,7 +135,8 @@ class NGramPool:
 
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
-            default N. The largest draft takes another 2.7 kB per node, for at least 64 nodes.
+            default N. The largest draft takes another 2.7 kB per node, for at least 64 nodes, and
+            the target's unigrams 48 kB.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
 
     Raises:
@@ -151,6 +165,7 @@ class NGramPool:
         # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(self._capacity * _CONTEXTS_PER_TOKEN))
         self._harvested = SuccessorTable(num_contexts, averages=False)
+        self._unigrams = _Unigrams.empty()
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
         self._counts = np.zeros(2, np.int64)
@@ -209,7 +224,7 @@ class NGramPool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
-        arrays = (*self._held, *self._for_one, *self._scratch, self._weights)
+        arrays = (*self._held, *self._for_one, *self._scratch, *self._unigrams, self._weights)
         return sum(array.nbytes for array in arrays) + self._harvested.nbytes
 
     @property
@@ -291,6 +306,7 @@ class NGramPool:
         many contexts as `capacity_tokens`, rounded up as in `SuccessorTable`.
         """
         self._harvested.put(contexts, token_ids, probs)
+        self._count_unigrams(token_ids, probs)
 
     @alone
     def harvest_tree(
@@ -306,6 +322,7 @@ class NGramPool:
         The arguments and errors are those of `SuccessorTable.put_tree`.
         """
         self._harvested.put_tree(previous, nodes, parents, token_ids, probs)
+        self._count_unigrams(token_ids, probs)
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -395,6 +412,38 @@ class NGramPool:
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
         return self._draw(ids, max_draft_tokens, max_leaves, rng, sequence)
 
+    def explore(
+        self,
+        max_tokens: int,
+        excluded: Sequence[int] | NDArray[np.integer[Any]] = (),
+        sequence: int | None = None,
+    ) -> tuple[Int32Array, Float64Array]:
+        """Name tokens worth running anywhere in a text, for what is harvested there.
+
+        A token is worth its unigram probability in all that was harvested, ten times as much if
+        its successors are not known: they are, once it was run. Nothing is named before something
+        was harvested. Linear in 4,096, the number of tokens whose counts are kept.
+
+        Args:
+            max_tokens: maximum number of tokens to name.
+            excluded: integers [num_excluded], tokens not to name.
+            sequence: the open sequence that will run them, for its table; None for no table.
+
+        Returns:
+            Token ids, int32 [num_tokens], and what each is worth, float64 [num_tokens] in expected
+            tokens, never increasing.
+
+        Raises:
+            TypeError, ValueError: as for `observe`; `max_tokens` must be a positive integer.
+
+        >>> pool = NGramPool()
+        >>> pool.harvest([[-1, 5]], [[5, 6]], [[0.75, 0.25]])
+        >>> pool.explore(max_tokens=2)[0].tolist()
+        [6, 5]
+        """
+        ids = token_ids_of("excluded", excluded)
+        return self._explore(positive("max_tokens", max_tokens), ids, sequence)
+
     # --- checking ---------------------------------------------------------------------------
 
     @alone
@@ -413,6 +462,8 @@ class NGramPool:
         assert num_observed <= _POSITION_LIMIT
         assert num_rows == self._capacity or num_observed <= num_rows
         assert np.isfinite(self._weights).all()
+        assert np.isfinite(self._unigrams.counts).all()
+        assert (self._unigrams.counts[self._unigrams.token_ids == NONE] == 0).all()
         for opened in [ref() for ref in self._sequences.values()]:
             if opened is None:
                 continue
@@ -553,6 +604,26 @@ class NGramPool:
             scratch.left_ids[parents + 1].astype(np.int32),
             scratch.support_probs[:num_nodes].copy(),
         )
+
+    def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
+        ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
+        _kernels.count_unigrams(*self._unigrams, ids, floats)
+
+    @alone
+    def _explore(
+        self, max_tokens: int, excluded: Int64Array, sequence: int | None
+    ) -> tuple[Int32Array, Float64Array]:
+        opened = self._no_sequence if sequence is None else self._sequence(sequence)
+        token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
+        num = _kernels.find_worthwhile(
+            *self._unigrams,
+            self._harvested.rows,
+            opened.prewarmed.rows,
+            excluded,
+            token_ids,
+            worths,
+        )
+        return token_ids[:num], worths[:num]
 
     # --- arrays -----------------------------------------------------------------------------
     #
@@ -701,6 +772,8 @@ class NGramPool:
         nothing, scratch = np.zeros(1, np.int64), self._scratch
         self._grow_tree(nothing, 1, 1, self._no_sequence, scratch)
         self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, scratch)
+        self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
+        self._explore(1, nothing, None)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])

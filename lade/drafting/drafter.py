@@ -83,6 +83,26 @@ class HarvestingDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
+class ExploringDrafter(HarvestingDrafter, Protocol):
+    """Drafter that also names tokens worth running for what is harvested there."""
+
+    def explore(
+        self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Name tokens to run as further children of the root, whatever the text is.
+
+        Args:
+            sequence: handle of the sequence.
+            excluded: tokens not to name, as others run them already, int32 [num_excluded].
+            max_tokens: maximum number of tokens to name, at least 1.
+
+        Returns:
+            Token ids, int32 [num_tokens], and how many tokens each is expected to save in the long
+            run, float64 [num_tokens], never increasing.
+        """
+
+
+@runtime_checkable
 class NgramDrafter(Drafter, Protocol):
     """Drafter that also learns n-grams that the target produced outside of any text."""
 

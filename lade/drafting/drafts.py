@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from ngram_pool import Draft, SampledDraft
 
+Floats = NDArray[np.float64]
+
 
 def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
     """Return a draft of one path, all of whose nodes have the same probability."""
@@ -61,6 +63,31 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
     )
 
 
+def exploring(
+    draft: Draft, token_ids: NDArray[np.int32], worths: NDArray[np.float64], max_draft_tokens: int
+) -> Draft:
+    """Return a draft with further tokens under the root, among its nodes by what they are worth.
+
+    Args:
+        draft: the draft, best first.
+        token_ids: tokens to run for what is harvested there, int32 [num_tokens].
+        worths: what they are worth, as the draft's nodes are worth their probabilities,
+            float64 [num_tokens].
+        max_draft_tokens: maximum number of nodes.
+    """
+    num_nodes, num_tokens = len(draft), len(token_ids)
+    # Never increasing, so that parents stay before their children.
+    probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
+    order = (-probs).argsort(kind="stable")[:max_draft_tokens]
+    places = np.empty(num_nodes + num_tokens + 1, np.int32)
+    places[order] = np.arange(len(order))
+    places[-1] = -1  # where a parent of -1 leads
+    parents = np.concatenate([draft.parents, np.full(num_tokens, -1, np.int32)])
+    depths = np.concatenate([draft.depths, np.ones(num_tokens, np.int32)])
+    ids = np.concatenate([draft.token_ids, token_ids])
+    return Draft(ids[order], places[parents[order]], depths[order], probs[order])
+
+
 def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
@@ -78,17 +105,9 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
     token_ids: NDArray[Any] = np.asarray(draft.token_ids)
     parents: NDArray[Any] = np.asarray(draft.parents)
     probs: NDArray[Any] = np.asarray(draft.probs)
-    for name, array, kind in (
-        ("token_ids", token_ids, np.integer),
-        ("parents", parents, np.integer),
-        ("probs", probs, np.floating),
-    ):
-        if array.ndim != 1 or len(array) != len(token_ids):
-            raise ValueError(
-                f"expected {name} of shape [{len(token_ids)}], got {list(array.shape)}"
-            )
-        if len(array) and not np.issubdtype(array.dtype, kind):
-            raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")
+    _check_kind("token_ids", token_ids, np.integer, len(token_ids))
+    _check_kind("parents", parents, np.integer, len(token_ids))
+    _check_kind("probs", probs, np.floating, len(token_ids))
     num_nodes = min(len(token_ids), max_draft_tokens)
     parents, probs = parents[:num_nodes].astype(np.int32), probs[:num_nodes].astype(np.float64)
     if num_nodes and not ((parents >= -1) & (parents < np.arange(num_nodes))).all():
@@ -118,3 +137,29 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
         support_ids.astype(np.int32),
         support_probs.astype(np.float64),
     )
+
+
+def checked_tokens(token_ids: object, worths: object) -> tuple[NDArray[np.int32], Floats]:
+    """Validate the tokens that a drafter names to explore, and return them.
+
+    Raises:
+        TypeError: an array has the wrong dtype.
+        ValueError: the shapes do not match, a token is named twice, or what one is worth is not
+            from 0 to 1.
+    """
+    ids: NDArray[Any] = np.asarray(token_ids)
+    probs: NDArray[Any] = np.asarray(worths)
+    _check_kind("token_ids", ids, np.integer, len(ids))
+    _check_kind("worths", probs, np.floating, len(ids))
+    if len(set(ids.tolist())) < len(ids):
+        raise ValueError(f"expected different tokens to explore, got {ids.tolist()}")
+    if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
+        raise ValueError("expected worths from 0 to 1")
+    return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32), probs.astype(np.float64)
+
+
+def _check_kind(name: str, array: NDArray[Any], kind: type, length: int) -> None:
+    if array.ndim != 1 or len(array) != length:
+        raise ValueError(f"expected {name} of shape [{length}], got {list(array.shape)}")
+    if len(array) and not np.issubdtype(array.dtype, kind):
+        raise TypeError(f"expected {name} of {kind.__name__}, got {array.dtype}")

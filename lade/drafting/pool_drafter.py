@@ -72,6 +72,17 @@ class PoolDrafter:
         context = committed[-self.pool.max_match :]
         return self.pool.sample(context, max_draft_tokens, rng, self._max_candidates, sequence)
 
+    def explore(
+        self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """Name frequent tokens, above all those whose successors are not known.
+
+        None where candidates are limited: each token would be one.
+        """
+        if self._max_candidates is not None:
+            return np.empty(0, np.int32), np.empty(0)
+        return self.pool.explore(max_tokens, excluded, sequence)
+
     def harvest(
         self,
         sequence: int,

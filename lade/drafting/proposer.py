@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from lade.drafting.drafter import (
     Drafter,
+    ExploringDrafter,
     HarvestingDrafter,
     NgramDrafter,
     SamplingDrafter,
     num_successors_of,
 )
-from lade.drafting.drafts import after, checked, narrowed
+from lade.drafting.drafts import after, checked, checked_tokens, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, in_one_line
@@ -29,7 +30,7 @@ _T = TypeVar("_T")
 class _Proposal(NamedTuple):
     """The last proposal for a row, and how it came about."""
 
-    draft: Draft
+    draft: Draft  # tokens to explore included
     forced: list[int]  # its first tokens, where a grammar forces them
     room: int  # maximum depth that the target can run
 
@@ -72,6 +73,10 @@ class Proposer:
         self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
         self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
         self._learning = drafter if isinstance(drafter, NgramDrafter) else None
+        # Where drafts are drawn, or paths are few, every node should be as likely as can be.
+        self._exploring = None
+        if isinstance(drafter, ExploringDrafter) and max_candidates is None and rngs is None:
+            self._exploring = drafter
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
@@ -201,6 +206,25 @@ class Proposer:
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft
 
+    def explore(self, row: int, others: Sequence[int], max_draft_tokens: int) -> Draft:
+        """Add tokens to explore to a row's proposal, and return it with these.
+
+        They are run for what is harvested there, more than for their chance to be right, so nothing
+        is learned of the drafter's probabilities from them.
+
+        Args:
+            others: tokens that other rows explore in this step.
+            max_draft_tokens: maximum number of draft tokens.
+        """
+        draft, forced, room = self._proposals[row]
+        if self._exploring is None or forced or min(room, max_draft_tokens) < 1:
+            return draft
+        excluded = np.array([*draft.token_ids[draft.parents == -1], *others], np.int32)
+        explore = partial(self._explored, row, draft, excluded, max_draft_tokens)
+        draft = self._asked(explore, draft)
+        self._proposals[row] = _Proposal(draft, forced, room)
+        return draft
+
     def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
         proposed, forced, room = self._proposals[row]
@@ -216,6 +240,16 @@ class Proposer:
     def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
         drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
         return checked(drafted, max_draft_tokens)
+
+    def _explored(
+        self, row: int, draft: Draft, excluded: NDArray[np.int32], max_draft_tokens: int
+    ) -> Draft:
+        assert self._exploring is not None
+        explored = self._exploring.explore(self._sequences[row], excluded, max_draft_tokens)
+        token_ids, worths = checked_tokens(*explored)
+        is_possible = (token_ids >= 0) & (token_ids < self._vocab_size)
+        is_new = is_possible & ~np.isin(token_ids, excluded)
+        return exploring(draft, token_ids[is_new], worths[is_new], max_draft_tokens)
 
     def _drawn(
         self, row: int, context: Sequence[int], max_draft_tokens: int, rng: np.random.Generator

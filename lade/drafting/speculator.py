@@ -150,8 +150,9 @@ class Speculator:
         self._is_resting = self._may_rest and self._budget.is_resting
         proposed = {} if self._is_resting else self._proposals(emitting)
         windows = self._open_windows(emitting)
-        num_nodes = self._num_nodes(proposed, windows)
-        drafts = {row: self._draw(row, draft, num_nodes) for row, draft in proposed.items()}
+        worthwhile = self._explored(proposed)
+        num_nodes = self._num_nodes(worthwhile, windows)
+        drafts = {row: self._draw(row, draft, num_nodes) for row, draft in worthwhile.items()}
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
         token_ids = self._batch.text.token_ids
@@ -189,6 +190,16 @@ class Speculator:
                 if (padding := text.padding_of(row)) is not None:
                     proposed[row] = chain([padding] * max(0, min(batch.room(row), deepest)))
         return proposed
+
+    def _explored(self, proposed: Mapping[int, Draft]) -> dict[int, Draft]:
+        """Add tokens to explore, different ones in each row, to the drafts of rows that work."""
+        explored, others = {**proposed}, list[int]()
+        for row in proposed:
+            if self._batch.text.padding_of(row) is None:
+                draft = self._proposer.explore(row, others, self._budget.max_draft_tokens)
+                explored[row] = draft
+                others += draft.token_ids[draft.parents == -1].tolist()
+        return explored
 
     def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:
         """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""

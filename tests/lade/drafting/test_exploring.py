@@ -1,0 +1,188 @@
+"""Tokens run for what is harvested there: where they go, and that they change no text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import lade
+from lade.budget.budget import FixedBudget
+from lade.budget.trust import Outcome
+from lade.drafting.drafts import exploring
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.proposer import Proposer
+from lade.hf import generation
+from ngram_pool import Draft, NGramPool
+from tests.lade.tiny import VOCAB_SIZE, tiny_model
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+Tokens = tuple[NDArray[np.int32], NDArray[np.float64]]
+
+
+def named(*token_ids: int, worth: float = 0.25) -> Tokens:
+    return np.array(token_ids, np.int32), np.full(len(token_ids), worth)
+
+
+class Explorer(PoolDrafter):
+    """A pool that drafts nothing and names what it is told to."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(NGramPool())
+        self.answer = answer
+        self.excluded: list[list[int]] = []
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        return Draft.empty()
+
+    def explore(self, sequence: int, excluded: NDArray[np.int32], max_tokens: int) -> Tokens:
+        self.excluded.append(excluded.tolist())
+        answer: Tokens = self.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> Draft:
+    num_nodes = draw(st.integers(0, 8))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
+    probs = sorted((draw(st.floats(0, 1)) for _ in range(num_nodes)), reverse=True)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    ids = np.arange(num_nodes, dtype=np.int32)
+    return Draft(ids, np.array(parents, np.int32), np.array(depths, np.int32), np.array(probs))
+
+
+@given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.integers(1, 14))
+def test_tokens_join_a_draft_by_what_they_are_worth(
+    draft: Draft, worths: list[float], most: int
+) -> None:
+    worths = sorted(worths, reverse=True)
+    token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
+    joined = exploring(draft, token_ids, np.array(worths), most)
+    expected = sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
+    assert joined.probs.tolist() == expected
+    paths = {tuple(path) for path in map(tuple, paths_of(joined))}
+    assert paths <= {*map(tuple, paths_of(draft)), *((int(t),) for t in token_ids)}
+    assert len(paths) == len(joined)
+    for node, parent in enumerate(joined.parents.tolist()):
+        assert -1 <= parent < node
+        assert joined.depths[node] == 1 + (joined.depths[parent] if parent >= 0 else 0)
+
+
+def paths_of(draft: Draft) -> list[list[int]]:
+    paths: list[list[int]] = []
+    for token_id, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), token_id])
+    return paths
+
+
+def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([[5, 6, 7]])
+    config = lade.Config(max_draft_tokens=6, uses_table=False)
+
+    class Unexploring(PoolDrafter):
+        def explore(self, *args: Any) -> Tokens:
+            return named()
+
+    texts, known = [], []
+    for make in (PoolDrafter, Unexploring):
+        pool = NGramPool()
+        texts.append(lade.generate(model, prompt, drafter=make(pool), config=config, **GREEDY))
+        keys = pool._harvested.arrays()["keys"]
+        known.append((keys < VOCAB_SIZE).sum())  # single tokens
+    assert texts[0].tolist() == texts[1].tolist() == model.generate(prompt, **GREEDY).tolist()
+    assert known[0] > 1.3 * known[1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_texts_are_those_of_plain_decoding_whatever_is_explored(num_rows: int) -> None:
+    model = tiny_model("llama", seed=2)
+    prompt = torch.tensor([[5, 6, 7, 5, 6]]).repeat(num_rows, 1)
+    options = GREEDY | {"attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, **options).tolist()
+    right = expected[0][5:8]
+    for answer in (named(*right), named(1, 2, 3), named(*right, worth=1.0), named()):
+        got = lade.generate(
+            model,
+            prompt,
+            drafter=Explorer(answer),
+            config=lade.Config(max_draft_tokens=4),
+            **options,
+        )
+        assert got.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        named(3, 3),
+        named(3, worth=2.0),
+        named(3, worth=float("nan")),
+        (np.array([[3]], np.int32), np.array([0.5])),
+        (np.array([0.5]), np.array([0.5])),
+        (np.array([3, 4], np.int32), np.array([0.5])),
+        None,
+        RuntimeError("mine"),
+    ],
+)
+def test_a_drafter_that_names_nonsense_costs_the_drafts_alone(answer: Any) -> None:
+    model = tiny_model("llama", seed=2)
+    prompt = torch.tensor([[5, 6, 7]])
+    with pytest.warns(lade.DrafterWarning, match="Explorer"):
+        got = lade.generate(model, prompt, drafter=Explorer(answer), **GREEDY)
+    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
+
+
+def test_tokens_without_embeddings_and_those_run_already_are_left_out() -> None:
+    explorer = Explorer(named(VOCAB_SIZE, 3, -1, 9))
+    proposer = Proposer(explorer, VOCAB_SIZE)
+    proposer.open(0, [5, 6])
+    proposer.propose(0, [5, 6], [5, 6], 10, 8)
+    assert proposer.explore(0, [9], 8).token_ids.tolist() == [3]
+    assert explorer.excluded == [[9]]
+
+
+@pytest.mark.parametrize("options", [{"max_candidates": 4}, {"rngs": [np.random.default_rng(0)]}])
+def test_where_nodes_are_few_or_drawn_nothing_is_explored(options: Any) -> None:
+    proposer = Proposer(Explorer(named(3)), VOCAB_SIZE, **options)
+    proposer.open(0, [5, 6])
+    proposer.propose(0, [5, 6], [5, 6], 10, 8)
+    assert len(proposer.explore(0, [], 8)) == 0
+
+
+def test_rows_explore_different_tokens() -> None:
+    model = tiny_model("llama", seed=2)
+    prompt = torch.tensor([[5, 6, 7], [5, 6, 8]])
+    explorer = Explorer(named())
+    options = GREEDY | {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4}
+    explorer.answer = named(3)
+    lade.generate(
+        model, prompt, drafter=explorer, config=lade.Config(max_draft_tokens=2), **options
+    )
+    assert explorer.excluded[:2] == [[], [3]]
+
+
+def test_nothing_is_learned_of_a_drafters_trust_from_what_it_explores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama", seed=2)
+    recorded: list[Outcome] = []
+
+    class Recording(FixedBudget):
+        def record(self, *args: Any, **kwargs: Any) -> None:
+            recorded.extend(kwargs["outcomes"])
+
+    monkeypatch.setattr(generation, "FixedBudget", Recording)
+    config = lade.Config(max_draft_tokens=4)
+    prompt = torch.tensor([[5, 6, 7]])
+    lade.generate(model, prompt, drafter=Explorer(named(3)), config=config, **GREEDY)
+    assert recorded
+    assert all(len(outcome.draft) == 0 for outcome in recorded)
