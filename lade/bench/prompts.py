@@ -2,8 +2,22 @@
 
 import json
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
+
+
+class Half(StrEnum):
+    """One half of a file: one to fit weights to, and one to measure them on."""
+
+    fit = "fit"
+    publish = "publish"
+
+    @classmethod
+    def of(cls, prompt_id: str) -> "Half":
+        """Return the half of a prompt: by its id alone, whatever else is in its file."""
+        return cls.publish if crc32(prompt_id.encode()) % 2 else cls.fit
 
 
 class Prompt(NamedTuple):
@@ -19,15 +33,16 @@ class PromptFile(NamedTuple):
 
     path: Path
     limit: int | None  # as for `read_prompts`
+    half: Half | None
     prompts: list[Prompt]
 
     @classmethod
-    def read(cls, path: Path, limit: int | None) -> "PromptFile":
+    def read(cls, path: Path, limit: int | None, half: Half | None = None) -> "PromptFile":
         """Read a prompt file, as `read_prompts` does."""
-        return cls(path, limit, read_prompts(path, limit))
+        return cls(path, limit, half, read_prompts(path, limit, half))
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(path: Path, limit: int | None = None, half: Half | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     A line is a JSON object with `turns` (the first is used) or `prompt`, and optionally
@@ -35,18 +50,21 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
     Args:
         path: the file.
-        limit: number of prompts to keep, spread evenly over the file; None for all.
+        limit: number of prompts to keep, spread evenly over the file or its half; None for all.
+        half: the half to keep; None for both.
 
     Raises:
-        ValueError: a line cannot be read, or the file has no prompt.
+        ValueError: a line cannot be read, or the file or its half has no prompt.
     """
     prompts = []
     # Not by splitlines: JSON strings may contain other line-ending characters unescaped.
     for number, line in enumerate(re.split(r"\r\n?|\n", _read(path)), start=1):
         if line.strip():
             prompts.append(_parse(line.strip(), number, path.name))
+    prompts = [prompt for prompt in prompts if half in (None, Half.of(prompt.id))]
     if not prompts:
-        raise ValueError(f"expected prompts in {path.name}, found none")
+        of_half = "" if half is None else f"the {half} half of "
+        raise ValueError(f"expected prompts in {of_half}{path.name}, found none")
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[i * len(prompts) // limit] for i in range(limit)]

@@ -1,13 +1,12 @@
-"""Results of replays as a table and as JSON: a curve over draft sizes for each method.
+"""Results of replays and arenas as a table and as JSON: a curve over draft sizes for each method.
 
 Next file: `project.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lade.bench.environment import environment
-from lade.bench.replay import Replay
 from lade.bench.report import LOOPS, OVERALL, groups, msec_text, rounded, share_text
 from lade.bench.tables import Sheet
 from lade.stats import DecodeStats
@@ -16,6 +15,28 @@ _COLUMNS = (
     *("max draft tokens", "MAT", "draft tokens/step"),
     *("accepted", "corrected", "draft ms/step"),
 )
+
+
+class _Measured(Protocol):
+    """A `Replay`, or an `Entry` of the arena: one answer of one method with one draft size."""
+
+    @property
+    def category(self) -> str: ...
+
+    @property
+    def loops(self) -> bool: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def max_draft_tokens(self) -> int: ...
+
+    @property
+    def num_pass(self) -> int: ...
+
+    @property
+    def stats(self) -> DecodeStats: ...
 
 
 class Point(NamedTuple):
@@ -38,18 +59,18 @@ class Point(NamedTuple):
         return self.method if num_passes == 1 else f"{self.method}, pass {self.num_pass + 1}"
 
 
-def points(replays: Sequence[Replay]) -> list[Point]:
-    """Sum up replays by group; methods, draft sizes and passes keep their order."""
+def points(measured: Sequence[_Measured]) -> list[Point]:
+    """Sum up answers by group; methods, draft sizes and passes keep their order."""
     made = []
-    for group, part in groups(replays).items():
-        by_run: dict[tuple[str, int, int], list[Replay]] = {}
-        for replay in part:
-            run = (replay.method, replay.max_draft_tokens, replay.num_pass)
-            by_run.setdefault(run, []).append(replay)
+    for group, part in groups(measured).items():
+        by_run: dict[tuple[str, int, int], list[_Measured]] = {}
+        for each in part:
+            run = (each.method, each.max_draft_tokens, each.num_pass)
+            by_run.setdefault(run, []).append(each)
         for run, of_run in by_run.items():
             stats = DecodeStats()
-            for replay in of_run:
-                stats.add(replay.stats)
+            for each in of_run:
+                stats.add(each.stats)
             made.append(
                 Point(
                     group,
@@ -66,14 +87,14 @@ def points(replays: Sequence[Replay]) -> list[Point]:
     return made
 
 
-def table(made: Sequence[Point], caption: str | None = None) -> Sheet:
+def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay") -> Sheet:
     """Return a table of all answers without loops and, in a section apart, of those with loops."""
     num_passes = num_passes_of(made)
     sections = [
         [_cells(point, num_passes) for point in made if point.group == group]
         for group in (OVERALL, LOOPS)
     ]
-    title = "Replay, every step verifying as many draft tokens as it may, loops apart"
+    title = f"{what}, every step verifying as many draft tokens as it may, loops apart"
     headings = ("answers", "method", *_COLUMNS)
     return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
 

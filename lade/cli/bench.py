@@ -73,11 +73,11 @@ def run(
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
     from lade.bench.plots import plot_speedups
-    from lade.bench.report import as_json, prompts_fingerprint, table
+    from lade.bench.report import as_json, table
     from lade.bench.run import run_methods, warm_up_methods
     from lade.probing.report import probe
 
-    path, limit, prompts = chosen
+    prompts = chosen.prompts
     check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
     left_out = left_out | warm_up_methods(loaded, methods, settings, config)
     methods = [name for name in methods if name not in left_out]
@@ -113,7 +113,7 @@ def run(
         "device": str(loaded.model.device),
         "threads": torch.get_num_threads(),
         **asdict(settings),
-        "prompts": {**prompts_fingerprint(path), "limit": limit, "num": len(prompts)},
+        "prompts": describe_prompts(chosen),
         "methods": {name: METHODS[name].description for name in methods},
         "left_out": left_out,
         "passes": num_passes,
@@ -137,6 +137,14 @@ def run(
         say_written(plot_speedups(files.plot, "speedup", content["summary"]))
     if stopped_by is not None:
         raise stopped_by
+
+
+def describe_prompts(chosen: "PromptFile") -> dict[str, Any]:
+    """Return what result files say of their prompts, whose texts they do not hold."""
+    from lade.bench.report import prompts_fingerprint
+
+    path, limit, half, prompts = chosen
+    return {**prompts_fingerprint(path), "limit": limit, "half": half, "num": len(prompts)}
 
 
 def _of_whole_passes(results: "list[Result]", num_batches: int) -> "list[Result]":

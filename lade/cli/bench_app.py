@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
+from lade.bench.prompts import Half
 from lade.cli.options import (
     DRAFTING,
     SAMPLING,
     DeviceOption,
     DtypeOption,
+    HalfOption,
     JsonOption,
     LimitOption,
     MarkdownOption,
@@ -74,6 +76,16 @@ SameDraftTokensOption = Annotated[
     ),
 ]
 
+DraftSizesOption = Annotated[
+    str,
+    typer.Option(
+        "--max-draft-tokens",
+        metavar="N,…",
+        help="Comma-separated: verify up to N draft tokens in every step.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+
 
 @bench.command("run", rich_help_panel=_ANSWERS)
 def bench_run(
@@ -92,6 +104,7 @@ def bench_run(
     max_new_tokens: MaxNewTokensOption = 128,
     batch_size: BatchSizeOption = 1,
     limit: LimitOption = None,
+    half: HalfOption = None,
     passes: Annotated[
         int,
         typer.Option(
@@ -147,7 +160,7 @@ def bench_run(
         raise ValueError("expected plain and another of the methods to plot speed-ups")
     files = ResultFiles(json, markdown, plot)
     files.check()
-    chosen = PromptFile.read(prompts, limit)
+    chosen = PromptFile.read(prompts, limit, half)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     config = make_config(max_draft_tokens, verification)
     run(loaded, chosen, names, left_out, settings, passes, keep, config, files)
@@ -173,6 +186,52 @@ def bench_show(
     wanted = ResultFiles(markdown=markdown, plot=plot)
     wanted.check()
     show(files, wanted)
+
+
+@bench.command("arena", rich_help_panel=_ANSWERS)
+def bench_arena(
+    prompts: PromptsOption,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated, as for bench run, but for those of transformers. Without it, "
+            "lade, lade_untabled, lade_fresh, and the rivals without a window.",
+        ),
+    ] = None,
+    max_draft_tokens: DraftSizesOption = "8,16,32",
+    max_new_tokens: MaxNewTokensOption = 96,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    verification: VerificationOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Compare drafters live, on the same texts and with equal numbers of draft tokens.
+
+    generate answers each prompt greedily; then every method has to write that text, so that in
+    half precision, too, all draft the same. Time does not count: the numbers depend on the
+    machine only by the rounding of its arithmetic.
+    """
+    from lade.bench.prompts import PromptFile
+    from lade.bench.settings import Settings
+    from lade.cli.arena import choose_methods, run
+    from lade.cli.bench import ResultFiles
+    from lade.cli.replay import choose_draft_sizes
+
+    names, draft_sizes = choose_methods(methods), choose_draft_sizes(max_draft_tokens)
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    chosen = PromptFile.read(prompts, limit, half)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    config = make_config(None, verification)
+    run(loaded, chosen, names, draft_sizes, Settings(max_new_tokens), config, files)
 
 
 @bench.command("memory", rich_help_panel=_ANSWERS)
@@ -230,6 +289,7 @@ def bench_record(
     ],
     max_new_tokens: MaxNewTokensOption = 256,
     limit: LimitOption = None,
+    half: HalfOption = None,
     num_successors: Annotated[
         int,
         typer.Option(
@@ -260,7 +320,7 @@ def bench_record(
 
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     check_writable(out)
-    chosen = PromptFile.read(prompts, limit)
+    chosen = PromptFile.read(prompts, limit, half)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     record(loaded, chosen, out, settings, num_successors)
 
@@ -280,14 +340,7 @@ def bench_replay(
             help="Comma-separated, as for bench run. Without it, all that draft without a model.",
         ),
     ] = None,
-    max_draft_tokens: Annotated[
-        str,
-        typer.Option(
-            "--max-draft-tokens",
-            metavar="N,…",
-            help="Comma-separated: verify up to N draft tokens in every step.",
-        ),
-    ] = "8,16,32,64",
+    max_draft_tokens: DraftSizesOption = "8,16,32,64",
     passes: Annotated[
         int,
         typer.Option(
@@ -325,6 +378,41 @@ def bench_replay(
     files = ResultFiles(json, markdown, plot)
     files.check()
     replay(traces, names, draft_sizes, passes, table, files)
+
+
+@bench.command("fit", rich_help_panel=_PARTS)
+def bench_fit(
+    prompts: PromptsOption,
+    max_new_tokens: MaxNewTokensOption = 128,
+    limit: LimitOption = None,
+    half: HalfOption = Half.fit,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    max_draft_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Verify N draft tokens a step.", rich_help_panel=DRAFTING
+        ),
+    ] = 16,
+    json: JsonOption = None,
+) -> None:
+    """Fit the weights that new pools begin with, and print them as in ngram_pool/weights.py.
+
+    Prompts are answered once, greedily. Pools then learn from these answers in several passes,
+    beginning with weights that nothing was fitted to.
+    """
+    from lade.bench.prompts import PromptFile
+    from lade.bench.settings import Settings
+    from lade.cli.bench import check_writable
+    from lade.cli.fit import run
+
+    check_writable(json)
+    chosen = PromptFile.read(prompts, limit, half)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    run(loaded, chosen, Settings(max_new_tokens), make_config(max_draft_tokens, None), json)
 
 
 @bench.command("project", rich_help_panel=_TRACES)

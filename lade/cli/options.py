@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lade.bench.prompts import Half
+
 if TYPE_CHECKING:
     from lade.config import Config
     from lade.models.loading import LoadedModel
@@ -151,6 +153,14 @@ PromptsOption = Annotated[
 ]
 LimitOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Use N prompts, spread over the file.")
+]
+HalfOption = Annotated[
+    Half | None,
+    typer.Option(
+        metavar="NAME",
+        help="Use only one half of the file, told by the ids of prompts: fit, to fit weights to, "
+        "or publish, to measure them on.",
+    ),
 ]
 JsonOption = Annotated[
     Path | None,

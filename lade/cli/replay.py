@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lade.bench.settings import Settings
-from lade.cli.bench import ResultFiles, print_sheet, progress_bar, say_written
+from lade.cli.bench import ResultFiles, describe_prompts, print_sheet, progress_bar, say_written
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.models.loading import LoadedModel
@@ -27,10 +27,9 @@ def record(
     from lade.bench.environment import environment
     from lade.bench.record import record as record_all
     from lade.bench.record import vocab_size_of
-    from lade.bench.report import prompts_fingerprint
     from lade.bench.traces import Trace, Traces, write_traces
 
-    path, limit, prompts = chosen
+    prompts = chosen.prompts
     check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
     traces: list[Trace] = []
     stopped_by: BaseException | None = None
@@ -57,7 +56,7 @@ def record(
         **asdict(settings),
         "vocab_size": vocab_size_of(loaded.model),
         "num_successors": num_successors,
-        "prompts": {**prompts_fingerprint(path), "limit": limit, "num": len(prompts)},
+        "prompts": describe_prompts(chosen),
         "interrupted": stopped_by is not None,
     }
     write_traces(out, Traces(traces, described, environment()))

@@ -70,6 +70,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         *([], ["generate"], ["prewarm"], ["demo"], ["check"], ["support"], ["bench"]),
         *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
         *(["bench", "record"], ["bench", "replay"], ["bench", "project"], ["bench", "gpu"]),
+        *(["bench", "arena"], ["bench", "fit"]),
     ],
 )
 def test_each_command_has_help_that_fits_a_terminal(command: list[str]) -> None:
