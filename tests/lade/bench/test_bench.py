@@ -585,7 +585,7 @@ def test_result_files_of_all_versions_are_shown_as_one_table(tmp_path: Path) -> 
     described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
     described |= {"temperature": 0.6, "batch_size": 2, "max_new_tokens": 12}
     write_json(new, as_json(run_all(["plain"], settings), ["plain"], described))
-    old = ROOT / "docs" / "results" / "smollm2_cpu_float32.json"  # knew greedy decoding alone
+    old = Path(__file__).parent / "smollm2_cpu_float32.json"  # knew greedy decoding alone
     console = Console(width=200)
     with console.capture() as capture:
         console.print(table_of_files([old, new]))

@@ -273,7 +273,7 @@ def test_bench_records_replays_and_projects(folder: str, tmp_path: Path) -> None
 
 
 def test_tables_in_a_file_are_whole_however_narrow_the_terminal() -> None:
-    path = Path(__file__).parents[3] / "docs" / "results" / "smollm2_cpu_float32.json"
+    path = Path(__file__).parents[1] / "bench" / "smollm2_cpu_float32.json"
     shown = CliRunner().invoke(app, ["bench", "show", str(path)], env={"COLUMNS": "30"}).stdout
     (row,) = (line for line in shown.splitlines() if line.split()[:1] == ["lade_fresh"])
     assert row.split() == ["lade_fresh", "32.1", "1.42x", "1.87", "3.5", "100%"]
