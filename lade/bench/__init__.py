@@ -1,7 +1,8 @@
 """Benchmarks: methods against plain `generate` on real prompts, their memory, and the pool alone.
 
 Reading order: `settings.py`, `baselines.py`, `methods.py`, `run.py`, `tables.py`, `report.py`; for
-recorded answers, `traces.py`, `record.py`, `replay.py`, `replay_report.py`, `project.py`; for
-memory, `peak.py` and `memory.py`. `prompts.py`, `batches.py`, `environment.py` and `plots.py` are
-helpers; `pool.py` and `gpu/` stand alone. The core of lade imports nothing from here.
+recorded answers, `traces.py`, `record.py`, `replay.py`, `replay_report.py`, `project.py`; for equal
+budgets, `arena.py`; for first weights, `fit.py`; for memory, `peak.py` and `memory.py`.
+`prompts.py`, `batches.py`, `environment.py` and `plots.py` are helpers; `pool.py` and `gpu/` stand
+alone. The core of lade imports nothing from here.
 """
