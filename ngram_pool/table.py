@@ -129,6 +129,20 @@ class SuccessorTable:
         """
         self._put(*_checked(contexts, token_ids, probs))
 
+    def update(self, other: "SuccessorTable") -> None:
+        """Learn what another table holds, as if it were put as often as it was put there.
+
+        Args:
+            other: a table of the same number of successors or fewer; unchanged.
+        """
+        arrays = {name: array[::-1] for name, array in other.arrays().items()}  # newest last
+        probs = np.exp(arrays["costs"] / np.float32(-COST_STEPS))
+        probs[arrays["token_ids"] == NONE] = 0.0
+        pairs, counts = _pairs_of(arrays["keys"]), arrays["counts"]
+        for times in range(counts.max(initial=0) if self._averages else min(1, len(counts))):
+            is_put = counts > times
+            self.put(pairs[is_put], arrays["token_ids"][is_put], probs[is_put])
+
     @alone
     def put_tree(
         self,
@@ -203,6 +217,27 @@ class SuccessorTable:
         is_known = held.token_ids[row] != NONE
         probs = np.exp(held.costs[row, is_known] / -COST_STEPS).astype(np.float32)
         return held.token_ids[row, is_known].copy(), probs
+
+    def contexts(self) -> Int64Array:
+        """Return the contexts held, int64 [num_contexts, 2], as `put` takes them."""
+        return _pairs_of(self.arrays()["keys"])
+
+    @alone
+    def holds(self, contexts: ArrayLike) -> NDArray[np.bool_]:
+        """Return which contexts are held, bool [n]; O(n).
+
+        Args:
+            contexts: integers [n, 2], as for `put`.
+
+        Raises:
+            TypeError: contexts are not integers.
+            ValueError: their shape is another, or a value is out of range.
+        """
+        nothing = np.empty((len(np.asarray(contexts)), 0), np.int64)
+        pairs, *_ = _checked(contexts, nothing, nothing)
+        are_held = np.empty(len(pairs), np.bool_)
+        _kernels.find_contexts(self._held.keys, pairs, are_held)
+        return are_held
 
     # --- on disk ----------------------------------------------------------------------------
 
@@ -314,6 +349,12 @@ class SuccessorTable:
             new.num_contexts,
         )
         self._held = new
+
+
+def _pairs_of(keys: Int64Array) -> Int64Array:
+    """Return the contexts of keys, as `put` takes them."""
+    previous, last = np.divmod(keys, MAX_TOKEN_ID + 1)
+    return np.stack([previous - 1, last], axis=1)
 
 
 def _power_of_two(number: int) -> int:

@@ -1,6 +1,7 @@
 """Hypothesis profiles, and the real default model for those tests that need it."""
 
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -44,8 +45,8 @@ def own_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_tables_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Draft without the tables that `lade prewarm` has left in the user's cache."""
-    folder = tmp_path_factory.getbasetemp() / "no-tables"
+    """Draft without the tables in the user's cache, and add none to them."""
+    folder = tmp_path_factory.getbasetemp() / "tables" / secrets.token_hex(8)
     with pytest.MonkeyPatch.context() as patch:
         tables = sys.modules.get("lade.prewarming.tables")
         if tables is not None:  # else the test does not load lade

@@ -19,6 +19,7 @@ from lade.cli.options import (
     MaxDraftTokensOption,
     MaxNewTokensOption,
     ModelOption,
+    PrewarmOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
@@ -150,14 +151,18 @@ def demo(
     trust_remote_code: TrustOption = False,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    prewarms: PrewarmOption = True,
     json: JsonOption = None,
 ) -> None:
-    """Answer six prompts with plain generate and with lade, and compare speed."""
+    """Answer six prompts with plain generate and with lade, and compare speed.
+
+    The first time with a model, it is prewarmed before, for a minute at most.
+    """
     from lade.cli.demo import run
 
     config = make_config(max_draft_tokens, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    run(loaded, prompt or [], max_new_tokens, config, json)
+    run(loaded, prompt or [], max_new_tokens, config, json, prewarms)
 
 
 app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)

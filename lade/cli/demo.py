@@ -17,6 +17,7 @@ from lade.bench.tables import Sheet
 from lade.cli.bench import check_writable, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
+from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.closeness import is_exact_in, limit_of
 from lade.config import Config
@@ -58,12 +59,18 @@ def run(
     max_new_tokens: int,
     config: Config,
     json_path: Path | None,
+    prewarms: bool,
 ) -> None:
-    """Answer each prompt with both methods, streaming lade's answer, and print a table."""
+    """Answer each prompt with both methods, streaming lade's answer, and print a table.
+
+    Before that, the model is prewarmed if it has not been.
+    """
     check_writable(json_path)
     titled = [(f"prompt {i + 1}", read_typed(prompt)) for i, prompt in enumerate(prompts)]
     titled = titled or DEMO_PROMPTS
     check_prompts(loaded, [prompt for _, prompt in titled], max_new_tokens)
+    if prewarms and config.verification != "plain":
+        prewarm_once(loaded)
     out = Console(highlight=False)
     model = loaded.model
     dtype = str(model.dtype).removeprefix("torch.")

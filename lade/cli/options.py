@@ -137,6 +137,14 @@ VerificationOption = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+PrewarmOption = Annotated[
+    bool,
+    typer.Option(
+        "--prewarm/--no-prewarm",
+        help="Whether to prewarm the model before, for a minute at most, if it has not been.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 
 
 # --- files ----------------------------------------------------------------------------------

@@ -1,66 +1,105 @@
-"""`lade prewarm`: build a model's table of successors with a progress bar."""
+"""`lade prewarm`, and what commands do of it before they start: a table, with a progress bar."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lade.cli.loading import console
-from lade.errors import UnsupportedModelError
+from lade.cli.loading import console, note
+from lade.errors import LadeError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.prewarming.run import Prewarmed, PrewarmProgress
+
+# What a command does for a model once: so many tokens for each one of the vocabulary, half of them
+# alone and half in texts, or as many as it can in a minute.
+_TOKENS_PER_TOKEN = 2
+_SECONDS = 60.0
+# What is left of it is not worth the wait.
+_LEAST_SECONDS = 5.0
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
     """Build or extend a model's table; print what it holds, even after an interruption."""
     from lade.prewarming.run import prewarm
 
-    _refuse_plain(loaded.model)
+    console.print("[dim]Checking how the model verifies drafts …[/dim]")
     newest: Prewarmed | None = None
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+
+    def keep(progress: "PrewarmProgress") -> None:
+        nonlocal newest
+        newest = progress.made
+        show(progress, progress.passed_sec / seconds)
+
     try:
-        with Progress(*columns, console=console, transient=True) as bars:
-            task = bars.add_task("", total=seconds)
-
-            def show(progress: "PrewarmProgress") -> None:
-                nonlocal newest
-                newest = progress.made
-                has = f"{newest.num_lone_tokens:,} lone tokens, {newest.num_contexts:,} contexts"
-                text = f"{progress.stage} ({has}, {progress.tokens_per_sec:,.0f} tokens/s)"
-                bars.update(task, description=text, completed=progress.passed_sec)
-
-            newest = prewarm(loaded.model, seconds, progress=show)
+        with _bar("") as show:
+            newest = prewarm(loaded.model, seconds, progress=keep)
     finally:
         if newest is not None and newest.path.exists():
             _tell(newest)
 
 
-def _refuse_plain(model: Any) -> None:
-    """Raise, before any work is done, if lade would not draft from the table.
+def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
+    """Prewarm a model for a bounded time before a command starts, unless that was done.
 
-    Raises:
-        UnsupportedModelError: the model is decoded plainly.
+    Ctrl-C skips the rest of it and keeps what was made. Where no table can be made, a note says why
+    and the command goes on.
     """
-    from lade.probing.report import probe
+    from lade.prewarming.run import prewarm
+    from lade.prewarming.tables import effort_of
 
-    console.print("[dim]Checking how the model verifies drafts …[/dim]")
-    found = probe(model)
-    if found.verification == "plain":
-        reasons = "; ".join(
-            f"{verification}: {reason}" for verification, reason in found.reasons.items()
+    num_vocab = loaded.model.config.get_text_config(decoder=True).vocab_size
+    newest: Prewarmed | None = None
+    try:
+        effort = effort_of(loaded.model)
+        seconds -= effort.seconds
+        num_tokens = _TOKENS_PER_TOKEN * num_vocab - effort.num_tokens
+        if seconds < _LEAST_SECONDS or num_tokens <= 0:
+            return
+
+        def keep(progress: "PrewarmProgress") -> None:
+            nonlocal newest
+            newest = progress.made
+            num_done = newest.num_tokens - effort.num_tokens
+            show(progress, max(progress.passed_sec / seconds, num_done / num_tokens))
+
+        with _bar("Prewarming once for this model, Ctrl-C skips it: ") as show:
+            newest = prewarm(loaded.model, seconds, max_tokens=num_tokens, progress=keep)
+    except KeyboardInterrupt:
+        console.print("[dim]skipped the rest of prewarming[/dim]")
+    except (LadeError, OSError, ValueError) as error:
+        note(f"no table is made: {error}")
+    if newest is not None:
+        console.print(
+            f"[dim]prewarmed: {newest.num_contexts:,} contexts in {newest.seconds:,.0f} seconds; "
+            "lade prewarm adds to them[/dim]"
         )
-        raise UnsupportedModelError(
-            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
-        )
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[["PrewarmProgress", float], None]]:
+    """Show a bar; yield a function that is told of progress, and what share of the whole it is."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(title, total=1.0)
+
+        def show(progress: "PrewarmProgress", share: float) -> None:
+            made = progress.made
+            has = f"{made.num_lone_tokens:,} single tokens, {made.num_contexts:,} contexts"
+            text = f"{title}{progress.stage} ({has}, {progress.tokens_per_sec:,.0f} tokens/s)"
+            bars.update(task, description=text, completed=share)
+
+        yield show
 
 
 def _tell(made: "Prewarmed") -> None:
     Console(highlight=False).print(
-        f"{made.num_contexts:,} contexts (asked {made.num_lone_tokens:,} of {made.vocab_size:,} "
-        f"lone tokens) from {made.num_tokens:,} tokens in {made.seconds:,.0f} seconds of all runs; "
-        f"{made.path.stat().st_size / 10**6:.1f} MB"
+        f"{made.num_contexts:,} contexts ({made.num_lone_tokens:,} of {made.vocab_size:,} "
+        f"single tokens) from {made.num_tokens:,} tokens in {made.seconds:,.0f} seconds of all "
+        f"runs; {made.path.stat().st_size / 10**6:.1f} MB"
     )
     console.print(f"[dim]kept in {made.path}[/dim]", soft_wrap=True)
     console.print(

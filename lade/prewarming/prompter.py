@@ -1,10 +1,12 @@
 """Ask a model for its likely successors: after single tokens, and in texts of its own.
 
-Everything runs through the model's own `generate`, so any causal LM will do, whatever its cache.
+The model's forward is called directly where a comparison shows that it tells what `generate` tells;
+else everything runs through `generate`, so any causal LM will do, whatever its cache.
 """
 
 import copy
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,17 +19,21 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 
 from lade.compat import Model, device_of_inputs
-from lade.drafting.successors import Successors
+from lade.drafting.successors import Successors, rank, with_probs
 from lade.probing.selfcheck import unchanged_random_state
 from lade.targets.rollback import expand, saved
 from lade.view import in_evaluation
 
-_NUM_ROWS = 64  # on a CPU, where more rows hardly cost less per token
-_NUM_ROWS_OF_ACCELERATOR = 256
+# Rows of a batch: doubled as long as that runs a tenth more tokens a second.
+_FEWEST_ROWS, _MOST_ROWS, _LEAST_GAIN = 64, 1024, 1.1
+# Rows and tokens of the text by which forwards are compared with `generate`, and the probability
+# that both have to give the same successors. Positions or masks that are wrong leave far less.
+_COMPARED_ROWS, _COMPARED_LENGTH, _LEAST_SHARED = 4, 8, 0.97
 
 #: Called with one column of the texts: the last token or two of every row, int64
-#: [num_rows, 1 or 2], and their likely successors. Returns whether to continue.
-Collect = Callable[[NDArray[np.int64], Successors], bool]
+#: [num_rows, 1 or 2], and their likely successors. Returns the next token of every row, int64
+#: [num_rows], or None to end the texts.
+Continue = Callable[[NDArray[np.int64], Successors], NDArray[np.int64] | None]
 
 
 @contextmanager
@@ -36,7 +42,7 @@ def prompting(model: Model, num_successors: int) -> Iterator["Prompter"]:
     if any(module.training for module in model.modules()):
         model = in_evaluation(model)
     # Our own draws do not touch that state, but those of a model's forward may.
-    with unchanged_random_state(model):
+    with unchanged_random_state(model), torch.no_grad():
         yield Prompter(model, num_successors)
 
 
@@ -59,8 +65,11 @@ class Prompter:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         arguments = inspect.signature(type(model).forward).parameters
         self._takes_cache = "past_key_values" in arguments
-        #: Rows of a batch; halved whenever memory runs out.
-        self.num_rows = _NUM_ROWS if self._device.type == "cpu" else _NUM_ROWS_OF_ACCELERATOR
+        self._is_direct: bool | None = None  # not compared yet
+        self._prefix: tuple[int, Any] | None = None  # the newest, and its cache
+        #: Rows of a batch; doubled while that pays, and halved whenever memory runs out.
+        self.num_rows = _FEWEST_ROWS
+        self._speed = 0.0  # of the fastest batch, in rows a second; infinite once more do not pay
 
     def successors_of(self, prefix_token_id: int, token_ids: NDArray[np.int64]) -> Successors:
         """Return the likely successors of single tokens, each after a prefix of one token.
@@ -70,66 +79,158 @@ class Prompter:
                 and many models continue a first token unlike any other.
             token_ids: int64 [num_tokens].
         """
-        prefix = torch.tensor([[prefix_token_id]], device=self._device)
-        cache = self._generate(prefix, 1, return_dict_in_generate=True).past_key_values
+        cache = self._cache_of(prefix_token_id)
         collected: list[Successors] = []
         while (start := sum(len(part.token_ids) for part in collected)) < len(token_ids):
-            num_rows = min(self.num_rows, len(token_ids) - start)
-            part = torch.from_numpy(token_ids[start : start + num_rows]).to(self._device)
-            rows = torch.cat([prefix.expand(num_rows, 1), part[:, None]], dim=1)
+            part = token_ids[start : start + self.num_rows]
+            began = time.perf_counter()
             try:
-                collected.append(self._successors_of_rows(rows, cache))
+                collected.append(self._successors_behind(prefix_token_id, part, cache))
+                self._see_speed(len(part), time.perf_counter() - began)
                 continue
             except torch.OutOfMemoryError:
-                if num_rows == 1:
+                if len(part) == 1:
                     raise
-            self.num_rows = num_rows // 2  # after the handler, which keeps the failed forward alive
+            self._shrink(len(part))  # after the handler, which keeps the failed forward alive
         return Successors(*(np.concatenate(parts) for parts in zip(*collected, strict=True)))
 
-    def write(self, num_tokens: int, seed: int, collect: Collect) -> bool:
-        """Let the model write a batch of texts at temperature 1, and pass on every column.
+    def write(self, num_tokens: int, go_on: Continue) -> bool:
+        """Write a batch of texts, of which the model tells the likely successors at every place.
 
         An end-of-text token in the middle counts as any other: what comes after it is what this
         model finds likely there, such as an answer after a question.
 
         Args:
             num_tokens: maximum number of tokens per text.
-            seed: of the draws.
-            collect: called for each column of tokens.
+            go_on: called for each column of tokens; chooses the next one.
 
         Returns:
-            Whether the texts are complete; false if `collect` ended them or memory ran out.
+            Whether the texts are complete; false if `go_on` ended them or memory ran out.
         """
         length = num_tokens if self.max_length is None else min(num_tokens, self.max_length - 1)
-        starts = torch.full((self.num_rows, 1), self.start_token_id, device=self._device)
-        collector = _Collector(
-            self._num_successors, self.vocab_size, collect, torch.Generator().manual_seed(seed)
-        )
+        write = self._write_directly if self._can_step() else self._write_by_generate
         try:
-            self._generate(
-                starts, length, logits_processor=[collector], stopping_criteria=[_Until(collector)]
-            )
-            return collector.goes_on
+            return write(self.num_rows, length, go_on)
         except torch.OutOfMemoryError:
             if self.num_rows == 1:
                 raise
-        self.num_rows //= 2
+        self._shrink(self.num_rows)
         return False
 
-    def _successors_of_rows(self, rows: Tensor, cache: Any) -> Successors:
-        """Return the successors of rows of two tokens; `cache` holds the first, for one row."""
+    # --- sizes of batches -------------------------------------------------------------------
+
+    def _see_speed(self, num_rows: int, seconds: float) -> None:
+        """Double the batches after a full one, unless it was hardly faster than half of it."""
+        if num_rows < self.num_rows:
+            return
+        speed = num_rows / max(seconds, 1e-9)
+        if speed < _LEAST_GAIN * self._speed:
+            self._speed = torch.inf
+        elif num_rows < _MOST_ROWS:
+            self._speed = speed
+            self.num_rows *= 2
+
+    def _shrink(self, num_rows: int) -> None:
+        self.num_rows = max(1, num_rows // 2)
+        self._speed = torch.inf
+
+    # --- by the model's forward -------------------------------------------------------------
+
+    def _step(self, token_ids: NDArray[np.int64], cache: Any) -> tuple[Successors, Any]:
+        """Run the next token of every row; return its successors, and the cache."""
+        output = self._model(
+            input_ids=torch.from_numpy(token_ids)[:, None].to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = output.logits[:, -1]
+        successors = _successors_in(logits, self.vocab_size, self._num_successors)
+        return successors, output.past_key_values
+
+    def _can_step(self) -> bool:
+        """Return whether forwards tell what `generate` tells; compared once, in a short text."""
+        if self._is_direct is None:
+            self._is_direct = self._takes_cache and self._steps_agree()
+        return self._is_direct
+
+    def _steps_agree(self) -> bool:
+        tokens: list[NDArray[np.int64]] = []
+        expected: list[Successors] = []
+
+        def go_on(newest: NDArray[np.int64], successors: Successors) -> NDArray[np.int64]:
+            tokens.append(newest[:, -1])
+            expected.append(successors)
+            rows = np.arange(len(newest))  # each goes on in its own way
+            columns = rows % successors.token_ids.shape[1]
+            return successors.token_ids[rows, columns].astype(np.int64)
+
+        self._write_by_generate(_COMPARED_ROWS, _COMPARED_LENGTH, go_on)
+        cache: Any = None
+        for column, likely in zip(tokens, expected, strict=True):
+            try:
+                found, cache = self._step(column, cache)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # it wants more than tokens, or returns no cache: `generate` knows
+                return False
+            shared = shared_probability(found, likely)
+            if cache is None or shared < _LEAST_SHARED * likely.probs.sum():
+                return False
+        return True
+
+    def _write_directly(self, num_rows: int, length: int, go_on: Continue) -> bool:
+        columns = np.full((num_rows, 1), self.start_token_id)
+        cache: Any = None
+        for _ in range(length):
+            successors, cache = self._step(columns[:, -1], cache)
+            next_token_ids = go_on(columns, successors)
+            if next_token_ids is None:
+                return False
+            columns = np.stack([columns[:, -1], next_token_ids], axis=1)
+        return True
+
+    def _cache_of(self, prefix_token_id: int) -> Any:
+        """Return the cache of a prefix alone, in one row."""
+        if self._prefix is None or self._prefix[0] != prefix_token_id:
+            prefix = torch.tensor([[prefix_token_id]], device=self._device)
+            output = self._generate(prefix, 1, return_dict_in_generate=True)
+            self._prefix = prefix_token_id, output.past_key_values
+        return self._prefix[1]
+
+    def _successors_behind(
+        self, prefix_token_id: int, token_ids: NDArray[np.int64], cache: Any
+    ) -> Successors:
+        """Return the successors of a batch of tokens behind a prefix, whose cache is given."""
+        can_share = self._takes_cache and type(cache) is DynamicCache
+        if can_share:
+            cache = saved(cache)
+            expand(cache, len(token_ids), self._device)
+        if not self._can_step():
+            prefixes = np.full(len(token_ids), prefix_token_id)
+            rows = torch.from_numpy(np.stack([prefixes, token_ids], axis=1)).to(self._device)
+            return self._successors_by_generate(rows, cache if can_share else None)
+        if not can_share:
+            _, cache = self._step(np.full(len(token_ids), prefix_token_id), None)
+        return self._step(token_ids, cache)[0]
+
+    # --- by `generate` ----------------------------------------------------------------------
+
+    def _write_by_generate(self, num_rows: int, length: int, go_on: Continue) -> bool:
+        starts = torch.full((num_rows, 1), self.start_token_id, device=self._device)
+        chooser = _Chooser(self._num_successors, self.vocab_size, go_on)
+        self._generate(
+            starts, length, logits_processor=[chooser], stopping_criteria=[_Until(chooser)]
+        )
+        return not chooser.has_ended
+
+    def _successors_by_generate(self, rows: Tensor, cache: Any) -> Successors:
+        """Return the successors of rows of two tokens; a cache, if given, holds the first ones."""
         collected: list[Successors] = []
-
-        def collect(_: NDArray[np.int64], successors: Successors) -> bool:
-            collected.append(successors)
-            return False
-
-        options = {}
-        if self._takes_cache and type(cache) is DynamicCache:  # else each row runs both its tokens
-            options["past_key_values"] = saved(cache)
-            expand(options["past_key_values"], len(rows), self._device)
-        collector = _Collector(self._num_successors, self.vocab_size, collect, None)
-        self._generate(rows, 1, logits_processor=[collector], **options)
+        options = {} if cache is None else {"past_key_values": cache}
+        chooser = _Chooser(
+            self._num_successors, self.vocab_size, lambda _, found: collected.append(found)
+        )
+        self._generate(rows, 1, logits_processor=[chooser], **options)
         return collected[0]
 
     def _generate(self, input_ids: Tensor, num_new: int, **options: Any) -> Any:
@@ -144,48 +245,46 @@ class Prompter:
         )
 
 
-class _Collector(LogitsProcessor):  # type: ignore[misc]
-    """A processor that passes on the likely successors, and forces a token drawn from all."""
+class _Chooser(LogitsProcessor):  # type: ignore[misc]
+    """A processor that passes on the likely successors, and forces what is chosen."""
 
-    def __init__(
-        self, num_successors: int, vocab_size: int, collect: Collect, rng: torch.Generator | None
-    ) -> None:
+    def __init__(self, num_successors: int, vocab_size: int, go_on: Continue) -> None:
         self._num_successors = num_successors
-        self._vocab_size = vocab_size  # some models have more logits than that
-        self._collect = collect
-        self._rng = rng
-        self.goes_on = True
+        self._vocab_size = vocab_size
+        self._go_on = go_on
+        self.has_ended = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        # NaN counts as unlikely: nothing may be learned from it, and it must not end the run.
-        probs = scores[:, : self._vocab_size].softmax(dim=-1).nan_to_num(0.0)
-        top = probs.topk(min(self._num_successors, probs.shape[-1]), dim=-1)
-        successors = Successors(top.indices.int().cpu().numpy(), top.values.cpu().numpy())
-        self.goes_on = self._collect(input_ids[:, -2:].cpu().numpy(), successors)
-        if self._rng is None:
+        successors = _successors_in(scores, self._vocab_size, self._num_successors)
+        chosen = self._go_on(input_ids[:, -2:].cpu().numpy(), successors)
+        self.has_ended = chosen is None
+        if chosen is None:
             return scores
-        return scores.scatter_(1, _drawn(probs, self._rng), torch.inf)  # generate passes a copy
+        places = torch.from_numpy(chosen)[:, None].to(scores.device)
+        return scores.scatter_(1, places, torch.inf)  # generate passes a copy
 
 
 class _Until(StoppingCriteria):  # type: ignore[misc]
-    """A stop criterion that ends all rows once the collector has enough."""
+    """A stop criterion that ends all rows once nothing more is chosen."""
 
-    def __init__(self, collector: _Collector) -> None:
-        self._collector = collector
+    def __init__(self, chooser: _Chooser) -> None:
+        self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), not self._collector.goes_on, device=input_ids.device)
+        return torch.full((len(input_ids),), self._chooser.has_ended, device=input_ids.device)
 
 
-def _drawn(probs: Tensor, rng: torch.Generator) -> Tensor:
-    """Draw a token for each row, int64 [num_rows, 1].
+def _successors_in(logits: Tensor, vocab_size: int, num_successors: int) -> Successors:
+    """Return the likely successors by logits, [num_rows, at least vocab_size]."""
+    logits = logits[:, :vocab_size]  # some models have more logits than that
+    return with_probs(rank(logits, num_successors), logits).get()
 
-    Looks one uniform number per row up in the cumulative sums; `multinomial` draws one for every
-    token of the vocabulary (64 rows of 49 152 on a CPU: 53 ms, as long as a forward; this takes 4).
-    """
-    sums = probs.cumsum(dim=-1)
-    at = torch.rand(len(probs), 1, generator=rng).to(probs.device) * sums[:, -1:]
-    return torch.searchsorted(sums, at, right=True).clamp_(max=probs.shape[-1] - 1)
+
+def shared_probability(successors: Successors, others: Successors) -> float:
+    """Return the probability mass that two sets of successors share, over all positions."""
+    same = successors.token_ids[:, :, None] == others.token_ids[:, None, :]
+    least = np.minimum(successors.probs[:, :, None], others.probs[:, None, :])
+    return float(least[same].sum())
 
 
 def _start_token_of(*configs: Any) -> int:

@@ -1,8 +1,8 @@
 """`lade.prewarm`: a table of what the model itself finds likely, made once, ahead of all use.
 
-First every token of the vocabulary is run by itself, the most frequent ones first (in most
-vocabularies they have the lowest ids); then the model writes texts, which show what pairs occur.
-`prompter.py` asks the model, `tables.py` stores the table.
+Single tokens are run by themselves, those first that were named most often as likely successors;
+and the model writes texts, which show what pairs occur. `prompter.py` asks the model, `tables.py`
+stores the table.
 """
 
 import math
@@ -16,30 +16,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.compat import Model, mesh_of, without_compiler
+from lade.compat import Model, without_compiler
 from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
-from lade.prewarming.fingerprint import fingerprint_of
-from lade.prewarming.prompter import Collect, Prompter, prompting
+from lade.prewarming.prompter import Prompter, prompting, shared_probability
 from lade.prewarming.tables import (
+    DEFAULT_MAX_CONTEXTS,
     Effort,
     StoredTable,
     forget_prewarmed_table,
+    merge_table,
+    path_of_table,
     read_table,
-    table_path,
-    tables_folder,
-    write_table,
 )
+from lade.probing.report import probe
 from lade.probing.rules import refuse_encoder_decoder, refuse_sharded
+from lade.view import in_evaluation
 from ngram_pool import SuccessorTable
 
-DEFAULT_MAX_CONTEXTS = 2**20
 _LONE_TOKENS_SHARE = 1 / 3  # of a run's time, until they are done
 # SmolLM2, bfloat16, one core, 40 s of texts only: texts of 32 / 64 / 128 / 256 tokens ran at
 # 485 / 461 / 365 / 277 tokens a second (attention costs), and the pairs learned covered
 # 33 / 32 / 30 / 28 % of all positions in its answers to prompts. The shortest restart all the
 # time, and other models may begin too many texts alike.
 _TEXT_LENGTH = 64
+_KNOWN_PAIR_WEIGHT = 1e-3
 _SAVE_EVERY_SEC = 30.0
 # The prefix of lone tokens: the number of candidates, the length of the texts they are compared in,
 # and the number of positions compared.
@@ -52,7 +53,7 @@ class Prewarmed:
 
     path: Path  #: of the file
     num_contexts: int  #: single tokens and pairs whose successors are stored
-    num_lone_tokens: int  #: single tokens done, of `vocab_size`
+    num_lone_tokens: int  #: single tokens among them, of `vocab_size`
     vocab_size: int
     num_tokens: int  #: run through the model
     seconds: float
@@ -75,6 +76,7 @@ def prewarm(
     model: Model,
     seconds: float,
     *,
+    max_tokens: int | None = None,
     max_contexts: int = DEFAULT_MAX_CONTEXTS,
     folder: Path | None = None,
     progress: OnProgress | None = None,
@@ -82,14 +84,15 @@ def prewarm(
     """Make a table of what a model finds likely, so that lade drafts from the first step on.
 
     The table is kept in the user's cache under the model's fingerprint, and is used whenever lade
-    generates with that model. Another run continues where the last one ended. Results are saved
-    every 30 seconds and at the end, also after an exception or Ctrl-C; if an intermediate save
-    fails, a warning says so and the run continues. If two processes run at once, only the work of
-    the last one to save is kept. The table changes only the speed, never the text.
+    generates with that model. Another run adds to it, at the same time too: every 30 seconds and
+    at the end, also after an exception or Ctrl-C, what a run learned is added to the file. If that
+    fails in between, a warning says so and the run continues. The table changes only the speed,
+    never the text.
 
     Args:
         model: a transformers causal LM.
         seconds: how long to run; a forward in progress is finished.
+        max_tokens: how many tokens to run through the model, if that takes less time.
         max_contexts: maximum number of single tokens and pairs, rounded up to a power of two (the
             default takes 64 MB on disk, twice that in memory); beyond it, those not met for
             longest are forgotten.
@@ -101,19 +104,22 @@ def prewarm(
 
     Raises:
         OSError: the table cannot be read, or cannot be written at the end.
-        UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, or has no weights
-            in memory to recognise it by.
+        UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, decoded plainly (so
+            a table would not be used), or has no weights in memory to recognise it by.
         UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
         ValueError: `seconds` is not above 0, or the existing file is damaged.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"expected seconds to be above 0, got {seconds!r}")
     model = without_compiler(model)
-    path = _path_for(model, tables_folder() if folder is None else folder)
+    refuse_encoder_decoder(model)
+    refuse_sharded(model)
+    path = path_of_table(model, folder)
     if path.exists():
         stored = read_table(path, model, max_contexts)
     else:
         stored = StoredTable(SuccessorTable(max_contexts), Effort())
+    _refuse_plain(model)
     path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
     with prompting(model, stored.table.num_successors) as prompter:
         run = Run(
@@ -121,31 +127,29 @@ def prewarm(
             stored,
             path,
             seconds,
-            save=lambda: write_table(path, model, stored),
+            max_tokens=max_tokens,
+            save=lambda added: merge_table(path, model, added, max_contexts),
             progress=progress,
         )
         try:
             run.work()
         finally:
             if run.num_new_tokens:
-                write_table(path, model, stored)
+                run.save()
                 forget_prewarmed_table(model)
     return run.made()
 
 
-def _path_for(model: Model, folder: Path) -> Path:
-    """Return the file of a model's table, or raise if the model cannot be prewarmed."""
-    refuse_encoder_decoder(model)
-    refuse_sharded(model)
-    name = type(model).__name__
-    if mesh_of(model) is not None:
+def _refuse_plain(model: Model) -> None:
+    """Raise if lade would not draft from the table."""
+    if any(module.training for module in model.modules()):
+        model = in_evaluation(model)
+    found = probe(model)
+    if found.verification == "plain":
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
         raise UnsupportedModelError(
-            f"{name} is tensor-parallel; lade.prewarm runs a model in one process"
+            f"lade decodes {found.model} plainly, so it would not use a table. {reasons}"
         )
-    fingerprint = fingerprint_of(model)
-    if fingerprint is None:
-        raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
-    return table_path(folder, fingerprint)
 
 
 class Run:
@@ -153,10 +157,12 @@ class Run:
 
     Args:
         prompter: asks the model.
-        stored: table and effort, both updated in place.
+        stored: table and effort of the runs before; the table is updated in place.
         path: of the file, for reports only.
         seconds: how long to run.
-        save: called every 30 seconds; may raise OSError.
+        save: called every 30 seconds with what was added; returns all that is stored then, by other
+            processes too. May raise OSError.
+        max_tokens: how many tokens to run, if that takes less time.
         progress: called after every forward.
         clock: returns the time in seconds.
     """
@@ -168,45 +174,67 @@ class Run:
         path: Path,
         seconds: float,
         *,
-        save: Callable[[], None],
+        save: Callable[[StoredTable], StoredTable],
+        max_tokens: int | None = None,
         progress: OnProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_new_tokens = 0
         self._prompter = prompter
-        self._table, self._effort = stored
         self._path = path
         self._seconds = seconds
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
         self._save = save
         self._progress = progress
         self._clock = clock
         self._began = self._saved = clock()
-        self._seconds_before = self._effort.seconds
+        self._rng = np.random.default_rng()  # other texts in every run, and every process
         self._stage = ""
         self._has_warned = False
+        self._mentions = np.zeros(prompter.vocab_size)  # probability of each token as a successor
+        self._hold(stored)
 
     def work(self) -> None:
         """Ask the model until the time is up."""
-        if self._effort.prefix_token_id is None:
+        if self._prefix_token_id is None:
             self._stage = "first words"
             self._choose_prefix()
         self._stage = "lone tokens"
         self._ask_lone_tokens()
         self._stage = "own texts"
-        while self._passed() < self._seconds:
-            self._write(_TEXT_LENGTH, self._collect)
+        while self._has_time():
+            self._prompter.write(_TEXT_LENGTH, self._go_on)
+
+    def save(self) -> None:
+        """Save what was added since the last time."""
+        self._hold(self._save(self._added))
 
     def made(self) -> Prewarmed:
         """Return the state of the table."""
-        effort = self._effort
+        before, added = self._stored.effort, self._added.effort
         return Prewarmed(
             path=self._path,
-            num_contexts=len(self._table),
-            num_lone_tokens=effort.num_lone_tokens,
+            num_contexts=len(self._stored.table),
+            num_lone_tokens=int(self._is_known.sum()),
             vocab_size=self._prompter.vocab_size,
-            num_tokens=effort.num_tokens,
-            seconds=effort.seconds,
+            num_tokens=before.num_tokens + added.num_tokens,
+            seconds=before.seconds + added.seconds,
         )
+
+    @property
+    def _prefix_token_id(self) -> int | None:
+        before, added = self._stored.effort, self._added.effort
+        return added.prefix_token_id if before.prefix_token_id is None else before.prefix_token_id
+
+    def _hold(self, stored: StoredTable) -> None:
+        """Go on from what is stored."""
+        table = stored.table
+        lasts = table.contexts()[table.contexts()[:, 0] < 0, 1]
+        self._is_known = np.zeros(self._prompter.vocab_size, dtype=bool)
+        self._is_known[lasts[lasts < len(self._is_known)]] = True
+        empty = SuccessorTable(table.capacity, table.num_successors)
+        self._stored, self._added = stored, StoredTable(empty, Effort())
+        self._began_adding = self._clock()
 
     def _choose_prefix(self) -> None:
         """Choose the prefix after which single tokens continue most as in the model's texts.
@@ -220,14 +248,14 @@ class Run:
         lasts: list[NDArray[np.int64]] = []
         collected: list[Successors] = []
 
-        def collect(tokens: NDArray[np.int64], successors: Successors) -> bool:
+        def go_on(tokens: NDArray[np.int64], successors: Successors) -> NDArray[np.int64] | None:
             if tokens.shape[1] > 1:  # nothing comes before the start token
                 lasts.append(tokens[:, -1])
                 collected.append(successors)
-            return self._collect(tokens, successors)
+            return self._go_on(tokens, successors)
 
-        while not self._write(_PREFIX_TEXT_LENGTH, collect):
-            if self._passed() >= self._seconds:
+        while not self._prompter.write(_PREFIX_TEXT_LENGTH, go_on):
+            if not self._has_time():
                 return
             lasts.clear()
             collected.clear()
@@ -239,55 +267,78 @@ class Run:
         shared: dict[int, float] = {}
         for prefix in (self._prompter.start_token_id, *common):
             alone = self._prompter.successors_of(prefix, tokens[places])
-            shared[prefix] = _shared_probability(alone, in_texts)
+            shared[prefix] = shared_probability(alone, in_texts)
             if not self._count(len(places)):
                 return
-        self._effort.prefix_token_id = max(shared, key=lambda prefix: shared[prefix])
+        self._added.effort.prefix_token_id = max(shared, key=lambda prefix: shared[prefix])
 
     def _ask_lone_tokens(self) -> None:
         """Ask for the successors of single tokens, within their share of the time."""
-        prefix, effort = self._effort.prefix_token_id, self._effort
+        prefix = self._prefix_token_id
         # They may fill half the table at most: pairs are worth more.
-        stop = min(self._prompter.vocab_size, self._table.capacity // 2)
+        most = self._stored.table.capacity // 2
         end = self._passed() + _LONE_TOKENS_SHARE * (self._seconds - self._passed())
-        while prefix is not None and effort.num_lone_tokens < stop and self._passed() < end:
-            start = effort.num_lone_tokens
-            token_ids = np.arange(start, min(start + self._prompter.num_rows, stop))
-            successors = self._prompter.successors_of(prefix, token_ids)
-            self._table.put(_lone(token_ids), *successors)
-            effort.num_lone_tokens += len(token_ids)
+        while prefix is not None and self._passed() < end and self._has_time():
+            num = min(self._prompter.num_rows, most - int(self._is_known.sum()))
+            token_ids = self._wanted()[: max(num, 0)]
+            if not len(token_ids):
+                return
+            self._learn(_lone(token_ids), self._prompter.successors_of(prefix, token_ids))
             self._count(len(token_ids))
 
-    def _write(self, num_tokens: int, collect: Collect) -> bool:
-        """Let the model write the next batch of texts; return whether they are complete."""
-        seed = self._effort.num_texts
-        self._effort.num_texts += 1  # first, so that an interrupted batch is not written again
-        return self._prompter.write(num_tokens, seed, collect)
+    def _wanted(self) -> NDArray[np.int64]:
+        """Return the tokens whose successors are unknown, the most often mentioned ones first."""
+        unknown = np.flatnonzero(~self._is_known)
+        return unknown[np.argsort(-self._mentions[unknown], kind="stable")]
 
-    def _collect(self, tokens: NDArray[np.int64], successors: Successors) -> bool:
-        """Store the successors of one column of texts; return whether there is time left."""
-        self._table.put(_lone(tokens[:, -1]), *successors)
+    def _go_on(self, tokens: NDArray[np.int64], successors: Successors) -> NDArray[np.int64] | None:
+        """Learn from one column of texts; return the next one, or None when the time is up."""
+        self._learn(_lone(tokens[:, -1]), successors)
         if tokens.shape[1] == 2:
-            self._table.put(tokens, *successors)
-        return self._count(len(tokens))
+            self._learn(tokens, successors)
+        if not self._count(len(tokens)):
+            return None
+        return self._drawn(tokens[:, -1], successors)
+
+    def _drawn(self, lasts: NDArray[np.int64], successors: Successors) -> NDArray[np.int64]:
+        """Draw one of the likely successors of each token; rather one that makes a new pair."""
+        token_ids = successors.token_ids.astype(np.int64)
+        pairs = np.stack([np.repeat(lasts, token_ids.shape[1]), token_ids.reshape(-1)], axis=1)
+        is_known = self._stored.table.holds(pairs).reshape(token_ids.shape)
+        sums = (successors.probs * np.where(is_known, _KNOWN_PAIR_WEIGHT, 1.0)).cumsum(axis=1)
+        at = self._rng.random((len(sums), 1)) * sums[:, -1:]
+        places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
+        return token_ids[np.arange(len(places)), places]
+
+    def _learn(self, contexts: NDArray[np.int64], successors: Successors) -> None:
+        """Store successors of contexts, all of them single tokens or all pairs."""
+        for table in (self._stored.table, self._added.table):
+            table.put(contexts, *successors)
+        if contexts[0, 0] < 0:
+            self._is_known[contexts[:, 1]] = True
+            self._mentions += np.bincount(
+                successors.token_ids.reshape(-1),
+                successors.probs.reshape(-1),
+                minlength=len(self._mentions),
+            )
 
     def _count(self, num_tokens: int) -> bool:
         """Count tokens, save when due and report progress; return whether there is time left."""
-        self._effort.num_tokens += num_tokens
+        self._added.effort.num_tokens += num_tokens
+        self._added.effort.seconds = self._clock() - self._began_adding
         self.num_new_tokens += num_tokens
-        passed = self._passed()
-        self._effort.seconds = self._seconds_before + passed
         if self._clock() - self._saved >= _SAVE_EVERY_SEC:
             self._save_meanwhile()
         if self._progress is not None:
+            passed = self._passed()
             speed = self.num_new_tokens / max(passed, 1e-9)
             self._progress(PrewarmProgress(self._stage, passed, speed, self.made()))
-        return self._passed() < self._seconds
+        return self._has_time()
 
     def _save_meanwhile(self) -> None:
         """Save; warn once if that fails, since the save at the end may succeed."""
         try:
-            self._save()
+            self.save()
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
@@ -297,6 +348,9 @@ class Run:
                 )
         self._saved = self._clock()
 
+    def _has_time(self) -> bool:
+        return self._passed() < self._seconds and self.num_new_tokens < self._max_tokens
+
     def _passed(self) -> float:
         return self._clock() - self._began
 
@@ -304,10 +358,3 @@ class Run:
 def _lone(token_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return single tokens as contexts of the table, int64 [num_tokens, 2]."""
     return np.stack([np.full(len(token_ids), -1), token_ids], axis=1)
-
-
-def _shared_probability(successors: Successors, others: Successors) -> float:
-    """Return the probability mass that two sets of successors share, over all positions."""
-    same = successors.token_ids[:, :, None] == others.token_ids[:, None, :]
-    least = np.minimum(successors.probs[:, :, None], others.probs[:, None, :])
-    return float(least[same].sum())

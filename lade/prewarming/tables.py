@@ -1,22 +1,24 @@
-"""Tables of likely successors on disk: written atomically, read with all sizes checked first."""
+"""Tables of likely successors on disk: shared by processes, read with all sizes checked first."""
 
 import json
 import os
 import secrets
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.numpy
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
 
 from lade._version import __version__
 from lade.compat import Model, mesh_of, without_compiler
+from lade.errors import UnsupportedModelError
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
@@ -35,7 +37,8 @@ def forget_prewarmed_table(model: Model) -> None:
         profile.prewarmed.clear()
 
 
-_FORMAT = 1
+DEFAULT_MAX_CONTEXTS = 2**20
+_FORMAT = 2
 _KEY = "lade_table"  # of the metadata
 # Far above what `prewarm` writes (8, some 400, and what fits into a lifetime), yet low enough that
 # a file of a few bytes cannot make us allocate much.
@@ -45,6 +48,8 @@ _MAX_COUNT = 2**53
 # Writing a table takes seconds. A day allows for a writer whose machine was suspended, and for the
 # clock of a network folder.
 _STALE_SEC = 24 * 60 * 60
+# Adding to the largest table takes two seconds.
+_LOCK_SEC = 60.0
 
 
 @dataclass(slots=True)
@@ -52,10 +57,15 @@ class Effort:
     """What went into a table so far; another run continues from there."""
 
     prefix_token_id: int | None = None  # comes before lone tokens; None until it is chosen
-    num_lone_tokens: int = 0  # done, from token id 0 on
-    num_texts: int = 0  # batches begun; the next one's seed
     num_tokens: int = 0  # run through the model
     seconds: float = 0.0
+
+    def add(self, other: "Effort") -> None:
+        """Count what another process or run did."""
+        if self.prefix_token_id is None:
+            self.prefix_token_id = other.prefix_token_id
+        self.num_tokens += other.num_tokens
+        self.seconds += other.seconds
 
 
 class StoredTable(NamedTuple):
@@ -105,6 +115,28 @@ def _found(model: Model, folder: Path) -> Path | None:
     return path if os.path.isfile(path) else None
 
 
+def path_of_table(model: Model, folder: Path | None = None) -> Path:
+    """Return the file of a model's table, which need not exist.
+
+    Args:
+        model: a causal LM.
+        folder: of the tables; None for the user's cache.
+
+    Raises:
+        UnsupportedModelError: the model is tensor-parallel, or has no weights in memory to
+            recognise it by.
+    """
+    name = type(without_compiler(model)).__name__
+    if mesh_of(model) is not None:
+        raise UnsupportedModelError(
+            f"{name} is tensor-parallel; no process has the weights that its table is known by"
+        )
+    fingerprint = fingerprint_of(model)
+    if fingerprint is None:
+        raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
+    return table_path(tables_folder() if folder is None else folder, fingerprint)
+
+
 def table_path(folder: Path, fingerprint: str) -> Path:
     """Return the file of the model with this fingerprint."""
     return folder / f"{fingerprint}.safetensors"
@@ -138,11 +170,101 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
     return StoredTable(table, effort)
 
 
+def add_to_table(
+    model: Model,
+    contexts: ArrayLike,
+    token_ids: ArrayLike,
+    probs: ArrayLike,
+    folder: Path | None = None,
+) -> None:
+    """Add successors to the table of a model, in its file.
+
+    What is known of a context already is averaged with what is added. Other processes may add to
+    the same table at the same time. A table that was read before stays as it is:
+    `forget_prewarmed_table` has the model read it again.
+
+    Args:
+        model: the model that the successors are of.
+        contexts, token_ids, probs: as for `SuccessorTable.put`.
+        folder: of the tables; None for the user's cache.
+
+    Raises:
+        OSError: the table cannot be read or written, or another process keeps it for a minute.
+        UnsupportedModelError: as for `path_of_table`.
+        ValueError: the successors are not as `put` expects them, a token is not in the model's
+            vocabulary, or the existing file is damaged.
+    """
+    added = SuccessorTable(DEFAULT_MAX_CONTEXTS)
+    added.put(contexts, token_ids, probs)
+    merge_table(path_of_table(model, folder), model, StoredTable(added, Effort()))
+
+
+def merge_table(
+    path: Path, model: Model, added: StoredTable, max_contexts: int = DEFAULT_MAX_CONTEXTS
+) -> StoredTable:
+    """Add to the table of a model in its file, which is made if there is none.
+
+    One process at a time does so; a process that is killed meanwhile holds up none, and leaves the
+    file as it was.
+
+    Args:
+        path: of the file; its folder is created.
+        model: the model that the table belongs to.
+        added: what to add.
+        max_contexts: maximum number of contexts in the file.
+
+    Returns:
+        What the file holds now.
+
+    Raises:
+        OSError: the file cannot be read or written, or another process keeps it for a minute.
+        ValueError: the file is damaged, or a token is not in the model's vocabulary.
+    """
+    tokens = added.table.arrays()["token_ids"]
+    if tokens.max(initial=0) >= (vocab_size := _vocab_size(model)):
+        raise ValueError(f"expected token ids below {vocab_size}, got {tokens.max()}")
+    with _alone(path):
+        if path.exists():
+            stored = read_table(path, model, max_contexts)
+        else:
+            stored = StoredTable(SuccessorTable(max_contexts), Effort())
+        stored.table.update(added.table)
+        stored.effort.add(added.effort)
+        write_table(path, model, stored)
+    return stored
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes and threads from changing a table; a killed one keeps nobody off."""
+    from filelock import FileLock  # here, as only writers need it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SEC):
+        yield
+
+
+def effort_of(model: Model, folder: Path | None = None) -> Effort:
+    """Return what went into the table of a model so far; nothing, if it has none.
+
+    Args:
+        model: a causal LM.
+        folder: of the tables; None for the user's cache.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnsupportedModelError: as for `path_of_table`.
+        ValueError: the file is damaged, or not a table of this model.
+    """
+    path = path_of_table(model, folder)
+    return read_table(path, model).effort if path.exists() else Effort()
+
+
 def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     """Write the table of a model.
 
-    The file is renamed into place, so a reader sees either the old one or the new one; if two
-    processes write, the last one wins. Unfinished files of killed processes are removed.
+    The file is renamed into place, so a reader sees either the old one or the new one. What it had
+    is lost: see `merge_table`. Unfinished files of killed processes are removed.
 
     Args:
         path: of the file; its folder is created.
@@ -233,8 +355,6 @@ def _effort_of(described: Any, vocab_size: int) -> Effort:
     effort = Effort(**described)
     for name, types, most in (
         ("prefix_token_id", (int, type(None)), vocab_size - 1),
-        ("num_lone_tokens", (int,), vocab_size),
-        ("num_texts", (int,), _MAX_COUNT),
         ("num_tokens", (int,), _MAX_COUNT),
         ("seconds", (int, float), _MAX_COUNT),
     ):

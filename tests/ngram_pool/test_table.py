@@ -407,3 +407,74 @@ def test_nothing_put_is_nothing_held() -> None:
     table.put(np.empty((0, 2), int), np.empty((0, 4), int), np.empty((0, 4)))
     assert len(table) == 0
     assert table.rows[0].max() == _kernels.NONE
+
+
+# --- joining tables -------------------------------------------------------------------------
+
+
+def test_a_table_learns_what_another_holds_as_often_as_it_was_put_there() -> None:
+    table, other, once = SuccessorTable(64), SuccessorTable(64), SuccessorTable(64)
+    table.put([[1, 2]], [[3, 4]], [[0.75, 0.25]])
+    for _ in range(3):
+        other.put([[1, 2]], [[4, 5]], [[0.75, 0.25]])
+    put_one(other, (7, 8), 9)
+    before = contents(other)
+    table.update(other)
+    known = table.get(1, 2)
+    assert known is not None
+    assert known[0].tolist() == [4, 3, 5]
+    np.testing.assert_allclose(known[1], [0.625, 0.1875, 0.1875], rtol=2e-3)  # not 0.5, ...
+    assert table.arrays()["counts"].tolist().count(4) == 1
+    assert contents(other) == before
+    assert contents(table)[7, 8] == before[7, 8]
+    once.update(SuccessorTable(64))
+    assert len(once) == 0
+
+
+def test_a_table_that_replaces_learns_the_newest_of_another() -> None:
+    table, other = SuccessorTable(64, averages=False), SuccessorTable(64)
+    put_one(table, (1, 2), 3)
+    for _ in range(3):
+        put_one(other, (1, 2), 4, 0.25)
+    table.update(other)
+    known = table.get(1, 2)
+    assert known is not None
+    assert known[0].tolist() == [4]
+    assert table.arrays()["counts"].tolist() == [1]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 200), st.integers(0, 200))
+def test_tables_that_are_joined_hold_the_contexts_of_both(seed: int, num: int, more: int) -> None:
+    rng = np.random.default_rng(seed)
+    table, other = SuccessorTable(1024), SuccessorTable(1024)
+    table.put(*random_puts(rng, num))
+    other.put(*random_puts(rng, more))
+    expected = {*contents(table)} | {*contents(other)}
+    table.update(other)
+    assert {*contents(table)} == expected == {*map(tuple, table.contexts().tolist())}
+    are_held = table.holds(np.array(ALL_CONTEXTS))
+    assert [context in expected for context in ALL_CONTEXTS] == are_held.tolist()
+
+
+def test_the_newest_contexts_of_another_table_stay_where_it_is_full() -> None:
+    (first, *rest) = contexts_of_one_bucket(64, 10)
+    table, other = SuccessorTable(64), SuccessorTable(64)
+    for context in (first, *rest):
+        put_one(table, context, 1)
+        put_one(other, context, 1)
+    empty = SuccessorTable(64)
+    empty.update(other)
+    for place in range(40):  # the same ones go
+        put_one(empty, ALL_CONTEXTS[place], 1)
+        put_one(other, ALL_CONTEXTS[place], 1)
+    assert contents(empty) == contents(other)
+
+
+@pytest.mark.parametrize("contexts", [[1, 2], [[1, 2, 3]], [[-2, 1]], [[1, -1]], [[1, 2**31]]])
+def test_what_is_no_context_is_refused_by_holds(contexts: Any) -> None:
+    with pytest.raises(ValueError, match="expected contexts"):
+        SuccessorTable(64).holds(contexts)
+
+
+def test_no_contexts_are_none_held() -> None:
+    assert SuccessorTable(64).holds(np.empty((0, 2), np.int64)).tolist() == []

@@ -1019,7 +1019,7 @@ def test_no_table_is_made_for_a_model_that_would_not_use_it(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Probe("LlamaForCausalLM", "plain", None, {"tree": "trees do not grow here"})
-    monkeypatch.setattr("lade.probing.report.probe", lambda model: found)
+    monkeypatch.setattr("lade.prewarming.run.probe", lambda model: found)
     with pytest.raises(
         UnsupportedModelError,
         match=r"LlamaForCausalLM plainly, so it would not use a table\. tree: trees do not grow",

@@ -21,7 +21,7 @@ def written(tmp_path: Path) -> SimpleNamespace:
     path = tables.table_path(tmp_path, str(fingerprint_of(model)))
     table = SuccessorTable(64)
     table.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
-    effort = Effort(prefix_token_id=9, num_lone_tokens=3, num_texts=2, num_tokens=70, seconds=1.5)
+    effort = Effort(prefix_token_id=9, num_tokens=70, seconds=1.5)
     write_table(path, model, StoredTable(table, effort))
     with safetensors.safe_open(path, framework="numpy") as file:
         described = json.loads(file.metadata()["lade_table"])

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import lade
 from lade.cli.app import app
+from lade.drafting.successors import Successors
 from lade.errors import UnsupportedModelError
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
@@ -45,23 +46,33 @@ class Ticks:
 
 
 def run_on(
-    model: Any, stored: StoredTable, seconds: float, save: Callable[[], None] = lambda: None
+    model: Any, stored: StoredTable, seconds: float, **options: Any
 ) -> tuple[Run, list[PrewarmProgress]]:
-    """Work for so many readings of a clock."""
+    """Work for so many readings of a clock, in batches of four rows."""
     told: list[PrewarmProgress] = []
     with prompting(model, stored.table.num_successors) as prompter:
-        prompter.num_rows = 4
+        prompter.num_rows, prompter._speed = 4, float("inf")
         run = Run(
             prompter,
             stored,
             Path("nowhere"),
             seconds,
-            save=save,
+            **{"save": in_memory(stored)} | options,
             progress=told.append,
             clock=Ticks(),
         )
         run.work()
     return run, told
+
+
+def in_memory(stored: StoredTable) -> Callable[[StoredTable], StoredTable]:
+    """Save to no file; what is stored has everything already but the effort."""
+
+    def save(added: StoredTable) -> StoredTable:
+        stored.effort.add(added.effort)
+        return stored
+
+    return save
 
 
 def new() -> StoredTable:
@@ -75,12 +86,16 @@ def likeliest(model: Any, *token_ids: int) -> tuple[list[int], list[float]]:
     return top.indices.tolist(), top.values.tolist()
 
 
+@pytest.mark.parametrize("is_direct", [None, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mamba", "rwkv", "openai-gpt"])
-def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(family: str) -> None:
+def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(
+    family: str, is_direct: bool | None
+) -> None:
+    """By the model's forward where that tells the same, and by `generate`."""
     model = tiny_model(family, attention="eager")
     token_ids = np.arange(2, 13)
     with prompting(model, 8) as prompter:
-        prompter.num_rows = 4
+        prompter.num_rows, prompter._is_direct = 4, is_direct
         ids, probs = prompter.successors_of(7, token_ids)
     for token_id, row_ids, row_probs in zip(token_ids.tolist(), ids, probs, strict=True):
         expected_ids, expected_probs = likeliest(model, 7, token_id)
@@ -88,55 +103,95 @@ def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(fami
         np.testing.assert_allclose(row_probs, expected_probs, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mamba"])
-def test_texts_tell_the_successors_at_every_place(family: str) -> None:
+@pytest.mark.parametrize("is_direct", [None, False])
+@pytest.mark.parametrize("family", ["llama", "mistral", "bloom", "mamba"])
+def test_texts_tell_the_successors_at_every_place(family: str, is_direct: bool | None) -> None:
     model = tiny_model(family, attention="eager")
     columns: list[Any] = []
     told: list[Any] = []
 
-    def collect(tokens: Any, successors: Any) -> bool:
+    def go_on(tokens: Any, successors: Any) -> Any:
         columns.append(tokens[:, -1])
         told.append(successors)
-        return True
+        return successors.token_ids[[0, 1, 2], [0, 1, 2]].astype(np.int64)
 
     with prompting(model, 8) as prompter:
-        prompter.num_rows = 3
-        assert prompter.write(12, 5, collect)
+        prompter.num_rows, prompter._is_direct = 3, is_direct
+        assert prompter.write(12, go_on)
     texts = np.stack(columns, axis=1)
     assert texts.shape == (3, 12)
     assert (texts[:, 0] == prompter.start_token_id).all()
-    assert len({tuple(text) for text in texts.tolist()}) == 3  # drawn, each on its own
     for place in range(12):
         ids, probs = told[place]
+        if place < 11:
+            assert texts[:, place + 1].tolist() == ids[[0, 1, 2], [0, 1, 2]].tolist()
         for row in range(3):
             expected_ids, expected_probs = likeliest(model, *texts[row, : place + 1].tolist())
             assert ids[row].tolist() == expected_ids
             np.testing.assert_allclose(probs[row], expected_probs, rtol=1e-4)
 
 
-def test_texts_are_drawn_from_the_whole_distribution() -> None:
-    """First tokens of 4 000 texts; a chi-square beyond 160 at 95 degrees has a chance of 4e-5."""
-    model = tiny_model("llama", seed=3)
-    counts = np.zeros(VOCAB_SIZE)
+@pytest.mark.parametrize(
+    ("family", "can_step"), [("llama", True), ("gemma3_text", True), ("openai-gpt", False)]
+)
+def test_the_model_itself_is_called_where_that_tells_the_same(family: str, can_step: bool) -> None:
+    with prompting(tiny_model(family), 8) as prompter:
+        assert prompter._can_step() == can_step
 
-    def collect(tokens: Any, _: Any) -> bool:
-        if tokens.shape[1] == 2:
-            np.add.at(counts, tokens[:, -1], 1)
-        return len(tokens[0]) < 2
+
+@pytest.mark.parametrize("fault", ["forgets", "raises"])
+def test_where_forwards_alone_tell_other_things_generate_is_asked(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A model whose forward is right only with the arguments that `generate` prepares."""
+    model = tiny_model("llama")
+    forward = type(model).forward
+
+    def forward_of_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attention_mask") is None:
+            if fault == "raises":
+                raise ValueError("expected an attention mask")
+            kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])
+        return forward(self, *args, **kwargs)
 
     with prompting(model, 8) as prompter:
-        prompter.num_rows = 1000
-        for seed in range(4):
-            prompter.write(3, seed, collect)
-    with torch.no_grad():
-        probs = model(torch.tensor([[prompter.start_token_id]])).logits[0, -1].softmax(-1).numpy()
-    expected = counts.sum() * probs
-    common = expected >= 5
-    parts = [*np.stack([counts, expected])[:, common].T, [counts[~common].sum(), 0]]
-    parts[-1][1] = expected[~common].sum()
-    assert counts.sum() == 4000
-    assert VOCAB_SIZE < 100
-    assert sum((seen - due) ** 2 / due for seen, due in parts if due) < 160
+        expected = prompter.successors_of(7, np.arange(40))
+        assert prompter._can_step()
+    monkeypatch.setattr(type(model), "forward", forward_of_generate)
+    with prompting(model, 8) as prompter:
+        found = prompter.successors_of(7, np.arange(40))
+        assert not prompter._can_step()
+    assert (found.token_ids == expected.token_ids).all()
+
+
+def test_batches_grow_while_larger_ones_are_faster() -> None:
+    with prompting(tiny_model("llama"), 8) as prompter:
+        for num_rows, seconds in [(64, 1.0), (128, 1.5), (100, 0.1), (256, 2.9), (256, 0.1)]:
+            prompter._see_speed(num_rows, seconds)
+        assert (
+            prompter.num_rows == 256
+        )  # hardly faster than 128, and a part of a batch tells nothing
+        prompter.num_rows, prompter._speed = 1024, 0.0
+        prompter._see_speed(1024, 0.1)
+        assert prompter.num_rows == 1024
+
+
+def test_next_tokens_are_drawn_by_probability_and_rather_into_pairs_not_met_yet() -> None:
+    """A chi-square beyond 30 at 7 degrees has a chance of 1e-4."""
+    stored = new()
+    run, _ = run_on(tiny_model("llama"), stored, 1)
+    probs = np.array([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.01], np.float32)
+    likely = Successors(*(np.repeat(x[None], 4000, axis=0) for x in (np.arange(20, 28), probs)))
+    stored.table.put([[3, 20], [3, 21]], [[1], [1]], [[0.5], [0.5]])
+    counts = np.bincount(run._drawn(np.full(4000, 2), likely), minlength=28)[20:]
+    due = 4000 * probs / probs.sum()
+    assert ((counts - due) ** 2 / due).sum() < 30
+    counts = np.bincount(run._drawn(np.full(4000, 3), likely), minlength=28)[20:]
+    assert counts[:2].sum() < 40  # known behind token 3
+    assert counts[2:4].sum() > 2000
+    stored.table.put([[3, token] for token in range(22, 28)], [[1]] * 6, [[0.5]] * 6)
+    counts = np.bincount(run._drawn(np.full(4000, 3), likely), minlength=28)[20:]
+    assert ((counts - due) ** 2 / due).sum() < 30  # nothing is new there
 
 
 def test_a_run_asks_for_every_token_first_and_then_writes_texts() -> None:
@@ -197,38 +252,54 @@ def test_another_run_goes_on_where_the_last_one_ended() -> None:
     assert stored.effort.prefix_token_id == before.prefix_token_id
     assert second.num_lone_tokens > first.num_lone_tokens > 0
     assert second.num_contexts > first.num_contexts
-    assert stored.effort.num_texts > before.num_texts  # other seeds
     assert second.num_tokens == first.num_tokens + second_run.num_new_tokens
     assert second.seconds > first.seconds
 
 
-def test_no_batch_of_texts_is_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-    write = Prompter.write
+def test_tokens_named_most_often_are_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stored = tiny_model("llama", vocab_size=1000), new()
+    asked: list[tuple[Any, float]] = []
+    successors_of = Prompter.successors_of
 
-    def noted(self: Prompter, num_tokens: int, seed: int, collect: Any) -> bool:
-        seeds.append(seed)
-        return write(self, num_tokens, seed, collect)
+    def noted(self: Prompter, prefix: int, token_ids: Any) -> Successors:
+        if run._stage == "lone tokens":
+            asked.append((run._mentions[token_ids].copy(), run._mentions[~run._is_known].max()))
+        return successors_of(self, prefix, token_ids)
 
-    monkeypatch.setattr(Prompter, "write", noted)
-    stored, model = new(), tiny_model("llama")
-    for _ in range(3):
-        run_on(model, stored, 600)
-    assert len(seeds) > 4
-    assert seeds == [*range(len(seeds))]
+    monkeypatch.setattr(Prompter, "successors_of", noted)
+    with prompting(model, 8) as prompter:
+        prompter.num_rows, prompter._speed = 4, float("inf")
+        run = Run(prompter, stored, Path("x"), 300, save=in_memory(stored), clock=Ticks())
+        run.work()
+    assert len(asked) > 5
+    for mentions, most in asked:
+        assert mentions[0] == most
+        assert (np.diff(mentions) <= 0).all()
 
 
 def test_a_run_saves_every_thirty_seconds() -> None:
-    saved: list[int] = []
-    run_on(tiny_model("llama"), new(), 400, lambda: saved.append(1))
-    assert 6 <= len(saved) <= 400 // 30
+    saved: list[StoredTable] = []
+    stored = new()
+
+    def save(added: StoredTable) -> StoredTable:
+        saved.append(added)
+        return in_memory(stored)(added)
+
+    run, _ = run_on(tiny_model("llama"), stored, 400, save=save)
+    run.save()
+    assert 6 <= len(saved) <= 400 // 30 + 1
+    assert sum(added.effort.num_tokens for added in saved) == run.num_new_tokens
+    merged = SuccessorTable(2**12)
+    for added in saved:  # each only what is new since the last one
+        merged.update(added.table)
+    assert {*map(tuple, merged.contexts())} == {*map(tuple, stored.table.contexts())}
+    assert sum(len(added.table) for added in saved) < 3 * len(merged)
 
 
 def test_a_table_never_holds_more_than_it_may(tmp_path: Path) -> None:
     stored = StoredTable(SuccessorTable(64), Effort())
-    run, _ = run_on(tiny_model("llama"), stored, 1500)
+    run_on(tiny_model("llama"), stored, 1500)
     assert len(stored.table) <= 64
-    assert run.made().num_lone_tokens == 32  # half of the table
     assert stored.table.nbytes < 64 * 80
 
 
@@ -236,7 +307,8 @@ def test_prewarm_writes_a_table_that_is_found_for_the_model(tmp_path: Path) -> N
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
     made = lade.prewarm(model, 0.5, folder=tmp_path / "tables")
     assert made.path.parent == tmp_path / "tables"
-    assert [*made.path.parent.iterdir()] == [made.path]  # nothing half-made
+    lock = made.path.with_suffix(".lock")
+    assert {*made.path.parent.iterdir()} == {made.path, lock}  # nothing half-made
     table = table_for(model, tmp_path / "tables")
     assert table is not None
     assert len(table) == made.num_contexts > 0
@@ -255,7 +327,7 @@ def test_an_interruption_keeps_what_was_done(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         lade.prewarm(model, 60, folder=tmp_path, progress=interrupt)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.safetensors")
     stored = read_table(path, model)
     assert stored.effort.num_tokens > 700
     assert len(stored.table) > 0
@@ -298,7 +370,8 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         assert ids.shape == (40, 8)
         assert prompter.num_rows == 8
         prompter.num_rows = 32
-        run = Run(prompter, new(), Path("x"), 1500, save=lambda: None, clock=Ticks())
+        stored = new()
+        run = Run(prompter, stored, Path("x"), 1500, save=in_memory(stored), clock=Ticks())
         run.work()
         assert prompter.num_rows == 8
     assert run.made().num_lone_tokens == VOCAB_SIZE
@@ -393,7 +466,7 @@ def damage(path: Path, kind: str) -> None:
     elif kind == "foreign":
         safetensors.numpy.save_file({"weights": np.zeros(3)}, path)
     elif kind == "of a newer lade":
-        change(path, format=2)
+        change(path, format=3)
     elif kind == "of another model":
         change(path, fingerprint="0" * 64)
     elif kind == "with other fields":
@@ -471,15 +544,15 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     model = tiny_model("llama", dtype=torch.float32, vocab_size=256)
     model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(prewarming, "tables_folder", lambda: tmp_path / "tables")
+    monkeypatch.setattr(tables, "tables_folder", lambda: tmp_path / "tables")
     return ["prewarm", "--model", str(tmp_path / "model"), "--dtype", "float32", "--seconds", "1"]
 
 
 def test_the_command_says_what_there_is(command: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "of 256 lone tokens) from " in done.stdout
-    (path,) = (tmp_path / "tables").iterdir()
+    assert "of 256 single tokens) from " in done.stdout
+    (path,) = (tmp_path / "tables").glob("*.safetensors")
     assert path.name in done.stderr.replace("\n", "")
     assert "run this again to add to it" in done.stderr
 
@@ -496,4 +569,4 @@ def test_the_command_says_what_is_kept_when_interrupted(
     monkeypatch.setattr(Run, "work", interrupted)
     done = CliRunner().invoke(app, command)
     assert done.exit_code != 0
-    assert "of 256 lone tokens) from " in done.stdout
+    assert "of 256 single tokens) from " in done.stdout

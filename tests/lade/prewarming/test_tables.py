@@ -4,12 +4,14 @@ import json
 import os
 import random
 import struct
+import subprocess
 import sys
 import time
 import tracemalloc
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +24,21 @@ import safetensors.numpy
 import lade
 from lade.prewarming import run as prewarming
 from lade.prewarming import tables
-from lade.prewarming.run import PrewarmProgress
+from lade.prewarming.run import Prewarmed, PrewarmProgress
 from lade.prewarming.tables import (
     Effort,
     StoredTable,
+    add_to_table,
     load_table,
+    merge_table,
+    path_of_table,
     read_table,
     table_for,
     tables_folder,
     write_table,
 )
+from lade.probing.profile import profile_of
+from ngram_pool import SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 MIB = 2**20
@@ -124,12 +131,11 @@ BAD_FILES: dict[str, Callable[[SimpleNamespace], None]] = {
             ("prefix_token_id", VOCAB_SIZE),
             ("prefix_token_id", -1),
             ("prefix_token_id", "9"),
-            ("num_lone_tokens", VOCAB_SIZE + 1),
-            ("num_lone_tokens", None),
-            ("num_lone_tokens", [3]),
-            ("num_texts", -1),
-            ("num_texts", 2**64),
-            ("num_texts", True),
+            ("num_tokens", None),
+            ("num_tokens", [3]),
+            ("num_tokens", -1),
+            ("num_tokens", 2**64),
+            ("num_tokens", True),
             ("num_tokens", 0.5),
             ("seconds", float("nan")),
             ("seconds", float("inf")),
@@ -180,7 +186,7 @@ def test_a_table_read_without_its_model_is_checked_too(written: SimpleNamespace,
 
 
 def test_a_good_file_is_read_to_its_limits(written: SimpleNamespace) -> None:
-    effort = {"prefix_token_id": None, "num_lone_tokens": VOCAB_SIZE, "num_tokens": 2**53}
+    effort = {"prefix_token_id": None, "num_tokens": 2**53}
     with_effort(**effort, seconds=3)(written)
     stored = read_table(written.path, written.model)
     assert asdict(stored.effort) == asdict(written.effort) | effort | {"seconds": 3}
@@ -356,7 +362,7 @@ def test_a_disk_that_is_full_meanwhile_costs_no_work(
     def save(path: Path, model: Any, stored: StoredTable) -> None:
         if is_full:
             raise OSError(28, "No space left on device")
-        write_table(path, model, stored)
+        write(path, model, stored)
 
     def interrupt(step: PrewarmProgress) -> None:
         nonlocal is_full, num_done
@@ -365,7 +371,8 @@ def test_a_disk_that_is_full_meanwhile_costs_no_work(
             is_full = False
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(prewarming, "write_table", save)
+    write = write_table
+    monkeypatch.setattr(tables, "write_table", save)
     monkeypatch.setattr(prewarming, "_SAVE_EVERY_SEC", 0.0)
     model = tiny_model("llama")
     with (
@@ -374,7 +381,7 @@ def test_a_disk_that_is_full_meanwhile_costs_no_work(
     ):
         lade.prewarm(model, 60, folder=tmp_path, progress=interrupt)
     assert len(caught) == 1
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.safetensors")
     assert read_table(path, model).effort.num_tokens == num_done >= 500
 
 
@@ -385,5 +392,159 @@ def test_a_disk_that_is_full_in_the_end_is_an_error_and_leaves_the_old_table(
     monkeypatch.setattr(os, "fsync", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         lade.prewarm(written.model, 0.1, folder=written.path.parent)
-    assert [*written.path.parent.iterdir()] == [written.path]
+    lock = written.path.with_suffix(".lock")
+    assert {*written.path.parent.iterdir()} == {written.path, lock}
     assert written.path.read_bytes() == content
+
+
+# --- adding by several processes ------------------------------------------------------------
+
+
+def added(*contexts: tuple[int, int], prob: float = 0.5, **effort: Any) -> StoredTable:
+    """A table that has learned of each of these contexts that its last token repeats."""
+    table = SuccessorTable(2**12)
+    table.put([*contexts], [[last] for _, last in contexts], [[prob] for _ in contexts])
+    return StoredTable(table, Effort(**effort))
+
+
+def test_what_is_added_joins_what_is_in_the_file(written: SimpleNamespace) -> None:
+    """A context that both know is averaged: the file's has (6: 0.5, 7: 0.25) behind token 5."""
+    new = added((-1, 5), (1, 2), prob=1.0, prefix_token_id=3, num_tokens=30, seconds=0.5)
+    merged = merge_table(written.path, written.model, new)
+    on_disk = read_table(written.path, written.model)
+    assert on_disk.effort == merged.effort == Effort(9, 100, 2.0)  # its own prefix, not 3
+    for table in (merged.table, on_disk.table):
+        assert {*map(tuple, table.contexts().tolist())} == {(-1, 5), (4, 5), (1, 2)}
+        token_ids, probs = table.get(-1, 5) or ((), ())
+        assert [*token_ids] == [5, 6, 7]
+        np.testing.assert_allclose(probs, [0.5, 0.25, 0.125], rtol=2e-3)
+    assert len(new.table) == 2  # as it was
+
+
+def test_successors_are_added_to_the_table_of_a_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    add_to_table(model, [[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]], tmp_path)
+    add_to_table(model, [[4, 5]], [[8, 9]], [[0.25, 0.125]], tmp_path)
+    table = table_for(model, tmp_path)
+    assert table is not None
+    token_ids, probs = table.get(4, 5) or ((), ())
+    assert [*token_ids] == [8, 9]
+    np.testing.assert_allclose(probs, [0.5, 0.125], rtol=2e-3)
+    assert read_table(path_of_table(model, tmp_path), model).effort == Effort()
+    made = lade.prewarm(model, 0.2, folder=tmp_path)  # and a run goes on from there
+    assert made.num_contexts > len(table) == 2
+
+
+def test_a_table_that_was_read_is_read_again_once_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "table_for", partial(table_for, folder=tmp_path))
+    model = tiny_model("llama")
+    assert tables.prewarmed_table_of(model, profile_of(model)) is None
+    add_to_table(model, [[4, 5]], [[8]], [[0.5]], tmp_path)
+    assert tables.prewarmed_table_of(model, profile_of(model)) is None  # read already
+    tables.forget_prewarmed_table(model)
+    table = tables.prewarmed_table_of(model, profile_of(model))
+    assert table is not None
+    assert table.contexts().tolist() == [[4, 5]]
+
+
+def test_what_cannot_be_of_the_model_is_not_added(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(
+        ValueError, match=f"expected token ids below {VOCAB_SIZE}, got {VOCAB_SIZE}"
+    ):
+        add_to_table(model, [[4, 5]], [[VOCAB_SIZE]], [[0.5]], tmp_path)
+    with pytest.raises(ValueError, match="expected contexts of shape"):
+        add_to_table(model, [4, 5], [[3]], [[0.5]], tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_file_never_gets_more_contexts_than_it_may(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = path_of_table(model, tmp_path)
+    for start in range(0, 60, 20):
+        contexts = [(previous, last) for previous in range(20) for last in range(start, start + 20)]
+        merged = merge_table(path, model, added(*contexts), max_contexts=256)
+        assert len(merged.table) <= 256
+    assert len(read_table(path, model).table) > 128
+
+
+ADDING = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from lade.prewarming.tables import Effort, StoredTable, add_to_table, merge_table, path_of_table
+from ngram_pool import SuccessorTable
+from tests.lade.tiny import tiny_model
+model, folder, number = tiny_model("llama"), Path(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+for last in range(int(sys.argv[3])):
+    table = SuccessorTable(64)
+    table.put([[number, last]], [[last]], [[0.5]])
+    added = StoredTable(table, Effort(num_tokens=1))
+    merge_table(path_of_table(model, folder), model, added)
+    print(last, flush=True)
+"""
+
+
+def adding(folder: Path, number: int, times: int) -> subprocess.Popen[str]:
+    """Start a process that adds to the table of a tiny model, so many times."""
+    root = Path(__file__).parents[3]
+    return subprocess.Popen(
+        [sys.executable, "-c", ADDING, str(folder), str(number), str(times)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Every file that is read meanwhile is whole, and the last one holds what each has added."""
+    model = tiny_model("llama")
+    path = path_of_table(model, tmp_path)
+    processes = [adding(tmp_path, number, 20) for number in range(3)]
+    num_read = 0
+    while any(process.poll() is None for process in processes):
+        if path.exists():
+            num_read += len(read_table(path, model).table) > 0
+    assert [process.communicate()[0].split()[-1] for process in processes] == ["19"] * 3
+    assert num_read > 3
+    stored = read_table(path, model)
+    expected = {(number, last) for number in range(3) for last in range(20)}
+    assert {*map(tuple, stored.table.contexts().tolist())} == expected
+    assert stored.effort.num_tokens == 60
+
+
+def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = path_of_table(model, tmp_path)
+    process = adding(tmp_path, 1, 10**6)
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "3":
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    add_to_table(model, [[7, 7]], [[3]], [[0.5]], tmp_path)
+    assert time.monotonic() - began < 10  # it does not wait for the dead
+    contexts = {*map(tuple, read_table(path, model).table.contexts().tolist())}
+    assert contexts >= {(7, 7), *((1, last) for last in range(4))}
+
+
+def test_two_runs_at_once_keep_the_work_of_both(tmp_path: Path) -> None:
+    """The second one begins, ends and saves in the middle of the first."""
+    model, other = tiny_model("llama"), tiny_model("llama")
+    inner: list[Prewarmed] = []
+
+    def interpose(step: PrewarmProgress) -> None:
+        if not inner and step.made.num_tokens > 500:
+            inner.append(lade.prewarm(other, 0.2, folder=tmp_path))
+
+    made = lade.prewarm(model, 1.0, folder=tmp_path, progress=interpose)
+    stored = read_table(made.path, model)
+    assert stored.effort.num_tokens == made.num_tokens > inner[0].num_tokens > 0
+    assert stored.effort.seconds == pytest.approx(made.seconds)
+    assert made.seconds > 1.1
