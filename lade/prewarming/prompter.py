@@ -79,42 +79,49 @@ class Prompter:
                 and many models continue a first token unlike any other.
             token_ids: int64 [num_tokens].
         """
-        cache = self._cache_of(prefix_token_id)
         collected: list[Successors] = []
+
+        def go_on(_: NDArray[np.int64], successors: Successors) -> None:
+            collected.append(successors)
+
         while (start := sum(len(part.token_ids) for part in collected)) < len(token_ids):
             part = token_ids[start : start + self.num_rows]
             began = time.perf_counter()
-            try:
-                collected.append(self._successors_behind(prefix_token_id, part, cache))
-                self._see_speed(len(part), time.perf_counter() - began)
-                continue
-            except torch.OutOfMemoryError:
-                if len(part) == 1:
-                    raise
-            self._shrink(len(part))  # after the handler, which keeps the failed forward alive
+            self.write(part, 1, go_on, prefix_token_id)  # nothing is collected if memory runs out
+            self._see_speed(len(part), time.perf_counter() - began)
         return Successors(*(np.concatenate(parts) for parts in zip(*collected, strict=True)))
 
-    def write(self, num_tokens: int, go_on: Continue) -> bool:
+    def write(
+        self,
+        first_token_ids: NDArray[np.int64],
+        num_tokens: int,
+        go_on: Continue,
+        prefix_token_id: int | None = None,
+    ) -> bool:
         """Write a batch of texts, of which the model tells the likely successors at every place.
 
         An end-of-text token in the middle counts as any other: what comes after it is what this
         model finds likely there, such as an answer after a question.
 
         Args:
+            first_token_ids: int64 [num_rows], each begins a text.
             num_tokens: maximum number of tokens per text.
             go_on: called for each column of tokens; chooses the next one.
+            prefix_token_id: a token that comes before all texts and is no part of them.
 
         Returns:
             Whether the texts are complete; false if `go_on` ended them or memory ran out.
         """
-        length = num_tokens if self.max_length is None else min(num_tokens, self.max_length - 1)
+        length = num_tokens if self.max_length is None else min(num_tokens, self.max_length - 2)
         write = self._write_directly if self._can_step() else self._write_by_generate
         try:
-            return write(self.num_rows, length, go_on)
+            return write(first_token_ids, length, go_on, prefix_token_id)
         except torch.OutOfMemoryError:
-            if self.num_rows == 1:
+            if len(first_token_ids) == 1:
                 raise
-        self._shrink(self.num_rows)
+        self._shrink(
+            len(first_token_ids)
+        )  # after the handler, which keeps the failed forward alive
         return False
 
     # --- sizes of batches -------------------------------------------------------------------
@@ -164,7 +171,8 @@ class Prompter:
             columns = rows % successors.token_ids.shape[1]
             return successors.token_ids[rows, columns].astype(np.int64)
 
-        self._write_by_generate(_COMPARED_ROWS, _COMPARED_LENGTH, go_on)
+        starts = np.full(_COMPARED_ROWS, self.start_token_id)
+        self._write_by_generate(starts, _COMPARED_LENGTH, go_on, None)
         cache: Any = None
         for column, likely in zip(tokens, expected, strict=True):
             try:
@@ -178,9 +186,16 @@ class Prompter:
                 return False
         return True
 
-    def _write_directly(self, num_rows: int, length: int, go_on: Continue) -> bool:
-        columns = np.full((num_rows, 1), self.start_token_id)
-        cache: Any = None
+    def _write_directly(
+        self,
+        first_token_ids: NDArray[np.int64],
+        length: int,
+        go_on: Continue,
+        prefix_token_id: int | None,
+    ) -> bool:
+        columns, cache = first_token_ids[:, None], None
+        if prefix_token_id is not None:
+            cache = self._behind(prefix_token_id, len(first_token_ids))
         for _ in range(length):
             successors, cache = self._step(columns[:, -1], cache)
             next_token_ids = go_on(columns, successors)
@@ -189,74 +204,62 @@ class Prompter:
             columns = np.stack([columns[:, -1], next_token_ids], axis=1)
         return True
 
-    def _cache_of(self, prefix_token_id: int) -> Any:
-        """Return the cache of a prefix alone, in one row."""
+    def _behind(self, prefix_token_id: int, num_rows: int) -> Any:
+        """Return the cache of rows that hold a prefix alone."""
         if self._prefix is None or self._prefix[0] != prefix_token_id:
-            prefix = torch.tensor([[prefix_token_id]], device=self._device)
-            output = self._generate(prefix, 1, return_dict_in_generate=True)
-            self._prefix = prefix_token_id, output.past_key_values
-        return self._prefix[1]
-
-    def _successors_behind(
-        self, prefix_token_id: int, token_ids: NDArray[np.int64], cache: Any
-    ) -> Successors:
-        """Return the successors of a batch of tokens behind a prefix, whose cache is given."""
-        can_share = self._takes_cache and type(cache) is DynamicCache
-        if can_share:
-            cache = saved(cache)
-            expand(cache, len(token_ids), self._device)
-        if not self._can_step():
-            prefixes = np.full(len(token_ids), prefix_token_id)
-            rows = torch.from_numpy(np.stack([prefixes, token_ids], axis=1)).to(self._device)
-            return self._successors_by_generate(rows, cache if can_share else None)
-        if not can_share:
-            _, cache = self._step(np.full(len(token_ids), prefix_token_id), None)
-        return self._step(token_ids, cache)[0]
+            self._prefix = prefix_token_id, self._step(np.array([prefix_token_id]), None)[1]
+        cache = self._prefix[1]
+        if type(cache) is not DynamicCache:  # one that may not be repeated
+            return self._step(np.full(num_rows, prefix_token_id), None)[1]
+        cache = saved(cache)
+        expand(cache, num_rows, self._device)
+        return cache
 
     # --- by `generate` ----------------------------------------------------------------------
 
-    def _write_by_generate(self, num_rows: int, length: int, go_on: Continue) -> bool:
-        starts = torch.full((num_rows, 1), self.start_token_id, device=self._device)
-        chooser = _Chooser(self._num_successors, self.vocab_size, go_on)
-        self._generate(
-            starts, length, logits_processor=[chooser], stopping_criteria=[_Until(chooser)]
-        )
-        return not chooser.has_ended
-
-    def _successors_by_generate(self, rows: Tensor, cache: Any) -> Successors:
-        """Return the successors of rows of two tokens; a cache, if given, holds the first ones."""
-        collected: list[Successors] = []
-        options = {} if cache is None else {"past_key_values": cache}
-        chooser = _Chooser(
-            self._num_successors, self.vocab_size, lambda _, found: collected.append(found)
-        )
-        self._generate(rows, 1, logits_processor=[chooser], **options)
-        return collected[0]
-
-    def _generate(self, input_ids: Tensor, num_new: int, **options: Any) -> Any:
+    def _write_by_generate(
+        self,
+        first_token_ids: NDArray[np.int64],
+        length: int,
+        go_on: Continue,
+        prefix_token_id: int | None,
+    ) -> bool:
+        rows = first_token_ids[:, None]
+        if prefix_token_id is not None:
+            rows = np.concatenate([np.full_like(rows, prefix_token_id), rows], axis=1)
+        chooser = _Chooser(self._num_successors, self.vocab_size, go_on, rows.shape[1] - 1)
+        input_ids = torch.from_numpy(rows).to(self._device)
         # The class's `generate`: that of the instance may be the one that `lade.wrap` set.
-        return type(self._model).generate(
+        type(self._model).generate(
             self._model,
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=num_new,
+            max_new_tokens=length,
             do_sample=False,
-            **options,
+            logits_processor=[chooser],
+            stopping_criteria=[_Until(chooser)],
         )
+        return not chooser.has_ended
 
 
 class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """A processor that passes on the likely successors, and forces what is chosen."""
+    """A processor that passes on the likely successors, and forces what is chosen.
 
-    def __init__(self, num_successors: int, vocab_size: int, go_on: Continue) -> None:
+    The first tokens of each row, as many as `num_hidden`, are not shown.
+    """
+
+    def __init__(
+        self, num_successors: int, vocab_size: int, go_on: Continue, num_hidden: int
+    ) -> None:
         self._num_successors = num_successors
         self._vocab_size = vocab_size
         self._go_on = go_on
+        self._num_hidden = num_hidden
         self.has_ended = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         successors = _successors_in(scores, self._vocab_size, self._num_successors)
-        chosen = self._go_on(input_ids[:, -2:].cpu().numpy(), successors)
+        chosen = self._go_on(input_ids[:, self._num_hidden :][:, -2:].cpu().numpy(), successors)
         self.has_ended = chosen is None
         if chosen is None:
             return scores

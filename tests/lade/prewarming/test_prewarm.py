@@ -116,11 +116,11 @@ def test_texts_tell_the_successors_at_every_place(family: str, is_direct: bool |
         return successors.token_ids[[0, 1, 2], [0, 1, 2]].astype(np.int64)
 
     with prompting(model, 8) as prompter:
-        prompter.num_rows, prompter._is_direct = 3, is_direct
-        assert prompter.write(12, go_on)
+        prompter._is_direct = is_direct
+        assert prompter.write(np.full(3, 1), 12, go_on)
     texts = np.stack(columns, axis=1)
     assert texts.shape == (3, 12)
-    assert (texts[:, 0] == prompter.start_token_id).all()
+    assert texts[:, 0].tolist() == [1, 1, 1]
     for place in range(12):
         ids, probs = told[place]
         if place < 11:
@@ -132,11 +132,30 @@ def test_texts_tell_the_successors_at_every_place(family: str, is_direct: bool |
 
 
 @pytest.mark.parametrize(
-    ("family", "can_step"), [("llama", True), ("gemma3_text", True), ("openai-gpt", False)]
+    ("family", "can_step"), [("llama", True), ("bloom", True), ("openai-gpt", False)]
 )
 def test_the_model_itself_is_called_where_that_tells_the_same(family: str, can_step: bool) -> None:
-    with prompting(tiny_model(family), 8) as prompter:
+    with prompting(tiny_model(family, attention="eager"), 8) as prompter:
         assert prompter._can_step() == can_step
+
+
+@pytest.mark.parametrize("is_direct", [None, False])
+def test_texts_behind_a_prefix_show_all_but_the_prefix(is_direct: bool | None) -> None:
+    model = tiny_model("llama")
+    columns: list[Any] = []
+    told: list[Any] = []
+
+    def go_on(tokens: Any, successors: Any) -> Any:
+        columns.append(tokens.tolist())
+        told.append(successors)
+        return np.array([20, 21])
+
+    with prompting(model, 8) as prompter:
+        prompter._is_direct = is_direct
+        assert prompter.write(np.array([5, 6]), 3, go_on, prefix_token_id=7)
+    assert columns == [[[5], [6]], [[5, 20], [6, 21]], [[20, 20], [21, 21]]]
+    for place, text in enumerate([(7, 6), (7, 6, 21), (7, 6, 21, 21)]):
+        assert told[place].token_ids[1].tolist() == likeliest(model, *text)[0]
 
 
 @pytest.mark.parametrize("fault", ["forgets", "raises"])
@@ -215,18 +234,19 @@ def test_a_run_asks_for_every_token_first_and_then_writes_texts() -> None:
 def test_a_table_holds_the_successors_of_pairs_met_many_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Texts of a start and one more token: every meeting of such a pair tells the same.
+    # Texts of a prefix and two more tokens: every meeting of such a pair tells the same.
     monkeypatch.setattr(prewarming, "_PREFIX_TEXT_LENGTH", 2)
     monkeypatch.setattr(prewarming, "_TEXT_LENGTH", 2)
     model, stored = tiny_model("llama"), new()
-    run_on(model, stored, 700)
-    start = 1  # BOS of tiny models
-    found = [(token_id, stored.table.get(start, token_id)) for token_id in range(VOCAB_SIZE)]
-    known = [(token_id, row) for token_id, row in found if row is not None]
-    assert len(known) > VOCAB_SIZE // 3
-    for token_id, (row_ids, row_probs) in known:
-        expected_ids, expected_probs = likeliest(model, start, token_id)
-        assert row_ids.tolist() == expected_ids
+    run, _ = run_on(model, stored, 700)
+    prefix, start = run._prefix_token_id, 1  # BOS of tiny models
+    assert prefix is not None
+    pairs = [pair for pair in stored.table.contexts().tolist() if pair[0] not in (-1, start)]
+    assert len(pairs) > 100
+    for previous, last in pairs:
+        row_ids, row_probs = stored.table.get(previous, last) or ((), ())
+        expected_ids, expected_probs = likeliest(model, prefix, previous, last)
+        assert [*row_ids] == expected_ids
         np.testing.assert_allclose(row_probs, expected_probs, rtol=2e-3)
 
 

@@ -521,12 +521,11 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path) -> None:
     model = tiny_model("llama")
     path = path_of_table(model, tmp_path)
-    process = adding(tmp_path, 1, 10**6)
-    assert process.stdout is not None
-    while process.stdout.readline().strip() != "3":
-        assert process.poll() is None
-    process.kill()
-    process.wait()
+    with adding(tmp_path, 1, 10**6) as process:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "3":
+            assert process.poll() is None
+        process.kill()
     began = time.monotonic()
     add_to_table(model, [[7, 7]], [[3]], [[0.5]], tmp_path)
     assert time.monotonic() - began < 10  # it does not wait for the dead
