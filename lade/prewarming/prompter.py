@@ -28,7 +28,7 @@ from lade.view import in_evaluation
 _FEWEST_ROWS, _MOST_ROWS, _LEAST_GAIN = 64, 1024, 1.1
 # Rows and tokens of the text by which forwards are compared with `generate`, and the probability
 # that both have to give the same successors. Positions or masks that are wrong leave far less.
-_COMPARED_ROWS, _COMPARED_LENGTH, _LEAST_SHARED = 4, 8, 0.97
+_COMPARED_ROWS, _COMPARED_LENGTH, _LEAST_SHARED = 4, 4, 0.97
 
 #: Called with one column of the texts: the last token or two of every row, int64
 #: [num_rows, 1 or 2], and their likely successors. Returns the next token of every row, int64
@@ -119,9 +119,8 @@ class Prompter:
         except torch.OutOfMemoryError:
             if len(first_token_ids) == 1:
                 raise
-        self._shrink(
-            len(first_token_ids)
-        )  # after the handler, which keeps the failed forward alive
+        # Only after the handler, which keeps the failed forward alive.
+        self._shrink(len(first_token_ids))
         return False
 
     # --- sizes of batches -------------------------------------------------------------------

@@ -44,7 +44,7 @@ _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 _SAVE_EVERY_SEC = 30.0
 # The prefix of lone tokens: the number of candidates, the length of the texts they are compared in,
 # and the number of positions compared.
-_NUM_PREFIXES, _PREFIX_TEXT_LENGTH, _NUM_PREFIX_PLACES = 8, 16, 128
+_NUM_PREFIXES, _PREFIX_TEXT_LENGTH, _NUM_PREFIX_PLACES = 8, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,10 @@ class Run:
         self._rng = np.random.default_rng()  # other texts in every run, and every process
         self._stage = ""
         self._has_warned = False
-        self._mentions = np.zeros(prompter.vocab_size)  # probability of each token as a successor
+        # How often each token is among the likely successors; from now on, its probability in them.
+        known = stored.table.arrays()["token_ids"]
+        counts = np.bincount(known[known >= 0], minlength=prompter.vocab_size)
+        self._mentions = counts.astype(np.float64)
         self._hold(stored)
 
     def work(self) -> None:
@@ -230,7 +233,8 @@ class Run:
     def _hold(self, stored: StoredTable) -> None:
         """Go on from what is stored."""
         table = stored.table
-        lasts = table.contexts()[table.contexts()[:, 0] < 0, 1]
+        contexts = table.contexts()
+        lasts = contexts[contexts[:, 0] < 0, 1]
         self._is_known = np.zeros(self._prompter.vocab_size, dtype=bool)
         self._is_known[lasts[lasts < len(self._is_known)]] = True
         empty = SuccessorTable(table.capacity, table.num_successors)
