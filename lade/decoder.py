@@ -21,6 +21,7 @@ from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Forward, Target, fill_cache
 from lade.targets.ties import TieError
+from lade.tree import at_nodes, of_trees
 from lade.verify import accepted_paths, step_of
 
 
@@ -134,8 +135,10 @@ class Decoder:
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
             plan, output = self._launch(plan, inputs)
-            num_run = self._target.width_of(plan.num_tokens) - 1 + num_pending
-            logits = output.logits[:, : plan.width]
+            logits = of_trees(output.logits, plan.trees.values())
+            num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
+            if len(logits) < len(plan.trees):  # without padding
+                num_run = logits.shape[1] / len(plan.trees) - 1
             self._choice.look_at(logits, plan.trees)
             if self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
@@ -147,7 +150,7 @@ class Decoder:
             num_beside = self._speculator.advance_windows(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
-            self._commit(output, paths)
+            self._commit(output, plan, paths)
             self.stats.num_steps += 1
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
@@ -187,7 +190,7 @@ class Decoder:
                     steps.append(step_of(row, plan.trees[row], paths[row], emitted))
         return steps, paths
 
-    def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
+    def _commit(self, output: Forward, plan: Plan, paths: Mapping[int, list[int]]) -> None:
         """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
         watching, alone = self._watching, None
@@ -198,7 +201,8 @@ class Decoder:
             else:
                 self._target.commit(of_rows)
         if alone is not None and watching is not None:
-            flaw = watching.flaw(alone, output.logits)
+            logits = at_nodes(output.logits, plan.trees.values(), alone.nodes)
+            flaw = watching.flaw(alone, logits)
             if flaw is not None:
                 raise VerificationError(flaw, is_doubt=True)
 

@@ -6,13 +6,21 @@ instead. SmolLM2 (9 query heads, 3 key heads), 9 tokens, one thread, per layer: 
 0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from lade.tree import Packing
+
 PACKED_SDPA = "lade_packed_sdpa"
+PACKED_ROWS = "lade_packed_rows"
+
+_NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", "indices", "block_indices")
 
 _sdpa = AttentionInterface()["sdpa"]
 
@@ -74,5 +82,146 @@ def packed_sdpa(
     return of_heads.transpose(1, 2).contiguous(), None
 
 
+# Keys that cost about as much as one more call of `scaled_dot_product_attention`: 25 µs.
+_KEYS_OF_CALL = 200
+
+
+class RowGroup:
+    """Consecutive rows whose nodes attend in one call, padded to the largest tree among them.
+
+    Args:
+        rows: which rows.
+        nodes: their nodes, among those of all rows, which follow each other.
+        sizes: number of nodes of each of them.
+        keys: the keys that any of them sees.
+        seen: bool [rows, 1, width, num_keys], which nodes see which of these keys.
+    """
+
+    def __init__(
+        self, rows: slice, nodes: slice, sizes: Sequence[int], keys: slice, seen: Tensor
+    ) -> None:
+        self.rows, self.nodes, self.keys = rows, nodes, keys
+        self.shape = len(sizes), max(sizes)
+        self._seen = seen[:, :, : max(sizes)]
+        self._packing = Packing.of(sizes, seen.device) if min(sizes) < max(sizes) else None
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def mask(self, num_sharing: int, dtype: torch.dtype) -> Tensor:
+        """Return what is added to scores [rows, 1, num_sharing · width, num_keys]."""
+        key = num_sharing, dtype
+        if key not in self._masks:  # the same in all layers
+            hidden = torch.zeros_like(self._seen, dtype=dtype)
+            hidden.masked_fill_(~self._seen, float("-inf"))
+            self._masks[key] = hidden.repeat(1, 1, num_sharing, 1)
+        return self._masks[key]
+
+    def pad(self, states: Tensor) -> Tensor:
+        """Return states of the nodes, [num_nodes, …], as [rows, width, …]."""
+        if self._packing is None:
+            return states.reshape(*self.shape, *states.shape[1:])
+        return self._packing.pad(states)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Return states of the nodes, [rows · width, …], as [num_nodes, …]."""
+        return padded if self._packing is None else padded[self._packing.places]
+
+
+def row_groups(mask: Tensor, sizes: Sequence[int]) -> list[RowGroup]:
+    """Group consecutive rows such that few keys are read that a row does not see.
+
+    Args:
+        mask: bool [rows, 1, width, num_keys], of padded trees.
+        sizes: number of nodes of each row.
+    """
+    stops = [*accumulate(sizes)]
+    starts = [0, *stops[:-1]]
+    of_rows = [_span(mask[row, 0, :size]) for row, size in enumerate(sizes)]
+    groups: list[RowGroup] = []
+    first = 0
+    while first < len(sizes):
+        last, span = first, of_rows[first]
+        num_keys = span[1] - span[0]  # that the rows see
+        while last + 1 < len(sizes):
+            begin, end = of_rows[last + 1]
+            wider = min(span[0], begin), max(span[1], end)
+            needed = num_keys + end - begin + (last + 1 - first) * _KEYS_OF_CALL
+            if (last + 2 - first) * (wider[1] - wider[0]) > needed:
+                break
+            last, span, num_keys = last + 1, wider, num_keys + end - begin
+        rows, keys = slice(first, last + 1), slice(*span)
+        nodes = slice(starts[first], stops[last])
+        groups.append(RowGroup(rows, nodes, sizes[rows], keys, mask[rows, :, :, keys]))
+        first = last + 1
+    return groups
+
+
+def _span(seen: Tensor) -> tuple[int, int]:
+    """Return the interval of keys that any of some nodes see, bool [num_nodes, num_keys]."""
+    which = seen.any(0).nonzero()
+    return int(which[0]), int(which[-1]) + 1
+
+
+def with_groups(mask: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    """Attach groups of rows to the mask they were made of, for `packed_rows`; return the mask."""
+    mask._lade_groups = groups  # type: ignore[attr-defined]
+    return mask
+
+
+def packed_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `packed_sdpa` does; where the mask has groups of rows, queries come in one row.
+
+    Everything but attention takes the nodes of all rows alike, so trees of different sizes need no
+    padding there; and a short row does not wait for the keys of a long one. SmolLM2, eight rows of
+    40 to 950 tokens and one node each, two cores, bfloat16: 15 ms instead of 25 for all layers.
+
+    Args:
+        module, attention_mask, dropout, scaling, kwargs: as for `packed_sdpa`.
+        query: with groups [1, num_heads, num_nodes, head_dim].
+        key, value: [rows, num_key_heads, num_keys, head_dim of each].
+
+    Returns:
+        With groups [1, num_nodes, num_heads, head_dim of values], and None for the weights.
+
+    Raises:
+        NotImplementedError: there are groups and something that is not honoured.
+    """
+    groups: Sequence[RowGroup] | None = getattr(attention_mask, "_lade_groups", None)
+    if groups is None:
+        return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    for name in _NOT_HONOURED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention to packed rows knows no {name}")
+    _, num_heads, num_nodes, head_dim = query.shape
+    num_key_heads = key.shape[1]
+    num_sharing = num_heads // num_key_heads
+    of_nodes = query[0].transpose(0, 1).reshape(num_nodes, num_key_heads, num_sharing, head_dim)
+    attended = query.new_empty((num_nodes, num_key_heads, num_sharing, value.shape[-1]))
+    for group in groups:
+        rows, width = group.shape
+        by_head = group.pad(of_nodes[group.nodes]).permute(0, 2, 3, 1, 4)
+        of_group = scaled_dot_product_attention(
+            by_head.reshape(rows, num_key_heads, num_sharing * width, head_dim),
+            key[group.rows, :, group.keys],
+            value[group.rows, :, group.keys],
+            attn_mask=group.mask(num_sharing, query.dtype),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        by_head = of_group.view(rows, num_key_heads, num_sharing, width, value.shape[-1])
+        attended[group.nodes] = group.pack(by_head.permute(0, 3, 1, 2, 4).flatten(0, 1))
+    return attended.view(1, num_nodes, num_heads, value.shape[-1]), None
+
+
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+AttentionInterface.register(PACKED_ROWS, packed_rows)
+AttentionMaskInterface.register(PACKED_ROWS, AttentionMaskInterface()["sdpa"])
 AttentionMaskInterface.register(PACKED_SDPA, AttentionMaskInterface()["sdpa"])

@@ -17,7 +17,7 @@ from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
 from lade.drafting.successors import Ranked, Successors, SuccessorsCopy, rank, with_probs
 from lade.stats import Step
-from lade.tree import ROOT, Tree
+from lade.tree import ROOT, Tree, origins
 from ngram_pool import Draft
 
 
@@ -307,12 +307,15 @@ class Speculator:
         """Feed the drafter the successors of all nodes, and the budget the step's cost."""
         batch = self._batch
         of_rows = None if done.successors is None else done.successors.get()
-        for index, (row, tree) in enumerate(done.plan.trees.items()):
+        trees = done.plan.trees
+        num_rows = len(trees) if of_rows is None else len(of_rows.token_ids)
+        places = origins(trees.values(), num_rows)
+        for (row, tree), origin in zip(trees.items(), places, strict=True):
             length = done.plan.context_lengths.get(row)
             if of_rows is None or length is None or not self._proposer.is_open(row):
                 continue
             context = Prefix(batch.contexts[row], length)
-            self._proposer.harvest(row, context, tree, of_rows.of_row(index, len(tree)))
+            self._proposer.harvest(row, context, tree, of_rows.of_tree(origin, len(tree)))
         if done.cost is not None:
             self._budget.record(
                 num_rows=done.cost.num_rows,

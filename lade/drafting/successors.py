@@ -20,9 +20,11 @@ class Successors(NamedTuple):
     token_ids: NDArray[np.int32]  # [..., num_successors]
     probs: NDArray[np.float32]  # [..., num_successors], of the softmax over the whole vocabulary
 
-    def of_row(self, row: int, num_nodes: int) -> "Successors":
-        """Return those of the first nodes of one row; the first axis must be rows."""
-        return Successors(self.token_ids[row, :num_nodes], self.probs[row, :num_nodes])
+    def of_tree(self, origin: tuple[int, int], num_nodes: int) -> "Successors":
+        """Return those of the nodes of one tree; its root is at `origin` of the first two axes."""
+        row, start = origin
+        nodes = slice(start, start + num_nodes)
+        return Successors(self.token_ids[row, nodes], self.probs[row, nodes])
 
     def last(self, row: int, num_nodes: int) -> "Successors":
         """Return those of the last nodes of one row; all of them if there are fewer."""

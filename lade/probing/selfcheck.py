@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
-from lade.attention.packed import PACKED_SDPA
+from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import apart_from_captures
 from lade.closeness import distance, limit_of
@@ -24,7 +24,7 @@ from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profil
 from lade.probing.randomness import draws
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
-from lade.tree import Tree
+from lade.tree import Tree, origins
 from ngram_pool import Draft
 
 
@@ -37,7 +37,9 @@ def check(
     widths: Widths,
 ) -> CheckResult:
     """Compare one verification method with plain decoding; any failure becomes the reason."""
-    attentions = _attentions_for(model, widths) if verification == "tree" else [None]
+    attentions: list[str | None] = [None]
+    if verification == "tree":
+        attentions = _attentions_for(model, widths, is_padded)
     execution: Execution = "eager" if widths is None else "fixed"
     if (reason := _reason_of_layers(model, profile)) is not None:
         return CheckResult(reason)
@@ -81,7 +83,9 @@ def _reason_of_layers(model: Model, profile: Profile) -> str | None:
     return profile.why_not_exact[0]
 
 
-def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
+def _attentions_for(
+    model: Model, widths: Widths = None, has_rows: bool = False
+) -> list[str | None]:
     """Return attention implementations to try for trees, best first; None is the model's own."""
     own = attention_of(model)
     if is_single(widths):
@@ -95,7 +99,10 @@ def _attentions_for(model: Model, widths: Widths = None) -> list[str | None]:
     config = model.config.get_text_config(decoder=True).to_dict()
     shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
     is_cpu = device_of_inputs(model).type == "cpu"
-    return [PACKED_SDPA, None] if own == "sdpa" and shares and is_cpu else [None]
+    if own != "sdpa" or not is_cpu:
+        return [None]
+    packed = [PACKED_ROWS] * (has_rows and widths is None) + [PACKED_SDPA] * shares
+    return [*packed, None]
 
 
 def _has_kernels(model: Model) -> bool:
@@ -243,9 +250,10 @@ class _Check(NamedTuple):
                 for steps in zip(*scripts, strict=True):
                     inputs = target.inputs([step.tree for step in steps])
                     of_rows = target.forward(inputs).logits.double()
-                    for row, step in enumerate(steps):
+                    places = origins([step.tree for step in steps], len(of_rows))
+                    for row, (step, (index, start)) in enumerate(zip(steps, places, strict=True)):
                         for node, path in enumerate(step.paths):
-                            logits[row, path] = of_rows[row, node]
+                            logits[row, path] = of_rows[index, start + node]
                     target.commit([step.kept for step in steps])
             finally:
                 target.close()
@@ -377,8 +385,10 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
         second = narrowed(second, target.max_candidates)
     # The second branch if there is one; only the root if rows may be ragged.
     kept = [0, 2] if len(draft) == 4 else [0, 1]
-    if row > 0 and not target.is_lockstep:
-        kept = [0]
+    if row > 0:
+        draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
+        if not target.is_lockstep:
+            kept = [0]
     steps = [_Step((), Tree.build(root, draft), kept)]
     steps.append(_next(steps[-1], after, second, [0, 1]))
     steps.append(_next(steps[-1], last, Draft.empty(), [0]))

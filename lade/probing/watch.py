@@ -7,7 +7,6 @@ token that a step kept is run once more, alone, as in plain decoding.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lade.closeness import distance
@@ -80,11 +79,9 @@ class Watching:
 
         Args:
             alone: a committed token of each row, run alone.
-            logits: of the step that committed those tokens, [rows, width, vocab_size].
+            logits: of the step that committed those tokens, [rows, vocab_size].
         """
-        nodes = torch.tensor(alone.nodes, device=logits.device)
-        mine = logits[torch.arange(len(nodes), device=logits.device), nodes]
-        apart = distance(mine, alone.logits.to(mine.device))
+        apart = distance(logits, alone.logits.to(logits.device))
         if not self.watch.is_wrong(apart, self.limit, self.is_exact):
             return None
         return (

@@ -10,7 +10,7 @@ from lade.batch import Text
 from lade.drafting.successors import Ranked
 from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, Launched
-from lade.tree import Tree
+from lade.tree import Tree, origins
 
 Place = tuple[int, int]  # row, and node of that row's tree
 # Called for each chosen token: row, raw and processed scores, float32 [vocab_size] each.
@@ -32,7 +32,8 @@ class Choice(Protocol):
         """Receive the logits of a step; not called if all rows are padding.
 
         Args:
-            logits: [rows, width, vocab_size]; the device may still be computing them.
+            logits: [rows, width, vocab_size], or [1, num_nodes, vocab_size] with one tree after the
+                other; the device may still be computing them.
             trees: trees by row, in the order of the rows of `logits`.
         """
 
@@ -75,7 +76,7 @@ class ScoredChoice:
         """Keep the logits until tokens are chosen."""
         self._logits = logits
         self._trees = trees
-        self._index = {row: index for index, row in enumerate(trees)}
+        self._origins = dict(zip(trees, origins(trees.values(), len(logits)), strict=True))
         self._launched = Launched(logits)
 
     def wait(self) -> None:
@@ -85,7 +86,8 @@ class ScoredChoice:
     def _scores_at(self, places: Sequence[Place]) -> Tensor:
         """Return processed scores, float32 [len(places), vocab_size]."""
         rows = [row for row, _ in places]
-        raw = torch.stack([self._logits[self._index[row], node] for row, node in places])
+        of_places = [(*self._origins[row], node) for row, node in places]
+        raw = torch.stack([self._logits[index, start + node] for index, start, node in of_places])
         raw = raw.to(self._device, torch.float32)
         scores = self._processors(self._text, rows, raw)  # may write in place, as in `generate`
         if self._on_choice is not None:

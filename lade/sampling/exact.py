@@ -20,7 +20,7 @@ from lade.sampling.choice import (
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
 from lade.transfer import HostCopy, integers_on
-from lade.tree import Tree
+from lade.tree import Tree, origins
 
 # Noise of positions that only some rows have reached is kept for the others; no row may run further
 # ahead than fits in this memory. 64 MiB hold 42 positions of 8 rows of 49 152 tokens.
@@ -225,15 +225,16 @@ class ChoiceAtOnce(ProcessedChoice):
         rows, width, vocab_size = logits.shape
         first_times = [self._text.num_emitted(row) for row in trees]
         self._pick.begin_step(min(first_times))
-        self._index = {row: index for index, row in enumerate(trees)}
+        self._origins = dict(zip(trees, origins(trees.values(), rows), strict=True))
         self._raw = logits.to(self._device, torch.float32, copy=True)
         flat = self._raw.view(-1, vocab_size)
         scores = self._processors.without_prefix(flat)
-        of_nodes, times = [], []
-        for row, first_time, tree in zip(trees, first_times, trees.values(), strict=True):
-            depths = [*tree.depths, *[0] * (width - len(tree))]  # padding nodes are never used
-            of_nodes += [row] * width
-            times += [first_time + depth for depth in depths]
+        of_nodes, times = [next(iter(trees))] * (rows * width), [min(first_times)] * (rows * width)
+        for (row, tree), first_time in zip(trees.items(), first_times, strict=True):
+            index, start = self._origins[row]
+            own = slice(index * width + start, index * width + start + len(tree))
+            of_nodes[own] = [row] * len(tree)
+            times[own] = [first_time + depth for depth in tree.depths]
         picked = self._pick(scores, of_nodes, times)
         self._scores = scores.view(rows, width, vocab_size)
         self._sent = HostCopy(*(part.view(rows, width) for part in picked))
@@ -246,7 +247,8 @@ class ChoiceAtOnce(ProcessedChoice):
         """Return the picked tokens."""
         token_ids = []
         for row, node in places:
-            index = self._index[row]
+            index, start = self._origins[row]
+            node += start
             if not self._is_valid[index][node]:
                 raise_invalid(self._scores[index, node])
             if self._on_choice is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lade.drafting.successors import Ranked, first_of_highest, rank
 from lade.sampling.choice import Place
 from lade.transfer import HostCopy
-from lade.tree import Tree
+from lade.tree import Tree, origins
 
 
 class GreedyChoice:
@@ -38,17 +38,18 @@ class GreedyChoice:
             token_ids = first_of_highest(self.ranked)
         if token_ids is None:
             token_ids = (logits.float() if is_cpu else logits).argmax(dim=-1)
-        self._rows = [*trees]
+        self._origins = dict(zip(trees, origins(trees.values(), len(logits)), strict=True))
         self._sent = HostCopy(token_ids)
 
     def wait(self) -> None:
         """Fetch the tokens of all nodes."""
         (token_ids,) = self._sent.get()
-        self._token_ids = dict(zip(self._rows, token_ids.tolist(), strict=True))
+        self._token_ids: list[list[int]] = token_ids.tolist()
 
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the likeliest token at each place."""
-        return [self._token_ids[row][node] for row, node in places]
+        of_places = [(*self._origins[row], node) for row, node in places]
+        return [self._token_ids[index][start + node] for index, start, node in of_places]
 
     def close(self) -> None:
         """Do nothing: no state was changed."""

@@ -62,6 +62,10 @@ class Target(Protocol):
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft, as when `num_pending` is too large."""
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether a forward costs what its tokens cost, however they are divided among rows."""
+
     def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts, through a view of the model if one is given."""
 

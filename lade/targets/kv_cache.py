@@ -319,6 +319,11 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self._held:
             layer.commit()  # uncommitted slots are overwritten
 
+    def unfix(self) -> None:
+        """Make forwards write after the tokens of each row again."""
+        for group in self._groups.values():
+            group.fixed = None
+
     def reset(self) -> None:
         """Reset, keeping the allocation, for another prompt with as many rows."""
         self._storage.reset()

@@ -50,9 +50,11 @@ class Spare(NamedTuple):
 
 
 class FixedSlots(NamedTuple):
-    """Slots that layers with one window write and return in a forward of fixed shape."""
+    """Slots that layers with one window write and return in a forward of fixed or packed shape."""
 
-    of_new: Tensor  # int64 [rows, num_new], slots to write, counted from the first slot held
+    #: int64 [rows, num_new], slots to write, counted from the first slot held; or what `write`
+    #: takes instead.
+    of_new: Tensor
     num_shown: int  # slots returned, from the first slot held on; more than any row has
     #: Writes keys and values at once: (keys, values, new keys, new values, slots).
     write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None

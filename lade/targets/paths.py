@@ -104,6 +104,11 @@ class ChainTarget:
         return [self._num_slots + num_new] * self._ids.shape[0]
 
     @property
+    def packs_rows(self) -> bool:
+        """Always False: paths are padded."""
+        return False
+
+    @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
         return self._is_plain or self.num_pending >= _MAX_PENDING

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.attention.masks import FULL, TreeSlots
-from lade.attention.packed import PACKED_SDPA
+from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, prefill
 from lade.errors import MisfitError
@@ -16,12 +16,12 @@ from lade.targets import ties
 from lade.targets.base import Alone, Forward
 from lade.targets.inputs import TOKEN_TYPES, extended
 from lade.targets.kv_cache import TreeCache
-from lade.targets.kv_memory import Kind, LayerKind, kind_of
+from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
 from lade.transfer import integers_on
-from lade.tree import Tree, TreeBatch
+from lade.tree import Packing, Tree, TreeBatch
 from lade.view import with_attention
 from ngram_pool import Draft
 
@@ -30,6 +30,7 @@ from ngram_pool import Draft
 MASK_IS_ADDED = {
     "sdpa": False,
     PACKED_SDPA: False,
+    PACKED_ROWS: False,
     TREE_ATTENTION: False,
     STABLE_ATTENTION: False,
     "eager": True,
@@ -99,6 +100,7 @@ class TreeTarget:
         }
         self._attention = attention
         self._stepping: Any = None  # runs the trees
+        self._is_looking = False  # whether the next forward is to be padded, as plain decoding's is
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
         # If the model chooses keys, rows of equal length have them where plain decoding has them.
         longest = num_slots + max_new_tokens
@@ -156,6 +158,11 @@ class TreeTarget:
         """Always True: no forward does work for later ones."""
         return True
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether trees of different sizes run without padding."""
+        return self._attention == PACKED_ROWS and not self._outputs and len(self._rows) > 1
+
     def width_of(self, num_tokens: int) -> int:
         """Return `num_tokens`: forwards are not padded."""
         return num_tokens
@@ -164,20 +171,37 @@ class TreeTarget:
         """Return the forward's arguments for trees after the committed tokens."""
         self._trees = trees
         batch = TreeBatch.stack(trees, self.device)
-        return {
+        of_nodes = {
             "input_ids": batch.token_ids,
             "position_ids": batch.depths + self._root_positions,
-            "attention_mask": self._mask(batch),
+            **self._token_types(batch),
+        }
+        mask = self._mask(batch)
+        sizes = [*map(len, trees)]
+        if self._can_pack(trees) and mask is not None:
+            masks = [*mask.values()] if isinstance(mask, dict) else [mask]
+            groups = [row_groups(each, sizes) for each in masks]
+            if min(sizes) < max(sizes) or max(map(len, groups)) > 1:
+                packing = Packing.of(sizes, self.device)
+                of_nodes = {name: packing.pack(padded) for name, padded in of_nodes.items()}
+                for each, of_mask in zip(masks, groups, strict=True):
+                    with_groups(each, of_mask)
+                self._fix_slots(packing)
+        return {
+            **of_nodes,
+            "attention_mask": mask,
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
             **self._outputs,
-            **self._token_types(batch),
         }
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on the inputs."""
-        output: Forward = self._view()(**inputs)
+        """Run the model on the inputs; trees of different sizes in one row, where that is exact."""
+        try:
+            output: Forward = self._view()(**inputs)
+        finally:
+            self.cache.unfix()
         return output
 
     def discard(self) -> None:
@@ -202,7 +226,9 @@ class TreeTarget:
         ]
         kept = self.cache.pending(nodes)
         self.commit([path[:-1] for path in paths])
+        self._is_looking = True
         logits = self.forward_once(self.inputs(trees)).logits[:, 0].clone()
+        self._is_looking = False
         self.cache.put_pending(kept)
         self.commit([[0]] * len(paths))
         return Alone(nodes, logits)
@@ -233,6 +259,32 @@ class TreeTarget:
 
     def undo(self) -> None:
         """Do nothing: the caller's cache was copied."""
+
+    def _can_pack(self, trees: Sequence[Tree]) -> bool:
+        """Return whether trees can run one after the other in one row, without padding."""
+        # Outputs other than logits have rows, and nodes beside drafts are looked for there.
+        has_beside = any(len(tree) > 1 + len(tree.draft) for tree in trees)
+        return self.packs_rows and not has_beside and not self._is_looking
+
+    def _fix_slots(self, packing: Packing) -> None:
+        """Make the next forward write the keys and values of packed nodes into their rows."""
+        slots = self._num_cached[packing.rows] + packing.nodes
+        stop = max(self.num_cached) + packing.width
+
+        def write(
+            keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, slots: Tensor
+        ) -> None:
+            keys[packing.rows, :, slots] = new_keys[0].transpose(0, 1)
+            values[packing.rows, :, slots] = new_values[0].transpose(0, 1)
+
+        self.cache.reserve(packing.width)
+        first = {window: self.cache.first_slot(window) for window in self.cache.windows}
+        self.cache.fix(
+            {
+                window: FixedSlots(slots - first[window], stop - first[window], write)
+                for window in first
+            }
+        )
 
     def _view(self) -> Model:
         """Return the view that runs trees; made after the prefill, which may set attributes."""

@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from lade.drafting.drafts import chain
 from lade.sampling.exact import ChoiceAtOnce, Likeliest, ProcessedChoice, Race
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
@@ -37,6 +38,32 @@ def test_greedy_choice_takes_the_first_of_equals() -> None:
         choice = GreedyChoice()
         look(choice, logits.to(dtype))
         assert choice.tokens_at([(0, 0), (0, 1)]) == [30_000, 0]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "ranked", "processed", "at once"])
+def test_trees_one_after_the_other_get_the_tokens_of_padded_ones(kind: str) -> None:
+    torch.manual_seed(0)
+    trees = {3: Tree.build(1, Draft.empty()), 5: chain_with_branch(), 6: Tree.build(2, chain([4]))}
+    sizes = [*map(len, trees.values())]
+    padded = torch.randn(3, max(sizes), 50)
+    packed = torch.cat([of_row[:size] for of_row, size in zip(padded, sizes, strict=True)])[None]
+    places = [(row, node) for row, tree in trees.items() for node in range(len(tree))]
+
+    def tokens(logits: torch.Tensor) -> list[int]:
+        text = text_of(*[[7]] * 7)
+        processors = Processors([TemperatureLogitsWarper(0.5)], 7)
+        choice: Any = GreedyChoice(4 if kind == "ranked" else 0)
+        if kind in ("processed", "at once"):
+            torch.manual_seed(1)
+            of_kind = ChoiceAtOnce if kind == "at once" else ProcessedChoice
+            choice = of_kind(text, processors, Race(7, 50, CPU, ahead=kind == "at once"), CPU)
+        choice.look_at(logits, trees)
+        choice.wait()
+        chosen: list[int] = choice.tokens_at(places)
+        return chosen
+
+    assert tokens(packed) == tokens(padded)
+    assert kind in ("processed", "at once") or tokens(packed) == packed[0].argmax(-1).tolist()
 
 
 def test_processors_see_the_prefix_of_the_node_and_leave_the_logits_alone() -> None:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
+import lade
 from lade.attention.masks import FULL, Reach, TreeSlots
+from lade.attention.packed import PACKED_ROWS
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import tree_layout
 from lade.targets.trees import TreeTarget
-from lade.tree import ROOT, Tree, TreeBatch
+from lade.tree import ROOT, Packing, Tree, TreeBatch, at_nodes, of_trees, origins
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
@@ -80,6 +82,29 @@ def test_trees_of_a_batch_are_padded_with_nodes_that_see_themselves_alone() -> N
         [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
     ]
+
+
+def test_trees_of_different_sizes_lie_one_after_the_other_in_one_row() -> None:
+    trees = [Tree.build(7, make_draft([])), Tree.build(8, make_draft([-1, 0]))]
+    packing = Packing.of([*map(len, trees)], CPU)
+    assert packing.shape == (2, 3)
+    padded = torch.tensor([[7, 0, 0], [8, 4, 5]])
+    assert packing.pack(padded).tolist() == [[7, 8, 4, 5]]
+    assert packing.pack(torch.stack([padded, -padded])).shape == (2, 1, 4)  # axes, rows, nodes
+    assert packing.pad(torch.tensor([7, 8, 4, 5])).tolist() == [[7, 7, 7], [8, 4, 5]]
+    assert (packing.rows.tolist(), packing.nodes.tolist()) == ([0, 1, 1, 1], [0, 0, 1, 2])
+
+
+def test_nodes_are_found_in_a_forward_with_padding_and_in_one_without() -> None:
+    trees = [Tree.build(7, make_draft([])), Tree.build(8, make_draft([-1, 0]))]
+    packed = torch.tensor([[70, 80, 81, 82]])
+    padded = torch.tensor([[70, -1, -1, -2], [80, 81, 82, -2]])  # with a fourth node beside them
+    assert origins(trees, 1) == [(0, 0), (0, 1)]
+    assert origins(trees, 2) == [(0, 0), (1, 0)]
+    assert of_trees(packed, trees).tolist() == packed.tolist()
+    assert of_trees(padded, trees).tolist() == [[70, -1, -1], [80, 81, 82]]
+    for output in (packed, padded):
+        assert at_nodes(output, trees, [0, 2]).tolist() == [70, 82]
 
 
 def tree_slots(visible: Tensor, num_cached: Tensor, trees: TreeBatch, *more: Any) -> TreeSlots:
@@ -189,10 +214,13 @@ def check_cache(model: Any, target: TreeTarget, row: int, committed: list[int]) 
             torch.testing.assert_close(held, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", PACKED_ROWS])
 @pytest.mark.parametrize("family", thinned(FAMILIES, *QUICK))
 def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attention: str) -> None:
-    model = tiny_model(family, seed=4, attention=attention)
+    packs = attention == PACKED_ROWS
+    model = tiny_model(family, seed=4, attention="sdpa" if packs else attention)
+    if packs and lade.probe(model, num_rows=2).attention != PACKED_ROWS:
+        pytest.skip("the check rules it out for this model")
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8], [4, 4, 4, 9, 1]]
 
     @settings(max_examples=12, deadline=None)
@@ -207,7 +235,12 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
     @torch.no_grad()
     def check(steps: list[list[tuple[list[int], int]]], dropped: int) -> None:
         target = TreeTarget(
-            model, torch.tensor(prompts), {"use_cache": True}, tree_layout(model), 60
+            model,
+            torch.tensor(prompts),
+            {"use_cache": True},
+            tree_layout(model),
+            60,
+            attention=attention if packs else None,
         )
         target.prefill()
         committed = [list(prompt) for prompt in prompts]
@@ -219,13 +252,16 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
             drafts = [make_draft(parents, number) for parents, _ in step[: len(committed)]]
             trees = [Tree.build(8 + number, draft) for draft in drafts]
             logits = target.forward(target.inputs(trees)).logits
+            if packs and len({*map(len, trees)}) > 1:
+                assert logits.shape[:2] == (1, sum(map(len, trees)))
+            leaves = [step[row][1] % len(tree) for row, tree in enumerate(trees)]
+            at_leaves = at_nodes(logits, trees, leaves)
             kept = []
             for row, (draft, tree) in enumerate(zip(drafts, trees, strict=True)):
-                leaf = step[row][1] % len(tree)
-                path = path_to(draft, leaf)
+                path = path_to(draft, leaves[row])
                 ids = [*committed[row], *[tree.token_ids[node] for node in path]]
                 alone = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-                torch.testing.assert_close(logits[row, leaf], alone, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(at_leaves[row], alone, rtol=1e-5, atol=1e-5)
                 kept.append(path)
                 committed[row] = ids
             target.commit(kept)
