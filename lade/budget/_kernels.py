@@ -58,9 +58,6 @@ _MOST_COUNTED = 10.0
 LEAST_COUNTED = 2.0
 _MEMORY_OF_COSTS = 0.997  # per step
 
-# Costs up to this factor apart are taken for equal: about the noise of a curve that is known.
-FLAT = 1.015
-
 # Promised probabilities are grouped into intervals; these are the lower bounds but the first.
 PROMISES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
@@ -115,17 +112,17 @@ def record_cost(
     curve: Floats,
     is_seen: Bools,
     counts: Int64Array,
-    size: int,
+    size: float,
     sec: float,
 ) -> None:
     """Learn from the seconds of one forward; the arrays are described above."""
     is_trial = counts[TRIAL] == counts[STEPS]
     counts[STEPS] += 1
-    size = min(size, SIZES[NUM_KNOTS - 1])
+    size = min(size, KNOTS[NUM_KNOTS - 1])
     sec = max(sec, 1e-9)  # a coarse clock may not have advanced
-    if not is_seen[size]:
+    if not is_seen[int(size)]:
         # The first forward of a size does not count: libraries prepare kernels for it.
-        is_seen[size] = True
+        is_seen[int(size)] = True
         return
     left = knot_before(size)
     share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
@@ -184,24 +181,6 @@ def update_curve(guess: Floats, known: Floats, num: Floats, curve: Floats) -> No
         last = knot
 
 
-@kernel_with_gil
-def flat_end(curve: Floats, num: Floats, size: int) -> int:
-    """Return the largest measured size up to which forwards cost no more than at this one.
-
-    It is `size` itself where the cost there has hardly been measured.
-    """
-    if value_at(num, size) < LEAST_COUNTED:
-        return size
-    # Sizes between two measured ones cost no more than the dearer: only those are asked about.
-    most, end = FLAT * value_at(curve, size), size
-    for knot in range(NUM_KNOTS):
-        if KNOTS[knot] > size and num[knot] >= LEAST_COUNTED:
-            if curve[knot] > most:
-                break
-            end = SIZES[knot]
-    return end
-
-
 # --- the choice -------------------------------------------------------------------------------
 
 
@@ -237,12 +216,7 @@ def choose(
     longest = 0
     for row in range(len(starts) - 1):
         longest = max(longest, starts[row + 1] - starts[row])
-    counts[ASKED] += 1
-    # Measure steps without a draft first. After a few calls without a measurement the guess has to
-    # do: where finished rows stay in the forward, only the others are asked about, and what is
-    # measured counts for a larger batch.
-    is_unknown = num.sum() < 1.5
-    if (is_unknown and counts[ASKED] <= _PATIENCE_AT_FIRST) or longest == 0:
+    if must_begin(num, counts) or longest == 0:
         return 0
     plain_rate = 1.0 / hoped_for(curve, num, 1 + num_pending)
     best, best_rate = 0, 0.0
@@ -259,13 +233,51 @@ def choose(
             rate = expected / hoped_for(curve, num, size)
             if rate > best_rate:
                 best, best_rate = nodes, rate
-    is_drafting = best_rate > plain_rate
+    return best if or_the_other(best_rate > plain_rate, counts) else 0
+
+
+@kernel_with_gil
+def choose_size(
+    curve: Floats, num: Floats, counts: Int64Array, sizes: Floats, gains: Floats
+) -> int:
+    """Return the index of the size with the best ratio of tokens to time, else as `choose`.
+
+    Args:
+        curve, num, counts: costs, see above.
+        sizes: float64 [num_sizes], mean tokens per row; the first one has no draft.
+        gains: float64 [num_sizes], expected tokens.
+    """
+    if must_begin(num, counts) or sizes[len(sizes) - 1] == sizes[0]:
+        return 0
+    plain_rate = gains[0] / hoped_for(curve, num, sizes[0])
+    best, best_rate = 0, 0.0
+    for i in range(1, len(sizes)):
+        rate = gains[i] / hoped_for(curve, num, sizes[i])
+        if rate > best_rate:
+            best, best_rate = i, rate
+    return best if or_the_other(best_rate > plain_rate, counts) else 0
+
+
+@kernel_with_gil
+def must_begin(num: Floats, counts: Int64Array) -> bool:
+    """Return whether to measure steps without a draft first.
+
+    After a few calls without a measurement the guess has to do: where finished rows stay in the
+    forward, only the others are asked about, and what is measured counts for a larger batch.
+    """
+    counts[ASKED] += 1
+    return bool(num.sum() < 1.5) and counts[ASKED] <= _PATIENCE_AT_FIRST
+
+
+@kernel_with_gil
+def or_the_other(is_drafting: bool, counts: Int64Array) -> bool:
+    """Return whether to draft: as it seems best, or for once the other way."""
     if counts[STEPS] - counts[PLAIN if is_drafting else DRAFTED] >= counts[PATIENCE]:
         counts[PATIENCE] = min(2 * counts[PATIENCE], LAST_PROBE)
         counts[TRIAL] = counts[STEPS]
         is_drafting = not is_drafting
     counts[DRAFTED if is_drafting else PLAIN] = counts[STEPS]
-    return best if is_drafting else 0
+    return is_drafting
 
 
 # --- trust ------------------------------------------------------------------------------------

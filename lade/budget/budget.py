@@ -4,15 +4,17 @@
 drafter (`trust.py`).
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lade.budget import _kernels
 from lade.budget._kernels import KNOTS, Floats
-from lade.budget.costs import PRIOR_SLOPE, Costs, interpolated, num_flat
+from lade.budget.costs import PRIOR_SLOPE, Costs, interpolated
 from lade.budget.trust import Hit, Outcome, Trust
 from ngram_pool import Draft
 from ngram_pool.compiling import compile_by
@@ -39,19 +41,20 @@ class Budget(Protocol):
             num_pending: tokens per row that the forward runs besides the root and the draft.
         """
 
-    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
-        """Return how many more nodes per row a forward may run at no measurable cost.
+    def nums_of_nodes(self, probs: Probs) -> list[int]:
+        """Return how many nodes of each row's draft to verify where rows need no padding.
+
+        Then a forward costs what all its tokens together cost, so rows get as many as they are
+        worth: one of which little is known gets none, which lets another have more.
 
         Args:
-            num_nodes: nodes of each row's draft that the forward verifies.
-            num_rows: rows of the batch.
-            num_pending: as for `num_nodes`.
+            probs: for each row of the batch, the probabilities of its draft's nodes, best first.
         """
 
     def record(
         self,
         num_rows: int,
-        num_nodes: int,
+        num_nodes: float,
         forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
@@ -60,7 +63,8 @@ class Budget(Protocol):
 
         Args:
             num_rows: rows of the batch.
-            num_nodes: tokens per row that the forward ran besides the root, pending ones included.
+            num_nodes: tokens per row that the forward ran besides the root, pending ones included;
+                their mean where rows have no padding.
             forward_sec: seconds of the forward; None where not representative of others.
             outcomes: one for each row that emitted.
             num_emitted: by row, tokens emitted so far; the rows that the next step asks about, in
@@ -76,7 +80,7 @@ class _Unlearning:
     def record(
         self,
         num_rows: int,
-        num_nodes: int,
+        num_nodes: float,
         forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
@@ -94,14 +98,20 @@ class FixedBudget(_Unlearning):
         """Return the size of the largest draft."""
         return max(map(len, probs))
 
-    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
-        """Return 0: nothing is known of costs."""
-        return 0
+    def nums_of_nodes(self, probs: Probs) -> list[int]:
+        """Return the sizes of the drafts."""
+        return [*map(len, probs)]
 
 
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
+# Nodes of all rows together that are chosen from: few, for a library prepares each size anew.
+_SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
+
+
+# Nodes of all rows together that are chosen from: few, for a library prepares each size anew.
+_SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 
 
 class PricedBudget(_Unlearning):
@@ -125,12 +135,12 @@ class PricedBudget(_Unlearning):
         tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
         return int((gains / interpolated(tokens, self._sizes, self._costs)).argmax())
 
-    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
-        """Return how far the given costs stay flat, up to the largest size given."""
-        size = 1 + num_pending + num_nodes
-        sizes = np.arange(size, max(size, int(self._sizes[-1]) // num_rows) + 1)
-        costs = interpolated(num_rows * sizes.astype(np.float64), self._sizes, self._costs)
-        return num_flat(costs) - 1
+    def nums_of_nodes(self, probs: Probs) -> list[int]:
+        """Return the numbers of nodes with the best ratio of expected tokens to the given cost."""
+        ranking = _ranking([np.array(of_row) / len(probs) for of_row in probs])
+        tokens = len(probs) + np.arange(len(ranking.gains), dtype=np.float64)
+        costs = interpolated(tokens, self._sizes, self._costs)
+        return ranking.first(int((ranking.gains / costs).argmax()))
 
 
 # A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e
@@ -238,22 +248,38 @@ class MeasuredBudget:
             weights,
             num_pending,
         )
-        self._recent_most = max(chosen, _FADING * self._recent_most)
-        if chosen:
-            self._pace = _Pace()
-        elif not chosen and any(map(len, probs)) and not costs.are_unknown:
-            self._pace = self._pace.after_refusal()
+        self._note_choice(chosen, probs, costs)
         return chosen
 
-    def free_nodes(self, num_nodes: int, num_rows: int, num_pending: int) -> int:
-        """Return how far the measured costs stay flat, up to the largest size measured."""
-        size = 1 + num_pending + num_nodes
-        return self._costs_of(num_rows).flat_end(size) - size
+    def nums_of_nodes(self, probs: Probs) -> list[int]:
+        """Return the numbers of nodes with the best ratio of expected tokens to measured time."""
+        costs = self._costs_of(len(probs))
+        worths = [
+            weight * self._trust.believed(of_row, factor)
+            for of_row, factor, weight in zip(probs, *self._of_rows(len(probs)), strict=True)
+        ]
+        ranking = _ranking(worths)
+        num_nodes = len(ranking.rows)
+        sums = np.array([0, *_SUMS[: bisect_left(_SUMS, num_nodes)], num_nodes], np.float64)
+        gains = ranking.gains[sums.astype(np.int64)]
+        sizes = 1.0 + sums / len(probs)
+        best = _kernels.choose_size(costs.curve, costs.num, costs.counts, sizes, gains)
+        chosen = ranking.first(int(sums[best]))
+        self._note_choice(max(chosen), probs, costs)
+        return chosen
+
+    def _note_choice(self, most: int, probs: Probs, costs: Costs) -> None:
+        """Learn how many nodes are verified, and for how long there were none."""
+        self._recent_most = max(most, _FADING * self._recent_most)
+        if most:
+            self._pace = _Pace()
+        elif any(map(len, probs)) and not costs.are_unknown:
+            self._pace = self._pace.after_refusal()
 
     def record(
         self,
         num_rows: int,
-        num_nodes: int,
+        num_nodes: float,
         forward_sec: float | None,
         outcomes: Sequence[Outcome],
         num_emitted: Mapping[int, int],
@@ -309,6 +335,30 @@ class MeasuredBudget:
         return self._costs[num_bits]
 
 
+class _Ranking(NamedTuple):
+    """The nodes of all rows in the order in which they are worth verifying."""
+
+    rows: NDArray[np.intp]  # [num_nodes], the row of each, best node first
+    num_rows: int
+    gains: Floats  # [1 + num_nodes], expected tokens of a step with the first 0, 1, … of them
+
+    def first(self, num_nodes: int) -> list[int]:
+        """Return how many of the first nodes each row has."""
+        nums: list[int] = np.bincount(self.rows[:num_nodes], minlength=self.num_rows).tolist()
+        return nums
+
+
+def _ranking(worths: Sequence[Floats]) -> _Ranking:
+    """Rank the nodes of all rows by what they are worth, [num_nodes] for each row, best first.
+
+    Of one row, nodes keep their order: the first ones are a tree.
+    """
+    of_nodes = np.concatenate([np.minimum.accumulate(worth) for worth in worths])
+    order = np.argsort(-of_nodes, kind="stable")
+    rows = np.repeat(np.arange(len(worths)), [*map(len, worths)])[order]
+    return _Ranking(rows, len(worths), 1.0 + np.concatenate([[0.0], of_nodes[order].cumsum()]))
+
+
 def _gains(probs: Probs, weights: Sequence[float]) -> Floats:
     """Return the expected tokens of a step for 0, 1, … nodes verified in each row.
 
@@ -328,7 +378,6 @@ def _run_kernels() -> None:
     costs, trust = Costs(np.ones(len(KNOTS))), Trust()
     for _ in range(2):
         costs.record(1, 1.0)
-    costs.flat_end(1)
     trust.record([Outcome(0, Draft.empty(), [1])])
     _kernels.choose(
         costs.curve,
@@ -341,3 +390,4 @@ def _run_kernels() -> None:
         weights=np.ones(1),
         num_pending=0,
     )
+    _kernels.choose_size(costs.curve, costs.num, costs.counts, np.ones(1), np.ones(1))

@@ -7,7 +7,6 @@ import numpy as np
 from lade.budget import _kernels
 from lade.budget._kernels import (
     FIRST_PROBE,
-    FLAT,
     KNOTS,
     LEAST_COUNTED,
     NUM_KNOTS,
@@ -65,11 +64,7 @@ class Costs:
         """Return the estimated costs of forwards of these sizes."""
         return interpolated(sizes, KNOTS, self.curve)
 
-    def flat_end(self, size: int) -> int:
-        """Return the largest measured size that costs no more; `size` itself where unknown."""
-        return _kernels.flat_end(self.curve, self.num, size)
-
-    def record(self, size: int, sec: float) -> None:
+    def record(self, size: float, sec: float) -> None:
         """Learn from one measurement."""
         _kernels.record_cost(
             self._guess,
@@ -78,14 +73,9 @@ class Costs:
             self.curve,
             self._is_seen,
             self.counts,
-            size,
+            float(size),
             sec,
         )
-
-
-def num_flat(costs: Floats) -> int:
-    """Return how many of the first costs are no higher than the very first, within the noise."""
-    return int(np.append(costs > FLAT * costs[0], True).argmax())
 
 
 def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lade.budget import _kernels
-from lade.budget._kernels import NUM_INTERVALS
+from lade.budget._kernels import NUM_INTERVALS, PROMISES, Floats
 from ngram_pool import Draft
 
 
@@ -37,6 +37,11 @@ class Trust:
     def __init__(self) -> None:
         self.worth = np.ones(NUM_INTERVALS)  # acceptance over promise, by interval of promises
         self._sums = np.zeros((2, NUM_INTERVALS))  # of what was promised and of what came, decayed
+
+    def believed(self, probs: Sequence[float] | Floats, factor: float) -> Floats:
+        """Return the corrected probabilities of nodes, times a factor, at most 1."""
+        worth = self.worth[PROMISES.searchsorted(probs, "right")]
+        return np.minimum(1.0, factor * worth * np.asarray(probs, np.float64))
 
     def record(self, outcomes: Sequence[Outcome]) -> list[Hit]:
         """Compare promises with what was emitted, and return what became of the next tokens."""

@@ -34,6 +34,10 @@ class Runner(Protocol):
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether a forward costs what its tokens cost, however they are divided among rows."""
+
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens` of each row."""
 
@@ -77,7 +81,7 @@ class Cost(NamedTuple):
     """What a forward took."""
 
     num_rows: int
-    num_tokens: int  # per row, besides the root
+    num_tokens: float  # per row, besides the root; their mean if rows have no padding
     sec: float | None  # None where not representative of other forwards
 
 
@@ -151,8 +155,8 @@ class Speculator:
         proposed = {} if self._is_resting else self._proposals(emitting)
         windows = self._open_windows(emitting)
         worthwhile = self._explored(proposed)
-        num_nodes = self._num_nodes(worthwhile, windows)
-        drafts = {row: self._draw(row, draft, num_nodes) for row, draft in worthwhile.items()}
+        nums = self._nums_of_nodes(worthwhile, windows)
+        drafts = {row: self._draw(row, draft, nums[row]) for row, draft in worthwhile.items()}
         if self._ranks is not None:
             drafts = self._ranks.agree(drafts)
         token_ids = self._batch.text.token_ids
@@ -201,21 +205,29 @@ class Speculator:
                 others += draft.token_ids[draft.parents == -1].tolist()
         return explored
 
-    def _num_nodes(self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]) -> int:
+    def _nums_of_nodes(
+        self, proposed: Mapping[int, Draft], windows: Mapping[int, Window]
+    ) -> dict[int, int]:
         """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""
         if self._runner.must_catch_up:
-            return 0
-        probs = [
-            draft.probs
+            return dict.fromkeys(proposed, 0)
+        probs = {
+            row: draft.probs
             for row, draft in proposed.items()
             if self._batch.text.padding_of(row) is None
-        ]
+        }
         if not probs:
-            return self._budget.max_draft_tokens
+            return dict.fromkeys(proposed, self._budget.max_draft_tokens)
+        is_lockstep = self._batch.limits.is_lockstep  # then all go as far as the first one
+        if self._runner.packs_rows and not windows and not is_lockstep:
+            nums = dict(zip(probs, self._budget.nums_of_nodes([*probs.values()]), strict=True))
+            return dict.fromkeys(proposed, max(nums.values())) | nums
         num_beside = max((window.num_cells for window in windows.values()), default=0)
-        num_nodes = self._budget.num_nodes(probs, self._runner.num_pending + num_beside)
+        num_pending = self._runner.num_pending
+        num_nodes = self._budget.num_nodes([*probs.values()], num_pending + num_beside)
         # The slots that pad a forward to its width may as well hold draft tokens.
-        return self._runner.width_of(1 + num_nodes + num_beside) - 1 - num_beside
+        width = self._runner.width_of(1 + num_nodes + num_beside)
+        return dict.fromkeys(proposed, width - 1 - num_beside)
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.

@@ -19,7 +19,7 @@ import torch
 import lade
 from lade.bench.prompts import read_prompts
 from lade.budget import _kernels
-from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget, Probs
+from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget, Probs, _ranking
 from lade.budget.trust import Outcome
 from lade.config import Config
 from ngram_pool import Draft
@@ -477,31 +477,6 @@ def test_a_node_in_every_row_must_pay_for_the_whole_forward() -> None:
         assert np.median(sizes[-100:]) == expected
 
 
-def test_free_nodes_end_where_the_measured_costs_rise() -> None:
-    """Flat to 16 tokens a row, dearer at 20; what was not measured is not free."""
-    budget = MeasuredBudget()
-    assert budget.free_nodes(0, 1, 0) == 0
-
-    def measure(sizes: Sequence[int]) -> None:
-        for size in sizes:
-            for _ in range(6):
-                budget.record(1, size - 1, 0.030 if size <= 16 else 0.032, [], {0: 1})
-
-    measure([1])
-    assert budget.free_nodes(0, 1, 0) == 0
-    measure([8])
-    assert budget.free_nodes(0, 1, 0) == 7
-    assert budget.free_nodes(1, 1, 2) == 0  # a size that was not measured itself
-    assert budget.free_nodes(7, 1, 0) == 0
-    measure([16, 20, 24])
-    assert budget.free_nodes(0, 1, 0) == 15
-    assert budget.free_nodes(4, 1, 3) == 8
-    assert budget.free_nodes(15, 1, 0) == 0
-    assert budget.free_nodes(19, 1, 0) == 4
-    assert budget.free_nodes(0, 8, 0) == 0  # of eight rows, nothing is known
-    assert budget.free_nodes(500, 1, 0) == 0  # nor beyond all sizes
-
-
 def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     """Tokens 5 6 7 in a row; 8 beside 5, 9 under 8; 4 beside 6."""
     draft = draft_of(
@@ -573,6 +548,35 @@ def test_given_costs_decide_with_the_promises_alone(
     for _ in range(3):
         assert budget.num_nodes(probs, num_pending) == expected
         budget.record(len(probs), expected, 99.0, [], {})
+
+
+def test_rows_without_padding_get_what_their_own_nodes_are_worth() -> None:
+    """A node costs 0.1: 1 + 1.5 / 3 tokens at 1.3 beat 1 at 1.1, 1.3 at 1.2 and 1.52 at 1.4."""
+    budget = PricedBudget({1: 0.9, 11: 1.9})
+    assert budget.nums_of_nodes([[0.9, 0.6], [0.05], []]) == [2, 0, 0]
+    assert budget.nums_of_nodes([[0.05], []]) == [0, 0]
+    assert budget.nums_of_nodes([[], []]) == [0, 0]
+    assert FixedBudget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
+
+
+def test_a_node_is_not_verified_before_the_one_above_it() -> None:
+    """Corrected probabilities may rise on the way down; the first nodes alone are a tree."""
+    budget = PricedBudget({1: 1.0, 11: 1.0})
+    assert budget.nums_of_nodes([[0.1, 0.9], [0.5]]) == [2, 1]
+    worths = [np.array([0.1, 0.9]), np.array([0.5])]
+    assert [_ranking(worths).first(num) for num in range(4)] == [[0, 0], [0, 1], [1, 1], [2, 1]]
+
+
+def test_measured_budget_gives_sure_rows_more() -> None:
+    budget = MeasuredBudget()
+    sure, unsure = [0.95] * 6, [0.03] * 6
+    for _ in range(60):
+        nums = budget.nums_of_nodes([sure, unsure, []])
+        assert [num <= most for num, most in zip(nums, [6, 6, 0], strict=True)] == [True] * 3
+        num_tokens = 3 + sum(nums)
+        budget.record(3, num_tokens / 3 - 1, 0.04 + 0.001 * num_tokens, [], {})
+    assert nums[0] >= 5
+    assert nums[1] <= 1
 
 
 def test_calls_with_given_costs_repeat_exactly() -> None:

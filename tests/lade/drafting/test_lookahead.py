@@ -484,7 +484,7 @@ class KeepingBudget(FixedBudget):
         self.num_pending.append(num_pending)
         return super().num_nodes(probs, num_pending)
 
-    def record(self, num_rows: int, num_nodes: int, *args: Any, **kwargs: Any) -> None:
+    def record(self, num_rows: int, num_nodes: float, *args: Any, **kwargs: Any) -> None:
         self.num_nodes_run.append(num_nodes)
 
 
