@@ -8,7 +8,7 @@ instead. SmolLM2 (9 query heads, 3 key heads), 9 tokens, one thread, per layer: 
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,15 +115,54 @@ class RowGroup:
             self._masks[key] = hidden.repeat(1, 1, num_sharing, 1)
         return self._masks[key]
 
-    def pad(self, states: Tensor) -> Tensor:
-        """Return states of the nodes, [num_nodes, …], as [rows, width, …]."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+    ) -> Tensor:
+        """Attend from the nodes, [num_nodes, num_heads, head_dim], and return the same."""
+        rows, width = self.shape
+        num_key_heads = key.shape[1]
+        num_sharing = query.shape[1] // num_key_heads
+        padded = query.reshape(-1, num_key_heads, num_sharing, query.shape[-1])
         if self._packing is None:
-            return states.reshape(*self.shape, *states.shape[1:])
-        return self._packing.pad(states)
+            padded = padded.view(rows, width, *padded.shape[1:])
+        else:
+            padded = self._packing.pad(padded)
+        by_head = padded.permute(0, 2, 3, 1, 4)
+        of_group = scaled_dot_product_attention(
+            by_head.reshape(rows, num_key_heads, num_sharing * width, query.shape[-1]),
+            key[self.rows, :, self.keys],
+            value[self.rows, :, self.keys],
+            attn_mask=self.mask(num_sharing, query.dtype),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        by_head = of_group.view(rows, num_key_heads, num_sharing, width, value.shape[-1])
+        attended = by_head.permute(0, 3, 1, 2, 4).reshape(rows * width, -1, value.shape[-1])
+        return attended if self._packing is None else attended[self._packing.places]
 
-    def pack(self, padded: Tensor) -> Tensor:
-        """Return states of the nodes, [rows · width, …], as [num_nodes, …]."""
-        return padded if self._packing is None else padded[self._packing.places]
+
+class PromptRow(NamedTuple):
+    """One row of a prefill: each token sees those before it that are not masked."""
+
+    row: int
+    nodes: slice  # its tokens, among those of all rows
+    keys: slice | Tensor  # their slots
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+    ) -> Tensor:
+        """Attend from the tokens, [num_tokens, num_heads, head_dim], and return the same."""
+        num_sharing = query.shape[1] // key.shape[1]
+        own = (each[self.row : self.row + 1, :, self.keys] for each in (key, value))
+        of_heads = (each.repeat_interleave(num_sharing, dim=1) for each in own)
+        attended = scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            *of_heads,
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+        )
+        return attended[0].transpose(0, 1)
 
 
 def row_groups(mask: Tensor, sizes: Sequence[int]) -> list[RowGroup]:
@@ -161,7 +200,7 @@ def _span(seen: Tensor) -> tuple[int, int]:
     return int(which[0]), int(which[-1]) + 1
 
 
-def with_groups(mask: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+def with_groups(mask: Tensor, groups: Sequence[RowGroup | PromptRow]) -> Tensor:
     """Attach groups of rows to the mask they were made of, for `packed_rows`; return the mask."""
     mask._lade_groups = groups  # type: ignore[attr-defined]
     return mask
@@ -194,31 +233,17 @@ def packed_rows(
     Raises:
         NotImplementedError: there are groups and something that is not honoured.
     """
-    groups: Sequence[RowGroup] | None = getattr(attention_mask, "_lade_groups", None)
+    groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
     if groups is None:
         return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     for name in _NOT_HONOURED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"attention to packed rows knows no {name}")
-    _, num_heads, num_nodes, head_dim = query.shape
-    num_key_heads = key.shape[1]
-    num_sharing = num_heads // num_key_heads
-    of_nodes = query[0].transpose(0, 1).reshape(num_nodes, num_key_heads, num_sharing, head_dim)
-    attended = query.new_empty((num_nodes, num_key_heads, num_sharing, value.shape[-1]))
+    attended = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
     for group in groups:
-        rows, width = group.shape
-        by_head = group.pad(of_nodes[group.nodes]).permute(0, 2, 3, 1, 4)
-        of_group = scaled_dot_product_attention(
-            by_head.reshape(rows, num_key_heads, num_sharing * width, head_dim),
-            key[group.rows, :, group.keys],
-            value[group.rows, :, group.keys],
-            attn_mask=group.mask(num_sharing, query.dtype),
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        by_head = of_group.view(rows, num_key_heads, num_sharing, width, value.shape[-1])
-        attended[group.nodes] = group.pack(by_head.permute(0, 3, 1, 2, 4).flatten(0, 1))
-    return attended.view(1, num_nodes, num_heads, value.shape[-1]), None
+        of_nodes = query[0, :, group.nodes].transpose(0, 1)
+        attended[group.nodes] = group.attend(of_nodes, key, value, dropout, scaling)
+    return attended[None], None
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)

@@ -76,15 +76,19 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values after those of each row; return views of the whole layer."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         fixed = self._group.fixed
+        if not self.is_initialized:
+            like = key_states, value_states
+            if fixed is not None and fixed.num_written is not None:
+                like = tuple(each.expand(fixed.num_written[0], -1, -1, -1) for each in like)
+            self.lazy_initialization(*like)
         if fixed is not None and fixed.write is not None:
             (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
             keys, values = of_keys.buffer[key_index], of_values.buffer[value_index]
             if keys.shape[1] == values.shape[1]:
                 fixed.write(keys, values, key_states, value_states, fixed.of_new)
-                self.num_pending += key_states.shape[2]
+                num_new = key_states.shape[2] if fixed.num_written is None else fixed.num_written[1]
+                self.num_pending += num_new
                 return keys[:, :, : fixed.num_shown], values[:, :, : fixed.num_shown]
         keys = self._put(*self._key_place, key_states, self.num_pending)
         values = self._put(*self._value_place, value_states, self.num_pending)

@@ -58,6 +58,8 @@ class FixedSlots(NamedTuple):
     num_shown: int  # slots returned, from the first slot held on; more than any row has
     #: Writes keys and values at once: (keys, values, new keys, new values, slots).
     write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
+    #: Rows, and slots of the longest of them, that are written; None for those of the new states.
+    num_written: tuple[int, int] | None = None
 
 
 class Store:

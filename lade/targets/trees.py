@@ -18,6 +18,7 @@ from lade.targets.inputs import TOKEN_TYPES, extended
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
+from lade.targets.prompts import without_padding
 from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
 from lade.transfer import integers_on
@@ -73,6 +74,7 @@ class TreeTarget:
         self._input_ids = input_ids
         self._generation_config = generation_config or GenerationConfig()
         self._reaches = layout.reaches
+        self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         past = model_kwargs.get("past_key_values")
         embeds = model_kwargs.get("inputs_embeds")
         num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -125,7 +127,9 @@ class TreeTarget:
     def prefill(self, view: Model | None = None) -> Forward:
         """Run the prompts exactly as `generate` does."""
         model = self._model if view is None else view
-        output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
+        output = self._packed_prefill(model)
+        if output is None:
+            output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
         cache = cache_in(output)
         # phi3 starts a cache of its own if the prompt is long.
         if cache is not None and cache is not self.cache:
@@ -143,6 +147,30 @@ class TreeTarget:
         self._place_rows()
         forward: Forward = output
         return forward
+
+    def _packed_prefill(self, model: Model) -> Any:
+        """Run the prompts without their padding; return None where that is not possible."""
+        if (
+            self._attention != PACKED_ROWS
+            or self._padding is None
+            or self._outputs
+            or not self._is_uniform
+            or self.num_cached
+            or self._model_kwargs.get("inputs_embeds") is not None
+            or self._generation_config.prefill_chunk_size is not None
+        ):
+            return None
+        inputs = without_padding(
+            model, self._input_ids, self._model_kwargs, self._padding, self.cache
+        )
+        if inputs is None:
+            return None
+        try:
+            output = with_attention(model, PACKED_ROWS)(**inputs)
+        finally:
+            self.cache.unfix()
+        output.logits = output.logits.transpose(0, 1)  # of the last tokens, [rows, 1, vocab_size]
+        return output
 
     @property
     def must_catch_up(self) -> bool:

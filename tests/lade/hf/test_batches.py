@@ -13,7 +13,7 @@ from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.lade.both import THREE, ListStreamer, both
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BatchDrafter, random_prompt, tiny_model
+from tests.lade.tiny import VOCAB_SIZE, BatchDrafter, random_prompt, tiny_model
 
 
 def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,3 +254,26 @@ def test_a_broken_row_closes_the_sequences_of_all() -> None:
     with pytest.raises(OSError, match="disk full"):
         lade.generate(model, THREE, drafter=drafter, config=config, **options)
     assert drafter.closed == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = tiny_model("llama", seed=seed)
+    ids = torch.zeros((4, 300), dtype=torch.int64)
+    for row, length in enumerate((300, 7, 12, 180)):
+        text = np.tile(rng.integers(2, VOCAB_SIZE, 6), 50)[:length]
+        ids[row, 300 - length :] = torch.from_numpy(text)
+    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    shapes: list[list[int]] = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: shapes.append([*args[0].shape])
+    )
+    lade.probe(model, num_rows=4)  # which runs the model, too
+    shapes.clear()
+    got = lade.generate(model, **inputs, **options)
+    assert got.tolist() == expected.tolist()
+    assert shapes[0] == [1, 499]
+    assert {shape[0] for shape in shapes[1:-3]} == {1}  # at the end a row may be left alone

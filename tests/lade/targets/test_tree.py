@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import lade
 from lade.attention.masks import FULL, Reach, TreeSlots
-from lade.attention.packed import PACKED_ROWS
+from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import tree_layout
@@ -272,6 +272,61 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
             check_cache(model, target, row, ids)
 
     check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(family: str) -> None:
+    model = tiny_model(family, seed=4, attention="sdpa")
+    ids = torch.tensor([[0] * 9 + [5, 9], [7, 7, 3, 2, 8, 5, 0, 0, 4, 1, 2], [0] * 5 + [3] * 6])
+    mask = (ids > 0).long()
+    model_kwargs = {
+        "use_cache": True,
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+    }
+    outputs, targets, widths = [], [], []
+    handle = model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: widths.append([*args[0].shape])
+    )
+    for attention in (PACKED_SDPA, PACKED_ROWS):
+        target = TreeTarget(model, ids, model_kwargs, tree_layout(model), 20, attention=attention)
+        with torch.no_grad():
+            outputs.append(target.prefill().logits[:, -1])
+        targets.append(target)
+    handle.remove()
+    is_uniform = all(kind.kind == "full" for kind in tree_layout(model).kinds)
+    assert widths == [[3, 11], [1, 17] if is_uniform else [3, 11]]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+    padded, packed = targets
+    assert packed.num_cached == padded.num_cached == [11] * 3
+    for mine, theirs in zip(packed.cache.layers, padded.cache.layers, strict=True):
+        for got, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert got.shape == expected.shape
+            is_real = mask.bool()[:, None, -got.shape[2] :, None]
+            torch.testing.assert_close(got * is_real, expected * is_real, rtol=1e-5, atol=1e-5)
+            assert not is_uniform or not (got * ~is_real).any()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]],  # `generate` goes on from the padding
+        [[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]],  # hardly worth it
+    ],
+)
+def test_other_prompts_run_as_they_are(mask: list[list[int]]) -> None:
+    model = tiny_model("llama", seed=4)
+    ids = torch.arange(2, 14).view(2, 6)
+    target = TreeTarget(
+        model,
+        ids,
+        {"use_cache": True, "attention_mask": torch.tensor(mask)},
+        tree_layout(model),
+        20,
+        attention=PACKED_ROWS,
+    )
+    assert target.prefill().logits.shape[0] == 2
+    assert target._packed_prefill(model) is None
 
 
 def test_cache_grows_past_its_first_slots_and_keeps_what_it_holds() -> None:
