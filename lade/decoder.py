@@ -119,7 +119,8 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
-            of_prompts = harvester.successors(logits) if harvester else None
+            lengths = [*plan.context_lengths.values()]
+            of_prompts = harvester.successors(logits, lengths) if harvester else None
             successors = self._speculator.rank(logits, self._choice.ranked)
         steps, _ = self._emit(plan)
         with self.stats.timed("commit"):

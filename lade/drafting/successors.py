@@ -1,7 +1,8 @@
 """The target's likeliest tokens after every node that it ran, for drafters that harvest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -205,11 +206,12 @@ class PromptHarvester:
         keep_attributes(view, self._model)
 
     @torch.no_grad()
-    def successors(self, logits: Tensor) -> Successors | None:
+    def successors(self, logits: Tensor, lengths: Sequence[int] | None = None) -> Successors | None:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
             logits: of the prompts' last tokens, [rows, 1, vocab_size].
+            lengths: of the prompts, if they may have been run without padding, in one row.
 
         Returns:
             [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens in all rows
@@ -218,6 +220,8 @@ class PromptHarvester:
         states, self._states = self._states, None
         num_rows = logits.shape[0]
         num_tokens = MAX_PROMPT_TOKENS // num_rows
+        if states is not None and lengths is not None and states.shape[0] < num_rows:
+            states = _last_states(states, lengths, num_tokens + 1)
         if (
             states is None
             or states.shape[0] != num_rows
@@ -239,3 +243,18 @@ class PromptHarvester:
     def _see(self, module: Any, args: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)
         self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None
+
+
+def _last_states(states: Tensor, lengths: Sequence[int], most: int) -> Tensor | None:
+    """Return the last states of each prompt of [1, all tokens, hidden_size], or None.
+
+    Returns:
+        [rows, at most `most`, hidden_size]; shorter prompts have zeros before them.
+    """
+    if states.shape[:2] != (1, sum(lengths)):
+        return None
+    last = states.new_zeros((len(lengths), min(most, max(lengths)), states.shape[2]))
+    for row, (stop, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
+        num = min(length, last.shape[1])
+        last[row, -num:] = states[0, stop - num : stop]
+    return last

@@ -14,6 +14,7 @@ from lade.budget.budget import FixedBudget
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import (
     MAX_PROMPT_TOKENS,
+    PromptHarvester,
     Successors,
     first_of_highest,
     rank,
@@ -101,6 +102,23 @@ def test_no_more_of_a_prompt_is_told_than_the_bound_whatever_the_batch() -> None
         lade.generate(model, prompts, drafter=listener, **{**GREEDY, "max_new_tokens": 1})
         told = [len(token_ids) for _, token_ids, _, _ in listener.told if len(token_ids) > 1]
         assert told == [MAX_PROMPT_TOKENS // num_rows] * num_rows
+
+
+@torch.no_grad()
+def test_prompts_that_run_without_padding_are_told_of_as_well() -> None:
+    model = tiny_model("llama")
+    texts = [[*range(2, 60)], [9, 8, 7], [30, 4, 30, 4, 30]]
+    prompts = [torch.tensor([text]) for text in texts]
+    logits = torch.cat([model(prompt).logits[:, -1:] for prompt in prompts])
+    harvester = PromptHarvester(model, 4, VOCAB_SIZE)
+    harvester._states = torch.cat([model.model(prompt)[0] for prompt in prompts], dim=1)
+    found = harvester.successors(logits, [58, 3, 5])
+    assert found is not None
+    for row, (text, num) in enumerate(zip(texts, [21, 2, 4], strict=True)):
+        expected = [true_successors(model, text[: i - num], 4)[0] for i in range(num)]
+        assert found.last(row, num).token_ids.tolist() == expected
+    harvester._states = torch.zeros(1, 65, 8)
+    assert harvester.successors(logits, [58, 3, 5]) is None  # of other prompts
 
 
 def test_padding_and_masked_tokens_are_not_told_of() -> None:
