@@ -119,8 +119,9 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
-            lengths = [*plan.context_lengths.values()]
-            of_prompts = harvester.successors(logits, lengths) if harvester else None
+            of_prompts = None
+            if harvester is not None:
+                of_prompts = harvester.successors(logits, self._batch.contexts)
             successors = self._speculator.rank(logits, self._choice.ranked)
         steps, _ = self._emit(plan)
         with self.stats.timed("commit"):

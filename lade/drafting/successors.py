@@ -206,12 +206,15 @@ class PromptHarvester:
         keep_attributes(view, self._model)
 
     @torch.no_grad()
-    def successors(self, logits: Tensor, lengths: Sequence[int] | None = None) -> Successors | None:
+    def successors(
+        self, logits: Tensor, prompts: Sequence[Sequence[int]] = ()
+    ) -> Successors | None:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
             logits: of the prompts' last tokens, [rows, 1, vocab_size].
-            lengths: of the prompts, if they may have been run without padding, in one row.
+            prompts: without padding, if they may have been run so: one after the other in one row,
+                and equal ones once.
 
         Returns:
             [rows, num_tokens, num_successors] with at most `MAX_PROMPT_TOKENS` tokens in all rows
@@ -220,8 +223,8 @@ class PromptHarvester:
         states, self._states = self._states, None
         num_rows = logits.shape[0]
         num_tokens = MAX_PROMPT_TOKENS // num_rows
-        if states is not None and lengths is not None and states.shape[0] < num_rows:
-            states = _last_states(states, lengths, num_tokens + 1)
+        if states is not None and prompts and states.shape[0] < num_rows:
+            states = _last_states(states, prompts, num_tokens + 1)
         if (
             states is None
             or states.shape[0] != num_rows
@@ -245,16 +248,20 @@ class PromptHarvester:
         self._states = states if isinstance(states, Tensor) and states.dim() == 3 else None
 
 
-def _last_states(states: Tensor, lengths: Sequence[int], most: int) -> Tensor | None:
-    """Return the last states of each prompt of [1, all tokens, hidden_size], or None.
+def _last_states(states: Tensor, prompts: Sequence[Sequence[int]], most: int) -> Tensor | None:
+    """Return the last states of each prompt of [1, tokens of all different ones, hidden_size].
 
     Returns:
-        [rows, at most `most`, hidden_size]; shorter prompts have zeros before them.
+        [rows, at most `most`, hidden_size]; shorter prompts have zeros before them. None if the
+        states are not those of these prompts.
     """
-    if states.shape[:2] != (1, sum(lengths)):
+    texts = [tuple(prompt) for prompt in prompts]
+    different = [*dict.fromkeys(texts)]
+    stops = dict(zip(different, accumulate(map(len, different)), strict=True))
+    if states.shape[:2] != (1, stops[different[-1]]):
         return None
-    last = states.new_zeros((len(lengths), min(most, max(lengths)), states.shape[2]))
-    for row, (stop, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
-        num = min(length, last.shape[1])
-        last[row, -num:] = states[0, stop - num : stop]
+    last = states.new_zeros((len(texts), min(most, max(map(len, texts))), states.shape[2]))
+    for row, text in enumerate(texts):
+        num = min(len(text), last.shape[1])
+        last[row, -num:] = states[0, stops[text] - num : stops[text]]
     return last

@@ -1,8 +1,9 @@
-"""Prompts of a batch, run without their padding."""
+"""Prompts of a batch, run without their padding, and equal ones once."""
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +13,31 @@ from lade.compat import Model
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots
 
-_LEAST_PADDING = 0.1  # of all tokens; less is not worth the copies
+_LEAST_SAVED = 0.1  # of all tokens; less is not worth the copies
 # What a model may be given for the padded prompts; for anything else they are run as they are.
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache"}
 _KNOWN |= {"logits_to_keep", "return_dict", "inputs_embeds", "cache_position"}
 
 
-def without_padding(
+class PackedPrompts(NamedTuple):
+    """A forward over all different prompts of a batch, one after the other in one row."""
+
+    inputs: dict[str, Any]
+    prompts: list[int]  # for each row, which of the different prompts it has
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Return those of each row's last token, [rows, 1, vocab_size], of [1, prompts, …]."""
+        return output[0, self.prompts, None]
+
+
+def packed_prompts(
     model: Model,
     input_ids: Tensor,
     model_kwargs: Mapping[str, Any],
     is_real: Tensor,
     cache: TreeCache,
-) -> dict[str, Any] | None:
-    """Return the arguments of a forward over all prompts one after the other, in one row.
+) -> PackedPrompts | None:
+    """Return a forward over all prompts without padding, and over equal ones once.
 
     The cache is set up to take their keys and values into the slots that they have with padding;
     what padding has there is zero, and masked as ever.
@@ -38,13 +50,10 @@ def without_padding(
         cache: an empty cache without windows.
 
     Returns:
-        None if there is hardly any padding, or something that only padded prompts can have. Logits
-        are those of the last tokens, [1, rows, vocab_size].
+        None if that saves hardly anything, or there is something that only padded prompts can have.
     """
     rows, num_tokens = input_ids.shape
-    num_real = is_real.sum(1).tolist()
-    most = (1 - _LEAST_PADDING) * rows * num_tokens
-    if is_real.shape != input_ids.shape or sum(num_real) > most:
+    if is_real.shape != input_ids.shape:
         return None
     if not bool(is_real[:, -1].all()):  # `generate` goes on from the last column, whatever it is
         return None
@@ -55,32 +64,55 @@ def without_padding(
     )
     inputs = {name: value for name, value in prepared.items() if value is not None}
     positions = inputs.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.shape != input_ids.shape:
+    if not isinstance(positions, Tensor) or positions.shape[1:] != (num_tokens,):
         return None
+    positions = positions.expand(rows, -1)
     if any(isinstance(value, Tensor) and name not in _KNOWN for name, value in inputs.items()):
         return None
-    of_rows, slots = is_real.nonzero(as_tuple=True)
-    stops = torch.tensor(num_real).cumsum(0).tolist()
-    groups = []
-    for row, (stop, num) in enumerate(zip(stops, num_real, strict=True)):
-        own = slots[stop - num : stop]
-        first, last = int(own[0]), int(own[-1])
-        keys = slice(first, last + 1) if last - first == num - 1 else own
-        groups.append(PromptRow(row, slice(stop - num, stop), keys))
+    slots = [row.nonzero()[:, 0] for row in is_real]
+    texts = [
+        (*input_ids[row, own].tolist(), *positions[row, own].tolist())
+        for row, own in enumerate(slots)
+    ]
+    different = [row for row, text in enumerate(texts) if texts.index(text) == row]
+    prompts = [different.index(texts.index(text)) for text in texts]
+    stops = [*accumulate(len(slots[row]) for row in different)]
+    if stops[-1] > (1 - _LEAST_SAVED) * rows * num_tokens:
+        return None
+    starts = [0, *stops[:-1]]
+    groups = [
+        PromptRow(row, slice(start, stop), _interval(slots[row]))
+        for row, start, stop in zip(different, starts, stops, strict=True)
+    ]
+    of_rows = torch.cat([torch.full_like(own, row) for row, own in enumerate(slots)])
+    at = torch.cat(slots)
+    source = torch.cat([torch.arange(starts[prompt], stops[prompt]) for prompt in prompts])
+    source = source.to(at.device)
 
     def write(
-        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, at: Tensor
+        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, _: Tensor
     ) -> None:
-        keys[of_rows, :, at] = new_keys[0].transpose(0, 1)
-        values[of_rows, :, at] = new_values[0].transpose(0, 1)
+        keys[of_rows, :, at] = new_keys[0].transpose(0, 1)[source]
+        values[of_rows, :, at] = new_values[0].transpose(0, 1)[source]
 
-    cache.fix({None: FixedSlots(slots, num_tokens, write, (rows, num_tokens))})
+    cache.fix({None: FixedSlots(at, num_tokens, write, (rows, num_tokens))})
+
+    def packed(padded: Tensor) -> Tensor:
+        return torch.cat([padded[row, slots[row]] for row in different])[None]
+
     # A model that did not hand this mask on as it is would see nothing.
-    mask = torch.zeros((1, 1, len(slots), 1), dtype=torch.bool, device=input_ids.device)
-    return inputs | {
-        "input_ids": input_ids[of_rows, slots][None],
-        "position_ids": positions[of_rows, slots][None],
+    mask = torch.zeros((1, 1, stops[-1], 1), dtype=torch.bool, device=input_ids.device)
+    inputs |= {
+        "input_ids": packed(input_ids),
+        "position_ids": packed(positions),
         "attention_mask": with_groups(mask, groups),
         "logits_to_keep": torch.tensor(stops, device=input_ids.device) - 1,
         "return_dict": True,
     }
+    return PackedPrompts(inputs, prompts)
+
+
+def _interval(slots: Tensor) -> slice | Tensor:
+    """Return ascending slots as a slice if there are no holes between them."""
+    first, last = int(slots[0]), int(slots[-1])
+    return slice(first, last + 1) if last - first == len(slots) - 1 else slots

@@ -18,7 +18,7 @@ from lade.targets.inputs import TOKEN_TYPES, extended
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
-from lade.targets.prompts import without_padding
+from lade.targets.prompts import packed_prompts
 from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
 from lade.transfer import integers_on
@@ -149,10 +149,10 @@ class TreeTarget:
         return forward
 
     def _packed_prefill(self, model: Model) -> Any:
-        """Run the prompts without their padding; return None where that is not possible."""
+        """Run the prompts without padding, equal ones once; None where that is not possible."""
         if (
             self._attention != PACKED_ROWS
-            or self._padding is None
+            or len(self._input_ids) == 1
             or self._outputs
             or not self._is_uniform
             or self.num_cached
@@ -160,16 +160,21 @@ class TreeTarget:
             or self._generation_config.prefill_chunk_size is not None
         ):
             return None
-        inputs = without_padding(
-            model, self._input_ids, self._model_kwargs, self._padding, self.cache
+        is_real = torch.ones_like(self._input_ids, dtype=torch.bool)
+        packed = packed_prompts(
+            model,
+            self._input_ids,
+            self._model_kwargs,
+            is_real if self._padding is None else self._padding,
+            self.cache,
         )
-        if inputs is None:
+        if packed is None:
             return None
         try:
-            output = with_attention(model, PACKED_ROWS)(**inputs)
+            output = with_attention(model, PACKED_ROWS)(**packed.inputs)
         finally:
             self.cache.unfix()
-        output.logits = output.logits.transpose(0, 1)  # of the last tokens, [rows, 1, vocab_size]
+        output.logits = packed.logits(output.logits)
         return output
 
     @property

@@ -107,18 +107,19 @@ def test_no_more_of_a_prompt_is_told_than_the_bound_whatever_the_batch() -> None
 @torch.no_grad()
 def test_prompts_that_run_without_padding_are_told_of_as_well() -> None:
     model = tiny_model("llama")
-    texts = [[*range(2, 60)], [9, 8, 7], [30, 4, 30, 4, 30]]
+    texts = [[*range(2, 60)], [9, 8, 7], [*range(2, 60)], [30, 4, 30, 4, 30]]
     prompts = [torch.tensor([text]) for text in texts]
     logits = torch.cat([model(prompt).logits[:, -1:] for prompt in prompts])
     harvester = PromptHarvester(model, 4, VOCAB_SIZE)
-    harvester._states = torch.cat([model.model(prompt)[0] for prompt in prompts], dim=1)
-    found = harvester.successors(logits, [58, 3, 5])
+    different = [prompts[0], prompts[1], prompts[3]]
+    harvester._states = torch.cat([model.model(prompt)[0] for prompt in different], dim=1)
+    found = harvester.successors(logits, texts)
     assert found is not None
-    for row, (text, num) in enumerate(zip(texts, [21, 2, 4], strict=True)):
+    for row, (text, num) in enumerate(zip(texts, [16, 2, 16, 4], strict=True)):
         expected = [true_successors(model, text[: i - num], 4)[0] for i in range(num)]
         assert found.last(row, num).token_ids.tolist() == expected
     harvester._states = torch.zeros(1, 65, 8)
-    assert harvester.successors(logits, [58, 3, 5]) is None  # of other prompts
+    assert harvester.successors(logits, texts) is None  # of other prompts
 
 
 def test_padding_and_masked_tokens_are_not_told_of() -> None:

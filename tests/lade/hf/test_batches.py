@@ -277,3 +277,20 @@ def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
     assert got.tolist() == expected.tolist()
     assert shapes[0] == [1, 499]
     assert {shape[0] for shape in shapes[1:-3]} == {1}  # at the end a row may be left alone
+
+
+def test_samples_of_one_prompt_share_its_prefill() -> None:
+    model = tiny_model("llama", seed=1)
+    prompt = random_prompt(3, 12).repeat(1, 2)
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 20}
+    torch.manual_seed(3)
+    expected = model.generate(prompt, **options)
+    shapes: list[list[int]] = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: shapes.append([*args[0].shape])
+    )
+    lade.probe(model, num_rows=5)  # which runs the model, too
+    shapes.clear()
+    torch.manual_seed(3)
+    assert lade.generate(model, prompt, **options).tolist() == expected.tolist()
+    assert shapes[0] == [1, prompt.shape[1]]
