@@ -281,7 +281,7 @@ def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
 
 def test_samples_of_one_prompt_share_its_prefill() -> None:
     model = tiny_model("llama", seed=1)
-    prompt = random_prompt(3, 12).repeat(1, 2)
+    prompt = random_prompt(np.random.default_rng(3)).repeat(1, 3)
     options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 20}
     torch.manual_seed(3)
     expected = model.generate(prompt, **options)
