@@ -60,6 +60,18 @@ def tree_layout(model: Model) -> TreeLayout:
     return TreeLayout(tuple(kind for kind in kinds if kind is not None), reaches)
 
 
+def may_share_a_row(model: Model, layout: TreeLayout) -> bool:
+    """Return whether rows of a batch may be run one after the other in a single row.
+
+    Not where a token's place in the forward matters, or keys are chosen by scores of their own: a
+    short check would not show that.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_scaled = getattr(config, "floor_scale", None) is not None  # by slot
+    chooses = getattr(config, "index_topk", None) is not None
+    return not is_scaled and not chooses and all(kind.kind != "indexed" for kind in layout.kinds)
+
+
 def _reaches(config: Any, layers: Sequence[Any]) -> dict[str, Reach]:
     windows = {getattr(layer, "sliding_window", None) for layer in layers} - {None}
     chunk = getattr(config, "attention_chunk_size", None)

@@ -17,7 +17,7 @@ from lade.targets.base import Alone, Forward
 from lade.targets.inputs import TOKEN_TYPES, extended
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
-from lade.targets.layout import MAX_OVERHANG, TreeLayout
+from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row
 from lade.targets.prompts import packed_prompts
 from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
@@ -101,6 +101,11 @@ class TreeTarget:
             if model_kwargs.get(name)
         }
         self._attention = attention
+        self._packs = (
+            attention == PACKED_ROWS
+            and not self._outputs  # other than logits, they have rows
+            and may_share_a_row(model, layout)
+        )
         self._stepping: Any = None  # runs the trees
         self._is_looking = False  # whether the next forward is to be padded, as plain decoding's is
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
@@ -151,9 +156,8 @@ class TreeTarget:
     def _packed_prefill(self, model: Model) -> Any:
         """Run the prompts without padding, equal ones once; None where that is not possible."""
         if (
-            self._attention != PACKED_ROWS
+            not self._packs
             or len(self._input_ids) == 1
-            or self._outputs
             or not self._is_uniform
             or self.num_cached
             or self._model_kwargs.get("inputs_embeds") is not None
@@ -194,7 +198,7 @@ class TreeTarget:
     @property
     def packs_rows(self) -> bool:
         """Whether trees of different sizes run without padding."""
-        return self._attention == PACKED_ROWS and not self._outputs and len(self._rows) > 1
+        return self._packs and len(self._rows) > 1
 
     def width_of(self, num_tokens: int) -> int:
         """Return `num_tokens`: forwards are not padded."""
@@ -295,7 +299,7 @@ class TreeTarget:
 
     def _can_pack(self, trees: Sequence[Tree]) -> bool:
         """Return whether trees can run one after the other in one row, without padding."""
-        # Outputs other than logits have rows, and nodes beside drafts are looked for there.
+        # Nodes beside drafts are looked for in rows.
         has_beside = any(len(tree) > 1 + len(tree.draft) for tree in trees)
         return self.packs_rows and not has_beside and not self._is_looking
 

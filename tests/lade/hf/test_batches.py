@@ -71,7 +71,8 @@ def test_finished_rows_leave_the_forward() -> None:
     handle.remove()
     expected = model.generate(THREE, attention_mask=(THREE != 0).long(), **options)
     assert got.tolist() == expected.tolist()
-    rows = [shape[0] for shape in sizes]
+    assert sizes[0] == (1, int((THREE != 0).sum()))  # the prompts, without their padding
+    rows = [shape[0] for shape in sizes[1:]]
     assert rows[0] == 3
     assert sum(size < 3 for size in rows) >= 5
 

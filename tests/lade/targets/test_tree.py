@@ -15,7 +15,7 @@ from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
-from lade.targets.layout import tree_layout
+from lade.targets.layout import may_share_a_row, tree_layout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Packing, Tree, TreeBatch, at_nodes, of_trees, origins
 from ngram_pool import Draft
@@ -306,6 +306,15 @@ def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(f
             is_real = mask.bool()[:, None, -got.shape[2] :, None]
             torch.testing.assert_close(got * is_real, expected * is_real, rtol=1e-5, atol=1e-5)
             assert not is_uniform or not (got * ~is_real).any()
+
+
+@pytest.mark.parametrize(
+    ("family", "may"),
+    [("llama", True), ("gemma2", True), ("deepseek_v32", False), ("llama4_text", False)],
+)
+def test_rows_have_their_own_where_slots_matter_or_keys_are_chosen(family: str, may: bool) -> None:
+    model = tiny_model(family)
+    assert may_share_a_row(model, tree_layout(model)) == may
 
 
 @pytest.mark.parametrize(
