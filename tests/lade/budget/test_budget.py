@@ -513,34 +513,8 @@ def test_fixed_budget_verifies_the_whole_draft() -> None:
     assert budget.max_draft_tokens == 5
     assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
     budget.record(2, 3, 1.0, [], {})
-    assert budget.free_nodes(0, 2, 0) == 0
 
 
-def test_nodes_are_free_where_the_given_costs_are_flat() -> None:
-    budget = PricedBudget({1: 30.0, 9: 30.4, 17: 34.0, 33: 34.0})
-    assert budget.free_nodes(0, 1, 0) == 8  # ten tokens cost 30.85
-    assert budget.free_nodes(3, 1, 2) == 3
-    assert budget.free_nodes(0, 4, 0) == 1
-    assert budget.free_nodes(16, 1, 0) == 16  # no further than what was given
-    assert budget.free_nodes(32, 1, 0) == 0
-    assert budget.free_nodes(60, 1, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("costs", "probs", "num_pending", "expected"),
-    [
-        ({1: 1.0, 2: 1.5}, [[0.6, 0.3]], 0, 1),  # 1.6 tokens at 1.5 beat 1.9 at 2.0
-        ({1: 1.0, 2: 1.5}, [[0.6, 0.6]], 0, 2),  # 2.2 at 2.0: what lies beyond goes on as before
-        ({1: 1.0, 2: 1.5}, [[0.4, 0.4]], 0, 0),
-        ({1: 2.0, 5: 1.0}, [[0.0] * 8], 0, 4),  # and beyond them it is never cheaper
-        ({1: 1.0, 9: 5.0}, [[0.4]], 0, 0),  # 1.4 at 1.5
-        ({1: 1.0, 9: 5.0}, [[0.4]], 3, 1),  # 1.4 at 3.0, not 1 at 2.5
-        ({1: 1.0, 9: 5.0}, [[0.6]] * 2, 0, 0),  # the forward has 2 or 4 tokens: 1.6 at 2.5 / 1.5
-        ({1: 1.0, 9: 5.0}, [[0.9], [0.6]], 0, 1),
-        ({1: 1.0, 9: 5.0}, [[0.9], []], 0, 0),
-        ({1: 1.0, 2: 1.1}, [[]], 0, 0),
-    ],
-)
 def test_given_costs_decide_with_the_promises_alone(
     costs: dict[int, float], probs: list[list[float]], num_pending: int, expected: int
 ) -> None:
