@@ -15,6 +15,7 @@ from lade.cli.options import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    LearnOption,
     MarkdownOption,
     MaxDraftTokensOption,
     MaxNewTokensOption,
@@ -95,6 +96,7 @@ def generate(
     ] = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
     from lade.bench.settings import Settings
@@ -107,7 +109,7 @@ def generate(
     loaded = load(model, device, dtype, threads, trust_remote_code)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
-    run(asked, loaded, settings, config)
+    run(asked, loaded, settings, config, learns)
 
 
 @app.command(rich_help_panel=_USE)

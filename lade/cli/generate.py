@@ -10,13 +10,16 @@ from transformers import TextStreamer
 import lade
 from lade.bench.settings import Settings
 from lade.cli.loading import console
+from lade.cli.prewarm import learn_after
 from lade.cli.prompting import Asked, encode_prompt, room_for
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
 
-def run(asked: Asked, loaded: LoadedModel, settings: Settings, config: Config) -> None:
+def run(
+    asked: Asked, loaded: LoadedModel, settings: Settings, config: Config, learns: bool
+) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
     inputs = encode_prompt(loaded, asked)
     room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
@@ -49,6 +52,8 @@ def run(asked: Asked, loaded: LoadedModel, settings: Settings, config: Config) -
         f"[dim]{stats.num_tokens} {noun}, {stats.num_tokens / sec:.1f} a second, "
         f"{stats.mean_accepted_tokens:.2f} a step{seed}[/dim]"
     )
+    if learns and config.verification != "plain":
+        learn_after(loaded, sec)
 
 
 def _check(model: Any, inputs: dict[str, Any], config: Config) -> None:

@@ -137,6 +137,14 @@ VerificationOption = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+LearnOption = Annotated[
+    bool,
+    typer.Option(
+        "--learn/--no-learn",
+        help="Whether to add to the model's table for a few seconds after the answer.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 PrewarmOption = Annotated[
     bool,
     typer.Option(

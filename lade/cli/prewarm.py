@@ -20,6 +20,8 @@ _TOKENS_PER_TOKEN = 2
 _SECONDS = 60.0
 # What is left of it is not worth the wait.
 _LEAST_SECONDS = 5.0
+# How long a command learns after an answer, in seconds and as a share of the answer's time.
+_LEAST_TO_LEARN, _SHARE_TO_LEARN = 2.0, 0.05
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -77,6 +79,29 @@ def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
             f"[dim]prewarmed: {newest.num_contexts:,} contexts in {newest.seconds:,.0f} seconds; "
             "lade prewarm adds to them[/dim]"
         )
+
+
+def learn_after(loaded: LoadedModel, seconds: float) -> None:
+    """Add to the model's table for a while after an answer; say so the first time.
+
+    Ctrl-C ends it and keeps what was learned. Nothing of any prompt or answer is.
+    """
+    from lade.prewarming.run import prewarm
+    from lade.prewarming.tables import effort_of
+
+    seconds = max(_LEAST_TO_LEARN, _SHARE_TO_LEARN * seconds)
+    try:
+        if effort_of(loaded.model).num_tokens == 0:
+            console.print(
+                f"[dim]learning for {seconds:.0f} seconds what the model itself finds likely, to "
+                "make later answers faster; nothing of yours is kept, and --no-learn switches it "
+                "off[/dim]"
+            )
+        prewarm(loaded.model, seconds)
+    except KeyboardInterrupt:
+        console.print("[dim]learned no more[/dim]")
+    except (LadeError, OSError, ValueError) as error:
+        note(f"nothing is learned: {error}")
 
 
 @contextmanager

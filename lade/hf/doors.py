@@ -6,6 +6,7 @@ All preparation (configs, masks, processors, criteria) is left to transformers.
 import inspect
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from lade.hf.options import (
     refuse_unsupported_options,
     take_stop_strings,
 )
+from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
@@ -112,6 +114,7 @@ def wrap(
     pool: NGramPool | None = None,
     config: Config | None = None,
     shares_text: bool = False,
+    learns: bool = False,
 ) -> _AnyModel:
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
@@ -127,18 +130,25 @@ def wrap(
         config: of all calls that bring none of their own.
         shares_text: whether all calls share a new pool, as suits a machine with one user, where
             later answers benefit from earlier ones.
+        learns: whether to add to the model's table for good, as `lade.prewarm` does, after calls
+            and for 2 % of their time. It holds what the model itself finds likely, and nothing of
+            any prompt or answer.
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
+        ValueError: `learns` is set, and `config` leaves the table out.
     """
     inner = _generating(model)
     Arguments(pool, None, config).check()
+    if learns and config is not None and not config.uses_table:
+        raise ValueError("expected learns=True without Config(uses_table=False)")
     if pool is None and shares_text:
         pool = NGramPool()
     before = vars(inner).get("generate")
     if isinstance(before, _WrappedGenerate):
         before = before.before
-    inner.generate = _WrappedGenerate(inner, pool, config, before)
+    learner = Learner() if learns else None
+    inner.generate = _WrappedGenerate(inner, pool, config, before, learner)
     return model
 
 
@@ -169,6 +179,7 @@ class _WrappedGenerate:
         pool: shared by its calls, or None.
         config: of its calls.
         before: the model's own instance attribute `generate`, or None if it had none.
+        learner: learns after calls; None for nothing.
     """
 
     is_lades = True  # how other code recognises it
@@ -179,11 +190,13 @@ class _WrappedGenerate:
         pool: NGramPool | None,
         config: Config | None,
         before: Callable[..., Any] | None,
+        learner: Learner | None = None,
     ) -> None:
         self.pool = pool
         self.config = config
         self.before = before
         self._model = model
+        self._learner = learner
 
     def __call__(
         self,
@@ -203,9 +216,13 @@ class _WrappedGenerate:
         if pool is None and drafter is None:
             pool = self.pool
         config = self.config if config is None else config
-        return _generate(
+        start = perf_counter()
+        output = _generate(
             self._model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
         )
+        if self._learner is not None:
+            self._learner.after_call(self._model, perf_counter() - start)
+        return output
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the pool's text: the user of a copy may be somebody else."""

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from typer.testing import CliRunner
 
 from lade.bench.prompts import read_prompts
+from lade.cli import prewarm
 from lade.cli.app import app
 from lade.cli.check import Measured, measure
 from lade.cli.demo import Difference, TokenPrinter, find_difference, verdict, why_different
@@ -26,6 +27,7 @@ from lade.cli.loading import find_model
 from lade.cli.options import Verification
 from lade.config import VERIFICATIONS
 from lade.errors import MissingExtraError, UnsupportedModelError
+from lade.prewarming import tables
 from lade.probing.report import Probe
 from lade.stats import Step
 from tests.lade.tiny import byte_tokenizer, tiny_model
@@ -107,6 +109,12 @@ def test_no_name_or_address_is_cut_in_help_texts() -> None:
     assert "--num-return-sequences " in output
 
 
+@pytest.fixture(autouse=True)
+def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for what is learned after every answer."""
+    monkeypatch.setattr(prewarm, "_LEAST_TO_LEARN", 0.02)
+
+
 def test_version() -> None:
     from lade import __version__
 
@@ -121,6 +129,32 @@ def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
     assert "12 tokens," in result.stderr
     same = CliRunner().invoke(app, ["generate", "-", *options], input="abcabc")
     assert same.stdout == result.stdout
+
+
+def test_generate_learns_after_the_answer_unless_it_is_told_not_to(folder: str) -> None:
+    command = ["generate", "abcabc", "--model", folder, *SHORT]
+    assert "learning" not in run(*command, "--no-learn").stderr
+    assert "learning" not in run(*command, "--verification", "plain").stderr
+    assert not [*tables.tables_folder().glob("*.safetensors")]
+    first, second = run(*command), run(*command)
+    assert first.stdout == second.stdout
+    assert "learning for" in first.stderr
+    assert "learning for" not in second.stderr
+    assert len([*tables.tables_folder().glob("*.safetensors")]) == 1
+
+
+def test_ctrl_c_while_learning_keeps_the_answer(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    command = ["generate", "abcabc", "--model", folder, *SHORT]
+    expected = run(*command, "--no-learn").stdout
+    monkeypatch.setattr("lade.prewarming.run.prewarm", interrupted)
+    result = run(*command)
+    assert (result.exit_code, result.stdout) == (0, expected)
+    assert "learned no more" in result.stderr
 
 
 def test_generate_takes_a_way_of_verifying(folder: str) -> None:
