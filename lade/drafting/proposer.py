@@ -19,6 +19,7 @@ from lade.drafting.drafter import (
 )
 from lade.drafting.drafts import after, checked, checked_tokens, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
+from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, in_one_line
 from lade.tree import Tree
@@ -77,6 +78,8 @@ class Proposer:
         self._exploring = None
         if isinstance(drafter, ExploringDrafter) and max_candidates is None and rngs is None:
             self._exploring = drafter
+        # Its drafts are what they should be; looking at them took as long as half of drafting.
+        self._is_pool = type(drafter) is PoolDrafter
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
@@ -239,7 +242,7 @@ class Proposer:
 
     def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
         drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
-        return checked(drafted, max_draft_tokens)
+        return drafted if self._is_pool else checked(drafted, max_draft_tokens)
 
     def _explored(
         self, row: int, draft: Draft, excluded: NDArray[np.int32], max_draft_tokens: int
@@ -256,7 +259,7 @@ class Proposer:
     ) -> Draft:
         assert self._sampling is not None
         drawn = self._sampling.sample(self._sequences[row], context, max_draft_tokens, rng)
-        return checked(drawn, max_draft_tokens)
+        return drawn if self._is_pool else checked(drawn, max_draft_tokens)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.
