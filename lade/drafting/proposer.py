@@ -20,7 +20,7 @@ from lade.drafting.drafter import (
 from lade.drafting.drafts import after, checked, checked_tokens, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.successors import Successors
+from lade.drafting.successors import Successors, compile_ranks
 from lade.errors import DrafterWarning, in_one_line
 from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
@@ -81,6 +81,8 @@ class Proposer:
         # Its drafts are what they should be; looking at them took as long as half of drafting.
         self._is_pool = type(drafter) is PoolDrafter
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
+        if self._num_successors:
+            self._asked(compile_ranks, None)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row

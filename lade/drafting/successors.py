@@ -13,6 +13,7 @@ from torch import Tensor
 from lade.drafting import _kernels
 from lade.transfer import HostCopy
 from lade.view import counterpart, keep_attributes, with_own_hooks
+from ngram_pool.compiling import compile_by
 
 
 class Successors(NamedTuple):
@@ -92,6 +93,17 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
             ids = torch.from_numpy(token_ids).view(*logits.shape[:-1], num_ranked)
             return Ranked(logits.gather(-1, ids), ids, is_ordered=True)
     return Ranked(*logits.topk(num_ranked, dim=-1))
+
+
+def compile_ranks() -> None:
+    """Compile what ranks logits on a CPU, so that no step waits for it or fails by it."""
+    compile_by(_run_kernels, _kernels)
+
+
+def _run_kernels() -> None:
+    for dtype in _INTEGERS:
+        logits = torch.zeros((1, 2), dtype=dtype)
+        with_probs(rank(logits, 1), logits)
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:

@@ -191,11 +191,17 @@ class Generation:
             return FixedBudget(config.max_draft_tokens)
         if config.step_costs is not None:
             return PricedBudget(config.step_costs)
-        return self._profile.budget(
-            verification.verification,
-            verification.execution,
-            lambda: first_costs_of(self._model, self._profile, verification),
-        )
+        try:
+            return self._profile.budget(
+                verification.verification,
+                verification.execution,
+                lambda: first_costs_of(self._model, self._profile, verification),
+            )
+        except Exception as failure:  # no compiler: only the drafts are lost
+            what = f"{type(failure).__name__}: {failure}"
+            text = f"lade drafts nothing, for the costs of steps cannot be learned ({what})"
+            self._warn_once(text, DrafterWarning)
+            return FixedBudget(0)
 
     def _prompt_harvester(
         self, drafter: Drafter, proposer: Proposer, target: Target

@@ -191,6 +191,39 @@ def test_a_pool_that_cannot_be_made_loses_no_text(monkeypatch: pytest.MonkeyPatc
     assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
 
 
+def test_a_budget_that_cannot_be_compiled_costs_the_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no compiler")
+
+    model = tiny_model("llama")
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    monkeypatch.setattr("lade.budget.budget.compile_by", fail)
+    with pytest.warns(lade.DrafterWarning, match=r"drafts nothing.*OSError: no compiler"):
+        output = lade.generate(
+            model, prompt, do_sample=False, max_new_tokens=20, return_dict_in_generate=True
+        )
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.stats.num_draft_tokens == 0
+
+
+def test_ranks_that_cannot_be_compiled_cost_the_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no compiler")
+
+    model = tiny_model("llama")
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=20)
+    monkeypatch.setattr("lade.drafting.successors.compile_by", fail)
+    with pytest.warns(lade.DrafterWarning, match=r"without drafts.*OSError: no compiler"):
+        got = lade.generate(model, prompt, do_sample=False, max_new_tokens=20)
+    assert got.tolist() == expected.tolist()
+
+
 def test_a_pool_that_cannot_grow_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", seed=2)
 
