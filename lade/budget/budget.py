@@ -31,7 +31,7 @@ class Budget(Protocol):
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step does best without a draft, and without learning for later ones."""
+        """Whether the next step does best without a draft."""
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return how many nodes of each row's draft to verify, best first.
@@ -110,10 +110,6 @@ _MAX_DRAFT_TOKENS = 63
 _SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 
 
-# Nodes of all rows together that are chosen from: few, for a library prepares each size anew.
-_SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-
-
 class PricedBudget(_Unlearning):
     """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
 
@@ -177,8 +173,7 @@ class _Row(NamedTuple):
         )
 
 
-# Where drafts do not pay, steps rest: they have no draft, and nothing is learned for later ones.
-# After so many steps whose draft was not worth verifying, and after so many more each time; then
+# Where drafts do not pay, steps rest: they have no draft. After so many steps whose draft was not worth verifying, and after so many more each time; then
 # for twice as long as the last time, between these. Where the likeliest draft token comes after
 # all, a few more steps have drafts.
 _STEPS_BEFORE_REST = 8

@@ -124,7 +124,6 @@ class Speculator:
         self._ranks = ranks
         # Processes that share a target measure different times, and must draft in the same steps.
         self._may_rest = ranks is None and lookahead is None and not proposer.has_grammar
-        self._is_resting = False  # whether the step at hand has no draft and teaches nothing
         # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
         self._windows = {
             row: Window(lookahead, batch.contexts[row], runner.vocab_size, seed=row)
@@ -151,8 +150,8 @@ class Speculator:
 
     def plan(self, emitting: Sequence[int]) -> Plan:
         """Return what the next step runs: drafts of the rows that emit, roots of the others."""
-        self._is_resting = self._may_rest and self._budget.is_resting
-        proposed = {} if self._is_resting else self._proposals(emitting)
+        is_resting = self._may_rest and self._budget.is_resting
+        proposed = {} if is_resting else self._proposals(emitting)
         windows = self._open_windows(emitting)
         worthwhile = self._explored(proposed)
         nums = self._nums_of_nodes(worthwhile, windows)
@@ -257,7 +256,7 @@ class Speculator:
             ranked: ranks of these logits that are known already, or None.
         """
         num_successors = self._proposer.num_successors
-        if num_successors == 0 or self._is_resting:
+        if num_successors == 0:
             return None
         known = logits[..., : self._runner.vocab_size]
         # Ranks of wider logits may contain tokens that the model has no embeddings for.

@@ -515,6 +515,21 @@ def test_fixed_budget_verifies_the_whole_draft() -> None:
     budget.record(2, 3, 1.0, [], {})
 
 
+@pytest.mark.parametrize(
+    ("costs", "probs", "num_pending", "expected"),
+    [
+        ({1: 1.0, 2: 1.5}, [[0.6, 0.3]], 0, 1),  # 1.6 tokens at 1.5 beat 1.9 at 2.0
+        ({1: 1.0, 2: 1.5}, [[0.6, 0.6]], 0, 2),  # 2.2 at 2.0: what lies beyond goes on as before
+        ({1: 1.0, 2: 1.5}, [[0.4, 0.4]], 0, 0),
+        ({1: 2.0, 5: 1.0}, [[0.0] * 8], 0, 4),  # and beyond them it is never cheaper
+        ({1: 1.0, 9: 5.0}, [[0.4]], 0, 0),  # 1.4 at 1.5
+        ({1: 1.0, 9: 5.0}, [[0.4]], 3, 1),  # 1.4 at 3.0, not 1 at 2.5
+        ({1: 1.0, 9: 5.0}, [[0.6]] * 2, 0, 0),  # the forward has 2 or 4 tokens: 1.6 at 2.5 / 1.5
+        ({1: 1.0, 9: 5.0}, [[0.9], [0.6]], 0, 1),
+        ({1: 1.0, 9: 5.0}, [[0.9], []], 0, 0),
+        ({1: 1.0, 2: 1.1}, [[]], 0, 0),
+    ],
+)
 def test_given_costs_decide_with_the_promises_alone(
     costs: dict[int, float], probs: list[list[float]], num_pending: int, expected: int
 ) -> None:

@@ -174,7 +174,7 @@ def test_logits_that_are_no_numbers_end_no_generation(value: float) -> None:
     handle.remove()
 
 
-def test_steps_that_rest_have_no_draft_and_teach_the_text_alone() -> None:
+def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same() -> None:
     """Every other time, four steps rest; the drafter still sees all tokens, in order."""
     model = tiny_model("llama")
     prompt = torch.arange(2, 12)[None]
@@ -220,8 +220,8 @@ def test_steps_that_rest_have_no_draft_and_teach_the_text_alone() -> None:
     assert num_steps > 30
     num_awake = sum(step % 8 < 4 for step in range(num_steps))
     assert num_awake - 1 <= drafter.num_drafts <= num_awake  # nothing fits behind the last token
-    # One for the prompt's end, one for its root, and one for each step that did not rest.
-    assert len(drafter.told) == 2 + num_awake
+    # One for the prompt's end, one for its root, and one for each step.
+    assert len(drafter.told) == 2 + num_steps
 
 
 # --- ranks ----------------------------------------------------------------------------------

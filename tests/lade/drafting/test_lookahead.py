@@ -478,7 +478,7 @@ class KeepingBudget(FixedBudget):
     def __init__(self) -> None:
         super().__init__(5)
         self.num_pending: list[int] = []
-        self.num_nodes_run: list[int] = []
+        self.num_nodes_run: list[float] = []
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
         self.num_pending.append(num_pending)
