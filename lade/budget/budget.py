@@ -173,9 +173,9 @@ class _Row(NamedTuple):
         )
 
 
-# Where drafts do not pay, steps rest: they have no draft. After so many steps whose draft was not worth verifying, and after so many more each time; then
-# for twice as long as the last time, between these. Where the likeliest draft token comes after
-# all, a few more steps have drafts.
+# Where drafts do not pay, steps rest: they have no draft. After so many steps whose draft was not
+# worth verifying, and after so many more each time; then for twice as long as the last time,
+# between these. Where the likeliest draft token comes after all, a few more steps have drafts.
 _STEPS_BEFORE_REST = 8
 _STEPS_BETWEEN_RESTS = 2
 _STEPS_AFTER_HIT = 4
