@@ -171,7 +171,8 @@ class Prompter:
             expected.append(successors)
             rows = np.arange(len(newest))  # each goes on in its own way
             columns = rows % successors.token_ids.shape[1]
-            return successors.token_ids[rows, columns].astype(np.int64)
+            chosen: NDArray[np.int64] = successors.token_ids[rows, columns].astype(np.int64)
+            return chosen
 
         starts = np.full(_COMPARED_ROWS, self.start_token_id)
         self._write_by_generate(starts, _COMPARED_LENGTH, go_on, None)

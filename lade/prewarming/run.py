@@ -322,7 +322,8 @@ class Run:
         sums = (successors.probs * np.where(is_known, _KNOWN_PAIR_WEIGHT, 1.0)).cumsum(axis=1)
         at = self._rng.random((len(sums), 1)) * sums[:, -1:]
         places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
-        return token_ids[np.arange(len(places)), places]
+        drawn: NDArray[np.int64] = token_ids[np.arange(len(places)), places]
+        return drawn
 
     def _learn(self, contexts: NDArray[np.int64], successors: Successors) -> None:
         """Store successors of contexts, all of them single tokens or all pairs."""

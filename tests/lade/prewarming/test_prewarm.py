@@ -207,7 +207,8 @@ def test_next_tokens_are_drawn_by_probability_and_rather_into_pairs_not_met_yet(
     stored = new()
     run, _ = run_on(tiny_model("llama"), stored, 1)
     probs = np.array([0.4, 0.2, 0.1, 0.1, 0.05, 0.05, 0.02, 0.01], np.float32)
-    likely = Successors(*(np.repeat(x[None], 4000, axis=0) for x in (np.arange(20, 28), probs)))
+    token_ids = np.tile(np.arange(20, 28, dtype=np.int32), (4000, 1))
+    likely = Successors(token_ids, np.tile(probs, (4000, 1)))
     stored.table.put([[3, 20], [3, 21]], [[1], [1]], [[0.5], [0.5]])
     counts = np.bincount(run._drawn(np.full(4000, 2), likely), minlength=28)[20:]
     due = 4000 * probs / probs.sum()
