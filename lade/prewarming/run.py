@@ -107,10 +107,12 @@ def prewarm(
         UnsupportedModelError: the model is an encoder-decoder, tensor-parallel, decoded plainly (so
             a table would not be used), or has no weights in memory to recognise it by.
         UnsupportedOptionError: the model is sharded by FSDP or DeepSpeed ZeRO-3.
-        ValueError: `seconds` is not above 0, or the existing file is damaged.
+        ValueError: `seconds` or `max_tokens` is not above 0, or the existing file is damaged.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"expected seconds to be above 0, got {seconds!r}")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"expected max_tokens to be above 0, got {max_tokens!r}")
     model = without_compiler(model)
     refuse_encoder_decoder(model)
     refuse_sharded(model)

@@ -563,6 +563,14 @@ def test_the_time_has_to_be_above_zero(seconds: float) -> None:
         lade.prewarm(tiny_model("llama"), seconds)
 
 
+def test_a_run_ends_after_so_many_tokens(tmp_path: Path) -> None:
+    made = lade.prewarm(tiny_model("llama"), 60, max_tokens=500, folder=tmp_path)
+    assert 500 <= made.num_tokens < 700  # a batch in progress is finished
+    assert made.seconds < 30
+    with pytest.raises(ValueError, match="expected max_tokens to be above 0, got 0"):
+        lade.prewarm(tiny_model("llama"), 60, max_tokens=0)
+
+
 def test_an_encoder_decoder_is_refused_by_name() -> None:
     config = SimpleNamespace(is_encoder_decoder=True)
     with pytest.raises(UnsupportedModelError, match="SimpleNamespace is an encoder-decoder"):
