@@ -153,11 +153,14 @@ class PromptRow(NamedTuple):
     ) -> Tensor:
         """Attend from the tokens, [num_tokens, num_heads, head_dim], and return the same."""
         num_sharing = query.shape[1] // key.shape[1]
-        own = (each[self.row : self.row + 1, :, self.keys] for each in (key, value))
-        of_heads = (each.repeat_interleave(num_sharing, dim=1) for each in own)
+        keys, values = (
+            each[self.row : self.row + 1, :, self.keys].repeat_interleave(num_sharing, dim=1)
+            for each in (key, value)
+        )
         attended = scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            *of_heads,
+            keys,
+            values,
             dropout_p=dropout,
             is_causal=True,
             scale=scaling,

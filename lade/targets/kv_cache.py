@@ -78,10 +78,11 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Write new keys and values after those of each row; return views of the whole layer."""
         fixed = self._group.fixed
         if not self.is_initialized:
-            like = key_states, value_states
+            num_rows = len(key_states)
             if fixed is not None and fixed.num_written is not None:
-                like = tuple(each.expand(fixed.num_written[0], -1, -1, -1) for each in like)
-            self.lazy_initialization(*like)
+                num_rows = fixed.num_written[0]
+            shape = (num_rows, -1, -1, -1)
+            self.lazy_initialization(key_states.expand(shape), value_states.expand(shape))
         if fixed is not None and fixed.write is not None:
             (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
             keys, values = of_keys.buffer[key_index], of_values.buffer[value_index]

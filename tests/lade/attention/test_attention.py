@@ -199,6 +199,6 @@ def test_a_model_that_changes_its_masks_runs_padded() -> None:
         layer.self_attn.register_forward_pre_hook(copy_mask, with_kwargs=True)
     assert lade.probe(model, num_rows=2).attention == PACKED_SDPA
     ids = torch.tensor([[0, 0, 5, 6, 5], [5, 6, 7, 5, 6]])
-    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     got = lade.generate(model, **inputs, **GREEDY)
     assert got.tolist() == model.generate(**inputs, **GREEDY).tolist()

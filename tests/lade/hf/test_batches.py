@@ -265,7 +265,7 @@ def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
     for row, length in enumerate((300, 7, 12, 180)):
         text = np.tile(rng.integers(2, VOCAB_SIZE, 6), 50)[:length]
         ids[row, 300 - length :] = torch.from_numpy(text)
-    inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
     expected = model.generate(**inputs, **options)
     shapes: list[list[int]] = []
