@@ -1,4 +1,4 @@
-"""Every Numba function of `successors.py`, and nothing else; `ngram_pool/_kernels.py` says why.
+"""Every Numba function of drafting, and nothing else; `ngram_pool/_kernels.py` says why.
 
 Logits are taken as the integers of their bits, int16 for bfloat16 and int32 for float32, because
 compilers turn the search for the largest integer of a slice into vector instructions. Positive
@@ -142,3 +142,56 @@ def estimate_probs(
         total = of_ranked + max(0.0, of_others)
         for j in range(num_ranked):
             probs[row, j] = math.exp(ranked[row, j] - top) / total
+
+
+@kernel
+def join_tokens(
+    token_ids: Int32Array,
+    parents: Int32Array,
+    depths: Int32Array,
+    probs: Float64Array,
+    new_ids: Int32Array,
+    worths: Float64Array,
+    vocab_size: int,
+    joined: Int32Array,
+    joined_probs: Float64Array,
+) -> int:
+    """Merge tokens under the root into a draft, by probability and by what they are worth.
+
+    Args:
+        token_ids, parents, depths, probs: of the draft, [num_nodes]; where a probability rises, it
+            counts as the one before, so that parents stay before their children.
+        new_ids, worths: tokens and what they are worth, never increasing, [num_tokens].
+        vocab_size: tokens from here on are left out.
+        joined: int32 [4, most], written: token ids, parents, depths, and scratch; `most` is the
+            maximum number of nodes.
+        joined_probs: float64 [most], written.
+
+    Returns:
+        The number of nodes.
+    """
+    places = joined[3]  # of the draft's nodes among all
+    node = token = num = 0
+    least = 1.0
+    while num < joined.shape[1]:
+        while token < len(new_ids) and not 0 <= new_ids[token] < vocab_size:
+            token += 1
+        if node < len(token_ids):
+            least = min(least, probs[node])
+        if node < len(token_ids) and (token == len(new_ids) or least >= worths[token]):
+            joined[0, num] = token_ids[node]
+            joined[1, num] = places[parents[node]] if parents[node] >= 0 else -1
+            joined[2, num] = depths[node]
+            joined_probs[num] = least
+            places[node] = num
+            node += 1
+        elif token < len(new_ids):
+            joined[0, num] = new_ids[token]
+            joined[1, num] = -1
+            joined[2, num] = 1
+            joined_probs[num] = worths[token]
+            token += 1
+        else:
+            break
+        num += 1
+    return num

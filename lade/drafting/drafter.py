@@ -93,7 +93,7 @@ class ExploringDrafter(HarvestingDrafter, Protocol):
 
         Args:
             sequence: handle of the sequence.
-            excluded: tokens not to name, as others run them already, int32 [num_excluded].
+            excluded: tokens not to name, as they are run anyway, int32 [num_excluded].
             max_tokens: maximum number of tokens to name, at least 1.
 
         Returns:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lade.drafting import _kernels
 from ngram_pool import Draft, SampledDraft
 
 Floats = NDArray[np.float64]
@@ -64,7 +65,11 @@ def narrowed(draft: Draft, max_candidates: int) -> Draft:
 
 
 def exploring(
-    draft: Draft, token_ids: NDArray[np.int32], worths: NDArray[np.float64], max_draft_tokens: int
+    draft: Draft,
+    token_ids: NDArray[np.int32],
+    worths: Floats,
+    vocab_size: int,
+    max_draft_tokens: int,
 ) -> Draft:
     """Return a draft with further tokens under the root, among its nodes by what they are worth.
 
@@ -72,20 +77,24 @@ def exploring(
         draft: the draft, best first.
         token_ids: tokens to run for what is harvested there, int32 [num_tokens].
         worths: what they are worth, as the draft's nodes are worth their probabilities,
-            float64 [num_tokens].
+            float64 [num_tokens], never increasing.
+        vocab_size: exclusive upper bound of the tokens to take.
         max_draft_tokens: maximum number of nodes.
     """
-    num_nodes, num_tokens = len(draft), len(token_ids)
-    # Never increasing, so that parents stay before their children.
-    probs = np.concatenate([np.minimum.accumulate(draft.probs), worths])
-    order = (-probs).argsort(kind="stable")[:max_draft_tokens]
-    places = np.empty(num_nodes + num_tokens + 1, np.int32)
-    places[order] = np.arange(len(order))
-    places[-1] = -1  # where a parent of -1 leads
-    parents = np.concatenate([draft.parents, np.full(num_tokens, -1, np.int32)])
-    depths = np.concatenate([draft.depths, np.ones(num_tokens, np.int32)])
-    ids = np.concatenate([draft.token_ids, token_ids])
-    return Draft(ids[order], places[parents[order]], depths[order], probs[order])
+    joined = np.empty((4, max_draft_tokens), np.int32)
+    probs = np.empty(max_draft_tokens)
+    num = _kernels.join_tokens(
+        draft.token_ids,
+        draft.parents,
+        draft.depths,
+        draft.probs,
+        token_ids,
+        worths,
+        vocab_size,
+        joined,
+        probs,
+    )
+    return Draft(joined[0, :num], joined[1, :num], joined[2, :num], probs[:num])
 
 
 def checked(draft: object, max_draft_tokens: int) -> Draft:
@@ -145,7 +154,7 @@ def checked_tokens(token_ids: object, worths: object) -> tuple[NDArray[np.int32]
     Raises:
         TypeError: an array has the wrong dtype.
         ValueError: the shapes do not match, a token is named twice, or what one is worth is not
-            from 0 to 1.
+            from 0 to 1, or more than the one before.
     """
     ids: NDArray[Any] = np.asarray(token_ids)
     probs: NDArray[Any] = np.asarray(worths)
@@ -155,6 +164,8 @@ def checked_tokens(token_ids: object, worths: object) -> tuple[NDArray[np.int32]
         raise ValueError(f"expected different tokens to explore, got {ids.tolist()}")
     if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
         raise ValueError("expected worths from 0 to 1")
+    if (np.diff(probs) > 0).any():
+        raise ValueError("expected tokens to explore with the most worthwhile first")
     return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32), probs.astype(np.float64)
 
 

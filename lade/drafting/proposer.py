@@ -20,7 +20,7 @@ from lade.drafting.drafter import (
 from lade.drafting.drafts import after, checked, checked_tokens, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.successors import Successors, compile_ranks
+from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, in_one_line
 from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
@@ -82,7 +82,7 @@ class Proposer:
         self._is_pool = type(drafter) is PoolDrafter
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         if self._num_successors:
-            self._asked(compile_ranks, None)
+            self._asked(compile_kernels, None)
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row
@@ -211,20 +211,22 @@ class Proposer:
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft
 
-    def explore(self, row: int, others: Sequence[int], max_draft_tokens: int) -> Draft:
+    def explore(
+        self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
+    ) -> Draft:
         """Add tokens to explore to a row's proposal, and return it with these.
 
         They are run for what is harvested there, more than for their chance to be right, so nothing
         is learned of the drafter's probabilities from them.
 
         Args:
-            others: tokens that other rows explore in this step.
+            others: tokens that other rows run in this step.
             max_draft_tokens: maximum number of draft tokens.
         """
         draft, forced, room = self._proposals[row]
         if self._exploring is None or forced or min(room, max_draft_tokens) < 1:
             return draft
-        excluded = np.array([*draft.token_ids[draft.parents == -1], *others], np.int32)
+        excluded = np.concatenate([draft.token_ids, *others]) if others else draft.token_ids
         explore = partial(self._explored, row, draft, excluded, max_draft_tokens)
         draft = self._asked(explore, draft)
         self._proposals[row] = _Proposal(draft, forced, room)
@@ -251,10 +253,11 @@ class Proposer:
     ) -> Draft:
         assert self._exploring is not None
         explored = self._exploring.explore(self._sequences[row], excluded, max_draft_tokens)
-        token_ids, worths = checked_tokens(*explored)
-        is_possible = (token_ids >= 0) & (token_ids < self._vocab_size)
-        is_new = is_possible & ~np.isin(token_ids, excluded)
-        return exploring(draft, token_ids[is_new], worths[is_new], max_draft_tokens)
+        if not self._is_pool:
+            token_ids, worths = checked_tokens(*explored)
+            is_new = ~np.isin(token_ids, excluded)
+            explored = token_ids[is_new], worths[is_new]
+        return exploring(draft, *explored, self._vocab_size, max_draft_tokens)
 
     def _drawn(
         self, row: int, context: Sequence[int], max_draft_tokens: int, rng: np.random.Generator

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.batch import Batch, Prefix
@@ -196,12 +198,12 @@ class Speculator:
 
     def _explored(self, proposed: Mapping[int, Draft]) -> dict[int, Draft]:
         """Add tokens to explore, different ones in each row, to the drafts of rows that work."""
-        explored, others = {**proposed}, list[int]()
+        explored, others = {**proposed}, list[NDArray[np.int32]]()
         for row in proposed:
             if self._batch.text.padding_of(row) is None:
                 draft = self._proposer.explore(row, others, self._budget.max_draft_tokens)
                 explored[row] = draft
-                others += draft.token_ids[draft.parents == -1].tolist()
+                others.append(draft.token_ids)
         return explored
 
     def _nums_of_nodes(

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lade.drafting import _kernels
+from lade.drafting.drafts import exploring
 from lade.transfer import HostCopy
 from lade.view import counterpart, keep_attributes, with_own_hooks
+from ngram_pool import Draft
 from ngram_pool.compiling import compile_by
 
 
@@ -95,8 +97,8 @@ def rank(logits: Tensor, num_ranked: int) -> Ranked:
     return Ranked(*logits.topk(num_ranked, dim=-1))
 
 
-def compile_ranks() -> None:
-    """Compile what ranks logits on a CPU, so that no step waits for it or fails by it."""
+def compile_kernels() -> None:
+    """Compile the kernels of drafting, so that no step waits for them or fails by them."""
     compile_by(_run_kernels, _kernels)
 
 
@@ -104,6 +106,7 @@ def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype)
         with_probs(rank(logits, 1), logits)
+    exploring(Draft.empty(), np.zeros(1, np.int32), np.ones(1), 1, 1)
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:

@@ -65,7 +65,7 @@ def test_tokens_join_a_draft_by_what_they_are_worth(
 ) -> None:
     worths = sorted(worths, reverse=True)
     token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
-    joined = exploring(draft, token_ids, np.array(worths), most)
+    joined = exploring(draft, token_ids, np.array(worths), 200, most)
     expected = sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
     assert joined.probs.tolist() == expected
     paths = {tuple(path) for path in map(tuple, paths_of(joined))}
@@ -124,6 +124,7 @@ def test_texts_are_those_of_plain_decoding_whatever_is_explored(num_rows: int) -
     "answer",
     [
         named(3, 3),
+        (np.array([3, 4], np.int32), np.array([0.2, 0.5])),
         named(3, worth=2.0),
         named(3, worth=float("nan")),
         (np.array([[3]], np.int32), np.array([0.5])),
@@ -146,7 +147,8 @@ def test_tokens_without_embeddings_and_those_run_already_are_left_out() -> None:
     proposer = Proposer(explorer, VOCAB_SIZE)
     proposer.open(0, [5, 6])
     proposer.propose(0, [5, 6], [5, 6], 10, 8)
-    assert proposer.explore(0, [9], 8).token_ids.tolist() == [3]
+    others = [np.array([9], np.int32)]
+    assert proposer.explore(0, others, 8).token_ids.tolist() == [3]
     assert explorer.excluded == [[9]]
 
 
