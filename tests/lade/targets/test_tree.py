@@ -274,7 +274,7 @@ def test_rows_of_a_batch_are_each_as_alone_step_after_step(family: str, attentio
     check()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(family: str) -> None:
     model = tiny_model(family, seed=4, attention="sdpa")
     long = [7, 7, 3, 2, 8, 5, 0, 0, 4, 1, 2]
@@ -310,7 +310,7 @@ def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(f
 
 @pytest.mark.parametrize(
     ("family", "may"),
-    [("llama", True), ("gemma2", True), ("deepseek_v32", False), ("llama4_text", False)],
+    [("llama", True), ("mistral", True), ("deepseek_v32", False), ("llama4_text", False)],
 )
 def test_rows_have_their_own_where_slots_matter_or_keys_are_chosen(family: str, may: bool) -> None:
     model = tiny_model(family)
