@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import Model, attention_of, prefill
+from lade.compat import MARKS_CACHES, Model, attention_of, prefill
 from lade.errors import MisfitError
 from lade.targets import ties
 from lade.targets.base import Alone, Forward
@@ -76,6 +76,7 @@ class TreeTarget:
         self._reaches = layout.reaches
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         past = model_kwargs.get("past_key_values")
+        self._is_users_cache = not MARKS_CACHES or getattr(past, "_is_user_defined", False)
         embeds = model_kwargs.get("inputs_embeds")
         num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
         num_slots += past.get_seq_length() if past is not None else 0
@@ -165,6 +166,10 @@ class TreeTarget:
         ):
             return None
         is_real = torch.ones_like(self._input_ids, dtype=torch.bool)
+        # Whoever gets the cache gets what `generate` leaves in the slots of padding, too.
+        gets_cache = self._generation_config.return_dict_in_generate or self._is_users_cache
+        if gets_cache and self._padding is not None and not bool(self._padding.all()):
+            return None
         packed = packed_prompts(
             model,
             self._input_ids,
