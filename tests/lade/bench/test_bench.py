@@ -682,8 +682,8 @@ def test_an_interruption_ends_the_process(work: Work, monkeypatch: pytest.Monkey
 
 
 def test_pool_timing_measures_a_full_pool() -> None:
-    timing = time_pool(20_000, max_draft_tokens=16)
-    assert timing.num_tokens == 20_000
+    timing = time_pool(40_000, max_draft_tokens=16)
+    assert timing.num_tokens == 40_000
     assert 0 < timing.nodes_per_draft <= 16
     assert 0 < timing.bytes_per_token <= 64
     assert 0 < timing.draft_us < timing.draft_p95_us

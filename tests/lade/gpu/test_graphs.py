@@ -461,7 +461,8 @@ def test_a_recording_that_is_wrong_is_not_used(
 def test_without_memory_for_a_recording_steps_are_run_eagerly(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
     expected = model.generate(ONE, **GREEDY)
-    recorder.failures[:] = [None, torch.OutOfMemoryError("CUDA out of memory.")]
+    assert torch.equal(generate(model, max_new_tokens=2), expected[:, : ONE.shape[1] + 2])
+    recorder.failures[:] = [torch.OutOfMemoryError("CUDA out of memory.")]
     with pytest.warns(lade.EagerExecutionWarning, match="no memory was left to record a step"):
         assert torch.equal(generate(model), expected)
     assert len(graphs_of(model)) == 0  # what they held is free again
