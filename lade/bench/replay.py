@@ -16,13 +16,10 @@ from lade.drafting.drafter import Drafter, num_successors_of
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import has_table
 from lade.drafting.proposer import Proposer
-from lade.drafting.successors import MAX_PROMPT_TOKENS, Successors
+from lade.drafting.successors import Successors, num_prompt_tokens
 from lade.stats import DecodeStats, Step
 from lade.tree import Tree
 from ngram_pool import Draft, SuccessorTable
-
-#: Number of last prompt tokens whose successors decoding harvests, the very last one included.
-NUM_HARVESTED_PROMPT_TOKENS = MAX_PROMPT_TOKENS + 1
 
 _ROW = 0
 
@@ -119,7 +116,9 @@ def replay_trace(
         committed.append(token_ids[num_prompt])  # the prefill's
         proposer.observe(_ROW, committed[-1:])
         if harvests:
-            num_harvested = 1 if has_table(drafter) else NUM_HARVESTED_PROMPT_TOKENS
+            # The very last one besides, as in decoding.
+            num_before = 0 if has_table(drafter) else num_prompt_tokens(recorded.max_new_tokens)
+            num_harvested = num_before + 1
             _harvest(proposer, trace, max(0, num_prompt - num_harvested), num_prompt - 1)
             _harvest(proposer, trace, num_prompt - 1, num_prompt)
         while (length := len(committed)) < len(token_ids):

@@ -25,7 +25,7 @@ from lade.drafting.pool_drafter import PoolDrafter, has_table
 from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
 from lade.drafting.speculator import Speculator
-from lade.drafting.successors import PromptHarvester
+from lade.drafting.successors import PromptHarvester, num_prompt_tokens
 from lade.errors import (
     DrafterWarning,
     EagerExecutionWarning,
@@ -204,7 +204,7 @@ class Generation:
             return FixedBudget(0)
 
     def _prompt_harvester(
-        self, drafter: Drafter, proposer: Proposer, target: Target
+        self, drafter: Drafter, proposer: Proposer, target: Target, max_length: int
     ) -> PromptHarvester | None:
         """Return a harvester of the prompts if the drafter needs one, else None.
 
@@ -213,7 +213,10 @@ class Generation:
         """
         if proposer.num_successors == 0 or has_table(drafter) or mesh_of(self._model) is not None:
             return None
-        return PromptHarvester(self._model, proposer.num_successors, target.vocab_size)
+        max_tokens = num_prompt_tokens(max_length - self._input_ids.shape[1])
+        if max_tokens < 1:
+            return None
+        return PromptHarvester(self._model, proposer.num_successors, target.vocab_size, max_tokens)
 
     # --- the call ----------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class Generation:
             choice,
             emit,
             outputs,
-            self._prompt_harvester(drafter, proposer, target),
+            self._prompt_harvester(drafter, proposer, target, limits.max_length),
             # All processes that run a model together must watch, or none.
             self._watching if ranks is None else None,
             overlaps,

@@ -97,7 +97,7 @@ def test_a_hook_of_a_view_is_not_the_models_and_what_forwards_note_is() -> None:
 
 def test_prompts_are_looked_at_without_a_hook_on_the_model() -> None:
     model = tiny_model("llama")
-    harvester = PromptHarvester(model, 4, 97)
+    harvester = PromptHarvester(model, 4, 97, 64)
     with harvester.watching() as view:
         assert not model.model._forward_hooks
         logits = view(IDS).logits[:, -1:]

@@ -13,7 +13,6 @@ import lade
 from lade.budget.budget import FixedBudget
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import (
-    MAX_PROMPT_TOKENS,
     PromptHarvester,
     Successors,
     first_of_highest,
@@ -94,14 +93,18 @@ def test_every_node_is_told_with_the_targets_own_successors(family: str) -> None
     assert num_rejected > 20
 
 
-def test_no_more_of_a_prompt_is_told_than_the_bound_whatever_the_batch() -> None:
-    model = tiny_model("llama")
-    for num_rows in (1, 4):
-        listener = Listener()
-        prompts = torch.randint(2, 90, (num_rows, 100))
-        lade.generate(model, prompts, drafter=listener, **{**GREEDY, "max_new_tokens": 1})
-        told = [len(token_ids) for _, token_ids, _, _ in listener.told if len(token_ids) > 1]
-        assert told == [MAX_PROMPT_TOKENS // num_rows] * num_rows
+@pytest.mark.parametrize(("max_new_tokens", "most"), [(200, 64), (40, 20), (1, 0)])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_of_a_prompt_half_the_answers_length_is_told_and_64_tokens_at_most(
+    max_new_tokens: int, most: int, num_rows: int
+) -> None:
+    listener = Listener()
+    prompts = torch.randint(2, 90, (num_rows, 100))
+    options = GREEDY | {"max_new_tokens": max_new_tokens}
+    lade.generate(tiny_model("llama"), prompts, drafter=listener, **options)
+    # Those of a step are fewer: three draft tokens and their root.
+    told = [len(token_ids) for _, token_ids, _, _ in listener.told if len(token_ids) > 4]
+    assert told == [most // num_rows] * num_rows * (most > 0)
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def test_prompts_that_run_without_padding_are_told_of_as_well() -> None:
     texts = [[*range(2, 60)], [9, 8, 7], [*range(2, 60)], [30, 4, 30, 4, 30]]
     prompts = [torch.tensor([text]) for text in texts]
     logits = torch.cat([model(prompt).logits[:, -1:] for prompt in prompts])
-    harvester = PromptHarvester(model, 4, VOCAB_SIZE)
+    harvester = PromptHarvester(model, 4, VOCAB_SIZE, 64)
     different = [prompts[0], prompts[1], prompts[3]]
     harvester._states = torch.cat([model.model(prompt)[0] for prompt in different], dim=1)
     found = harvester.successors(logits, texts)
