@@ -1052,13 +1052,6 @@ def find_context(keys: Int64Array, previous: int, last: int) -> int:
 
 
 @kernel
-def find_contexts(keys: Int64Array, contexts: Int64Array, are_held: NDArray[np.bool_]) -> None:
-    """Write to `are_held`, [n], which contexts, int64 [n, 2], a table of successors holds."""
-    for i in range(contexts.shape[0]):
-        are_held[i] = find_context(keys, contexts[i, 0], contexts[i, 1]) != NONE
-
-
-@kernel
 def open_front(
     keys: Int64Array,
     counts: Int32Array,

@@ -222,23 +222,6 @@ class SuccessorTable:
         """Return the contexts held, int64 [num_contexts, 2], as `put` takes them."""
         return _pairs_of(self.arrays()["keys"])
 
-    @alone
-    def holds(self, contexts: ArrayLike) -> NDArray[np.bool_]:
-        """Return which contexts are held, bool [n]; O(n).
-
-        Args:
-            contexts: integers [n, 2], as for `put`.
-
-        Raises:
-            TypeError: contexts are not integers.
-            ValueError: their shape is another, or a value is out of range.
-        """
-        nothing = np.empty((len(np.asarray(contexts)), 0), np.int64)
-        pairs, *_ = _checked(contexts, nothing, nothing)
-        are_held = np.empty(len(pairs), np.bool_)
-        _kernels.find_contexts(self._held.keys, pairs, are_held)
-        return are_held
-
     # --- on disk ----------------------------------------------------------------------------
 
     @alone

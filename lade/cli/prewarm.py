@@ -22,6 +22,8 @@ _SECONDS = 60.0
 _LEAST_SECONDS = 5.0
 # How long a command learns after an answer, in seconds and as a share of the answer's time.
 _LEAST_TO_LEARN, _SHARE_TO_LEARN = 2.0, 0.05
+# The first time, to find the prefix of single tokens, without which a table hardly grows.
+_FIRST_TO_LEARN = 10.0
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -91,7 +93,8 @@ def learn_after(loaded: LoadedModel, seconds: float) -> None:
 
     seconds = max(_LEAST_TO_LEARN, _SHARE_TO_LEARN * seconds)
     try:
-        if effort_of(loaded.model).num_tokens == 0:
+        if effort_of(loaded.model).prefix_token_id is None:
+            seconds = max(_FIRST_TO_LEARN, seconds)
             console.print(
                 f"[dim]learning for {seconds:.0f} seconds what the model itself finds likely, to "
                 "make later answers faster; nothing of yours is kept, and --no-learn switches it "

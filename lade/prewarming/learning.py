@@ -12,9 +12,9 @@ from lade.compat import Model
 from lade.errors import in_one_line
 from lade.prewarming.run import prewarm
 
-# Of the time that calls take. A table costs a second or so to read and write, hence not less at
-# once.
-_SHARE = 0.02
+_SHARE = 0.02  # of the time that calls take
+# Not less at once, because a table takes time to read and write; and twice as long as the last time
+# until the prefix of single tokens is found, which a slow model is long about.
 _LEAST_SEC = 2.0
 
 
@@ -30,6 +30,7 @@ class Learner:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._sec = 0.0  # to learn for
+        self._least_sec = _LEAST_SEC
         # Taken by the thread that learns. A list, because locks cannot be copied with a model.
         self._turn = [True]
 
@@ -41,7 +42,7 @@ class Learner:
             sec: how long the call took.
         """
         self._sec += _SHARE * sec
-        if self._sec < _LEAST_SEC:
+        if self._sec < self._least_sec:
             return
         try:
             self._turn.pop()
@@ -49,7 +50,8 @@ class Learner:
             return
         sec, self._sec = self._sec, 0.0
         try:
-            prewarm(model, sec, folder=self._folder)
+            made = prewarm(model, sec, folder=self._folder)
+            self._least_sec = _LEAST_SEC if made.has_prefix else 2 * self._least_sec
         except Exception as error:
             warnings.warn(
                 f"lade learns nothing more of {type(model).__name__}: {in_one_line(error)}",

@@ -39,7 +39,6 @@ _LONE_TOKENS_SHARE = 1 / 3  # of a run's time, until they are done
 # as attention and copies of the cache cost more with each. They begin in the middle, with a token
 # that the model itself named, so that none is run twice.
 _TEXT_LENGTH = 16
-_KNOWN_PAIR_WEIGHT = 1e-3
 _LEAST_MENTION = 1e-6  # of tokens that were never mentioned
 _SAVE_EVERY_SEC = 30.0
 # The prefix of lone tokens: the number of candidates, the length of the texts they are compared in,
@@ -57,6 +56,7 @@ class Prewarmed:
     vocab_size: int
     num_tokens: int  #: run through the model
     seconds: float
+    has_prefix: bool  #: whether it is known behind which token single tokens are best run
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +225,7 @@ class Run:
             vocab_size=self._prompter.vocab_size,
             num_tokens=before.num_tokens + added.num_tokens,
             seconds=before.seconds + added.seconds,
+            has_prefix=self._prefix_token_id is not None,
         )
 
     @property
@@ -314,18 +315,15 @@ class Run:
             self._learn(tokens, successors)
         if not self._count(len(tokens)):
             return None
-        return self._drawn(tokens[:, -1], successors)
+        return self._drawn(successors)
 
-    def _drawn(self, lasts: NDArray[np.int64], successors: Successors) -> NDArray[np.int64]:
-        """Draw one of the likely successors of each token; rather one that makes a new pair."""
-        token_ids = successors.token_ids.astype(np.int64)
-        pairs = np.stack([np.repeat(lasts, token_ids.shape[1]), token_ids.reshape(-1)], axis=1)
-        is_known = self._stored.table.holds(pairs).reshape(token_ids.shape)
-        sums = (successors.probs * np.where(is_known, _KNOWN_PAIR_WEIGHT, 1.0)).cumsum(axis=1)
+    def _drawn(self, successors: Successors) -> NDArray[np.int64]:
+        """Draw one of the likely successors of each token."""
+        sums = successors.probs.cumsum(axis=1)
         at = self._rng.random((len(sums), 1)) * sums[:, -1:]
         places = (sums <= at).sum(axis=1).clip(max=sums.shape[1] - 1)
-        drawn: NDArray[np.int64] = token_ids[np.arange(len(places)), places]
-        return drawn
+        drawn: NDArray[np.int64] = successors.token_ids[np.arange(len(places)), places]
+        return drawn.astype(np.int64)
 
     def _learn(self, contexts: NDArray[np.int64], successors: Successors) -> None:
         """Store successors of contexts, all of them single tokens or all pairs."""

@@ -455,8 +455,6 @@ def test_tables_that_are_joined_hold_the_contexts_of_both(seed: int, num: int, m
     assert held <= expected
     assert len(held) >= len(expected) - 3  # a bucket may be full
     assert held == {*map(tuple, table.contexts().tolist())}
-    are_held = table.holds(np.array(ALL_CONTEXTS))
-    assert [context in held for context in ALL_CONTEXTS] == are_held.tolist()
 
 
 def test_the_newest_contexts_of_another_table_stay_where_it_is_full() -> None:
@@ -471,13 +469,3 @@ def test_the_newest_contexts_of_another_table_stay_where_it_is_full() -> None:
         put_one(empty, ALL_CONTEXTS[place], 1)
         put_one(other, ALL_CONTEXTS[place], 1)
     assert contents(empty) == contents(other)
-
-
-@pytest.mark.parametrize("contexts", [[1, 2], [[1, 2, 3]], [[-2, 1]], [[1, -1]], [[1, 2**31]]])
-def test_what_is_no_context_is_refused_by_holds(contexts: Any) -> None:
-    with pytest.raises(ValueError, match="expected contexts"):
-        SuccessorTable(64).holds(contexts)
-
-
-def test_no_contexts_are_none_held() -> None:
-    assert SuccessorTable(64).holds(np.empty((0, 2), np.int64)).tolist() == []

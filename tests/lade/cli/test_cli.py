@@ -113,6 +113,7 @@ def test_no_name_or_address_is_cut_in_help_texts() -> None:
 def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for what is learned after every answer."""
     monkeypatch.setattr(prewarm, "_LEAST_TO_LEARN", 0.02)
+    monkeypatch.setattr(prewarm, "_FIRST_TO_LEARN", 0.5)
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,17 @@ def test_what_is_learned_is_used_and_the_text_stays(learn_at_once: None) -> None
 
 def test_calls_give_a_fiftieth_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(learning, "prewarm", lambda model, sec, folder: asked.append(sec))
+
+    def ask(model: Any, sec: float, folder: Any) -> Any:
+        asked.append(sec)
+        return SimpleNamespace(has_prefix=len(asked) > 2)
+
+    monkeypatch.setattr(learning, "prewarm", ask)
     learner = Learner()
-    for _ in range(60):
+    for _ in range(185):
         learner.after_call(None, 5.0)
-    assert asked == [pytest.approx(2.0)] * 3
+    # Longer each time until the prefix is found.
+    assert asked == pytest.approx([2.0, 4.0, 8.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize("error", [OSError("full"), RuntimeError("mine"), MemoryError()])
@@ -98,10 +105,11 @@ def test_a_failure_is_told_once_and_fails_no_call(
 def test_an_interrupt_ends_learning_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def ask(*args: Any, **kwargs: Any) -> None:
+    def ask(*args: Any, **kwargs: Any) -> Any:
         asked.append(1)
         if len(asked) == 1:
             raise KeyboardInterrupt
+        return SimpleNamespace(has_prefix=True)
 
     monkeypatch.setattr(learning, "prewarm", ask)
     learner = Learner()
@@ -115,10 +123,11 @@ def test_one_thread_learns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, may_end = threading.Event(), threading.Event()
     asked: list[int] = []
 
-    def ask(*args: Any, **kwargs: Any) -> None:
+    def ask(*args: Any, **kwargs: Any) -> Any:
         asked.append(1)
         inside.set()
         may_end.wait(10)
+        return SimpleNamespace(has_prefix=True)
 
     monkeypatch.setattr(learning, "prewarm", ask)
     learner = Learner()
