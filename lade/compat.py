@@ -90,6 +90,14 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
+def placeholders_of(model: Model) -> list[int]:
+    """Return the tokens that stand for images, videos and audio, without which they are errors."""
+    kinds = ("image", "video", "audio")
+    names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
+    found = {getattr(model.config, name, None) for name in names}
+    return sorted(token_id for token_id in found if isinstance(token_id, int))
+
+
 def without_compiler(model: Model) -> Model:
     """Return the model inside a `torch.compile` wrapper; `generate` runs that one, too."""
     return getattr(model, "_orig_mod", model)

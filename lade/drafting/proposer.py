@@ -53,6 +53,7 @@ class Proposer:
         grammar: tokens forced by the grammar that constrains the text, if there is one.
         rngs: one for each row, to draw drafts with; None to take the likeliest.
         is_strict: let the drafter's exceptions through, for authors of drafters.
+        placeholders: tokens that are never drafted, because a forward over them fails.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Proposer:
         grammar: ForcedTokens | None = None,
         rngs: Sequence[np.random.Generator] | None = None,
         is_strict: bool = False,
+        placeholders: Sequence[int] = (),
     ) -> None:
         self._drafter = drafter
+        self._placeholders = np.array(placeholders, np.int32)
         self._is_strict = is_strict
         self._has_failed = False
         self._vocab_size = vocab_size
@@ -226,7 +229,9 @@ class Proposer:
         draft, forced, room = self._proposals[row]
         if self._exploring is None or forced or min(room, max_draft_tokens) < 1:
             return draft
-        excluded = np.concatenate([draft.token_ids, *others]) if others else draft.token_ids
+        excluded = draft.token_ids
+        if others or len(self._placeholders):
+            excluded = np.concatenate([excluded, self._placeholders, *others])
         explore = partial(self._explored, row, draft, excluded, max_draft_tokens)
         draft = self._asked(explore, draft)
         self._proposals[row] = _Proposal(draft, forced, room)
@@ -269,15 +274,20 @@ class Proposer:
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.
 
-        Such a node is deeper than `room`, or its token is outside the vocabulary, as from a pool
-        that learned from another model's text. For a drawn node, the tokens that it could have
-        become decide, not the one that it became.
+        Such a node is deeper than `room`, or its token is a placeholder or outside the vocabulary,
+        as from a pool that learned from another model's text. For a drawn node, the tokens that it
+        could have become decide, not the one that it became.
         """
         if isinstance(draft, SampledDraft):
-            outside = (draft.support_token_ids >= self._vocab_size) & (draft.support_probs > 0)
+            outside = draft.support_token_ids >= self._vocab_size
+            if len(self._placeholders):
+                outside |= np.isin(draft.support_token_ids, self._placeholders)
+            outside &= draft.support_probs > 0
             impossible = np.flatnonzero((draft.depths > room) | outside.any(axis=1))
         else:
             unknown = (draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)
+            if len(self._placeholders):
+                unknown |= np.isin(draft.token_ids, self._placeholders)
             if len(draft) <= room and not unknown.any():
                 return draft
             impossible = np.flatnonzero((draft.depths > room) | unknown)

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, FixedBudget, PricedBudget
 from lade.closeness import is_exact_in, limit_of
-from lade.compat import MARKS_CACHES, Model, decode_plainly, mesh_of
+from lade.compat import MARKS_CACHES, Model, decode_plainly, mesh_of, placeholders_of
 from lade.config import Config
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, NoDrafter, SamplingDrafter
@@ -250,6 +250,7 @@ class Generation:
             forced_tokens_of(self._processors),
             rngs,
             config.strict_drafter,
+            placeholders_of(self._model),
         )
         choice: Choice
         if rngs is not None:

@@ -67,8 +67,9 @@ def packed_prompts(
     if not isinstance(positions, Tensor) or positions.shape[1:] != (num_tokens,):
         return None
     positions = positions.expand(rows, -1)
-    if any(isinstance(value, Tensor) and name not in _KNOWN for name, value in inputs.items()):
-        return None
+    simple = bool | int | float | str
+    if any(name not in _KNOWN and not isinstance(value, simple) for name, value in inputs.items()):
+        return None  # such as images, or what an encoder made of them
     slots = [row.nonzero()[:, 0] for row in is_real]
     texts = [
         (*input_ids[row, own].tolist(), *positions[row, own].tolist())

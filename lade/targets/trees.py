@@ -131,7 +131,7 @@ class TreeTarget:
         return self.cache.lengths
 
     def prefill(self, view: Model | None = None) -> Forward:
-        """Run the prompts exactly as `generate` does."""
+        """Run the prompts as `generate` does, or without the padding that it runs."""
         model = self._model if view is None else view
         output = self._packed_prefill(model)
         if output is None:

@@ -61,7 +61,7 @@ def test_our_own_attention_gives_that_text_too(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is tried first on CUDA; here in plain torch."""
-    monkeypatch.setattr(selfcheck, "_attentions_for", lambda model, widths: [TREE_ATTENTION])
+    monkeypatch.setattr(selfcheck, "_attentions_for", lambda *args: [TREE_ATTENTION])
     model = tiny_model(family)
     for prompt in (ONE, THREE):
         both(model, prompt, config=FIXED, do_sample=False, **LONG)
