@@ -51,6 +51,9 @@ class Budget(Protocol):
             probs: for each row of the batch, the probabilities of its draft's nodes, best first.
         """
 
+    def begin(self, temperature: float) -> None:
+        """Begin a call: 0 for greedy decoding, else the temperature that it samples at."""
+
     def record(
         self,
         num_rows: int,
@@ -76,6 +79,9 @@ class _Unlearning:
     """Base of budgets that learn nothing."""
 
     is_resting = False
+
+    def begin(self, temperature: float) -> None:
+        """Expect nothing."""
 
     def record(
         self,
@@ -227,6 +233,11 @@ class MeasuredBudget:
     def is_resting(self) -> bool:
         """Whether drafts have not been worth verifying for some time."""
         return self._pace.num_to_rest > 0
+
+    def begin(self, temperature: float) -> None:
+        """Expect less of drafts the more is left to chance; a greedy call goes on as the last."""
+        if temperature > 0:
+            self._trust.begin(1 / (1 + temperature**3))
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
         """Return the number of nodes with the best ratio of expected tokens to measured time."""

@@ -26,6 +26,10 @@ class Hit(NamedTuple):
     is_best: bool  # whether it was the draft's likeliest node
 
 
+# Of promises that a call begins with, as if so much had been promised at each probability.
+_WEIGHT_AT_FIRST = 3.0
+
+
 class Trust:
     """How often nodes are accepted, by the probability that their drafter promised.
 
@@ -37,6 +41,11 @@ class Trust:
     def __init__(self) -> None:
         self.worth = np.ones(NUM_INTERVALS)  # acceptance over promise, by interval of promises
         self._sums = np.zeros((2, NUM_INTERVALS))  # of what was promised and of what came, decayed
+
+    def begin(self, share: float) -> None:
+        """Expect, until outcomes tell, that so large a share of what is promised comes."""
+        self._sums[:] = [[_WEIGHT_AT_FIRST], [share * _WEIGHT_AT_FIRST]]
+        self.worth[:] = share
 
     def believed(self, probs: Sequence[float] | Floats, factor: float) -> Floats:
         """Return the corrected probabilities of nodes, times a factor, at most 1."""

@@ -280,12 +280,13 @@ class Generation:
         contexts = _contexts(self._input_ids, self._model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         ranks = Ranks.of(self._model)
+        budget = self._budget(verification)
+        temperature = 1.0 if options.temperature is None else options.temperature
+        budget.begin(temperature if options.do_sample else 0.0)
         decoder = Decoder(
             batch,
             target,
-            Speculator(
-                batch, proposer, self._budget(verification), target, config.lookahead, ranks
-            ),
+            Speculator(batch, proposer, budget, target, config.lookahead, ranks),
             choice,
             emit,
             outputs,

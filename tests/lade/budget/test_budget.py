@@ -505,6 +505,24 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     assert came(5) == pytest.approx([1, 0.75, 0, 0.375, 0, 0.125])
 
 
+@pytest.mark.parametrize(("temperature", "most"), [(0.7, 1.0), (1.0, 0.75), (1.5, 0.4)])
+def test_sampled_calls_begin_with_less_trust_and_win_it_back(
+    temperature: float, most: float
+) -> None:
+    nodes = np.arange(3, dtype=np.int32)
+    draft = Draft(nodes + 1, nodes - 1, nodes + 1, np.array([0.8, 0.6, 0.4]))
+    budget = MeasuredBudget()
+    before = budget._trust.believed(draft.probs, 1.0).sum()
+    budget.begin(0.0)
+    assert budget._trust.believed(draft.probs, 1.0).sum() == before
+    budget.begin(temperature)
+    begun = budget._trust.believed(draft.probs, 1.0).sum()
+    assert begun < most * before
+    for _ in range(12):
+        budget.record(1, 3, None, [Outcome(0, draft, [1, 2, 3, 4])], {0: 1})
+    assert budget._trust.believed(draft.probs, 1.0).sum() > before
+
+
 # --- budgets that do not measure ------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import torch
 
 import lade
 from lade.budget.budget import FixedBudget
+from lade.compat import MARKS_CACHES
 from lade.drafting.drafts import chain
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
@@ -71,7 +72,8 @@ def test_finished_rows_leave_the_forward() -> None:
     handle.remove()
     expected = model.generate(THREE, attention_mask=(THREE != 0).long(), **options)
     assert got.tolist() == expected.tolist()
-    assert sizes[0] == (1, int((THREE != 0).sum()))  # the prompts, without their padding
+    if MARKS_CACHES:  # else the cache may be the caller's, who gets all of it
+        assert sizes[0] == (1, int((THREE != 0).sum()))  # the prompts, without their padding
     rows = [shape[0] for shape in sizes[1:]]
     assert rows[0] == 3
     assert sum(size < 3 for size in rows) >= 5
@@ -276,7 +278,7 @@ def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
     shapes.clear()
     got = lade.generate(model, **inputs, **options)
     assert got.tolist() == expected.tolist()
-    assert shapes[0] == [1, 499]
+    assert shapes[0] == ([1, 499] if MARKS_CACHES else [4, 300])
     assert shapes[1][0] == shapes[2][0] == 1  # later, rows that are left may be of about one length
 
 

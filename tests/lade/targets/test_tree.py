@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import lade
 from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
+from lade.compat import MARKS_CACHES
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import may_share_a_row, tree_layout
@@ -20,7 +21,7 @@ from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Packing, Tree, TreeBatch, at_nodes, of_trees, origins
 from ngram_pool import Draft
 from tests.grids import thinned
-from tests.lade.tiny import VOCAB_SIZE, tiny_model
+from tests.lade.tiny import IS_NEWEST, VOCAB_SIZE, tiny_model
 
 CPU = torch.device("cpu")
 
@@ -295,7 +296,7 @@ def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(f
             outputs.append(target.prefill().logits[:, -1])
         targets.append(target)
     handle.remove()
-    is_uniform = all(kind.kind == "full" for kind in tree_layout(model).kinds)
+    is_uniform = MARKS_CACHES and all(kind.kind == "full" for kind in tree_layout(model).kinds)
     assert widths == [[4, 11], [1, 17] if is_uniform else [4, 11]]  # one of them once
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
     padded, packed = targets
@@ -313,6 +314,8 @@ def test_prompts_run_without_their_padding_and_their_keys_lie_where_they_would(f
     [("llama", True), ("mistral", True), ("deepseek_v32", False), ("llama4_text", False)],
 )
 def test_rows_have_their_own_where_slots_matter_or_keys_are_chosen(family: str, may: bool) -> None:
+    if family == "deepseek_v32" and not IS_NEWEST:
+        pytest.skip("this version's sparse attention takes no trees")
     model = tiny_model(family)
     assert may_share_a_row(model, tree_layout(model)) == may
 
