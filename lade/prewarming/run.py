@@ -198,6 +198,7 @@ class Run:
         counts = np.bincount(known[known >= 0], minlength=prompter.vocab_size)
         self._mentions = counts.astype(np.float64)
         self._hold(stored)
+        self._began_adding = self._began
 
     def work(self) -> None:
         """Ask the model until the time is up."""
