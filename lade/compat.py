@@ -90,6 +90,11 @@ def is_own_hook(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
 
 
+def may_be_users(cache: Any) -> bool:
+    """Return whether the caller of `generate` may have passed a cache; recent ones say so."""
+    return not MARKS_CACHES or getattr(cache, "_is_user_defined", False)
+
+
 def placeholders_of(model: Model) -> list[int]:
     """Return the tokens that stand for images, videos and audio, without which they are errors."""
     kinds = ("image", "video", "audio")

@@ -1342,8 +1342,8 @@ def find_worthwhile(
 ) -> int:
     """Find the tokens most worth running wherever the text is; return how many there are.
 
-    A token is worth its unigram probability, the chance that it comes next; ten times as much if no
-    table knows its successors, because they will be harvested.
+    A token is worth its unigram probability, the chance that it comes next; five times as much if
+    no table knows its successors, because they will be harvested.
 
     Args:
         unigram_ids, unigram_counts: as for `count_unigrams`.

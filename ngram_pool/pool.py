@@ -420,7 +420,7 @@ class NGramPool:
     ) -> tuple[Int32Array, Float64Array]:
         """Name tokens worth running anywhere in a text, for what is harvested there.
 
-        A token is worth its unigram probability in all that was harvested, ten times as much if
+        A token is worth its unigram probability in all that was harvested, five times as much if
         its successors are not known: they are, once it was run. Nothing is named before something
         was harvested. Linear in 4,096, the number of tokens whose counts are kept.
 

@@ -82,20 +82,24 @@ def knot_before(size: float) -> int:
 
 
 @kernel_with_gil
-def value_at(curve: Floats, size: float) -> float:
-    """Interpolate a curve over the knots; constant beyond both ends."""
+def place_of(size: float) -> tuple[int, float]:
+    """Return the knot before a size, and how far it is on the way to the next one, from 0 to 1."""
     left = knot_before(size)
     share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
-    share = min(max(share, 0.0), 1.0)
+    return left, min(max(share, 0.0), 1.0)
+
+
+@kernel_with_gil
+def value_at(curve: Floats, size: float) -> float:
+    """Interpolate a curve over the knots; constant beyond both ends."""
+    left, share = place_of(size)
     return float((1.0 - share) * curve[left] + share * curve[left + 1])
 
 
 @kernel_with_gil
 def hoped_for(curve: Floats, num: Floats, size: float) -> float:
     """Return the lowest cost that forwards of this size may have."""
-    left = knot_before(size)
-    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
-    share = min(max(share, 0.0), 1.0)
+    left, share = place_of(size)
     cost = 0.0
     for knot, part in ((left, 1.0 - share), (left + 1, share)):
         # The guess for a size never measured is optimistic already.
@@ -124,8 +128,7 @@ def record_cost(
         # The first forward of a size does not count: libraries prepare kernels for it.
         is_seen[int(size)] = True
         return
-    left = knot_before(size)
-    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    left, share = place_of(size)
     expected = value_at(curve, size)
     if num.sum() == 0:  # the guess is known up to a factor
         for knot in range(NUM_KNOTS):

@@ -1,11 +1,17 @@
 """`lade bench arena`: run the arena with a progress bar, print and write its table."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lade.bench.settings import Settings
-from lade.cli.bench import ResultFiles, describe_prompts, print_sheet, progress_bar, say_written
+from lade.cli.bench import (
+    ResultFiles,
+    describe_model,
+    describe_prompts,
+    print_sheet,
+    progress_bar,
+    say_written,
+)
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.config import Config
@@ -44,8 +50,6 @@ def run(
     files: ResultFiles,
 ) -> None:
     """Run the arena; print and write the results, even after an interruption."""
-    import torch
-
     from lade.bench.arena import Entry, run_arena, steps_by_prompt
     from lade.bench.methods import METHODS
     from lade.bench.plots import plot_curves
@@ -76,10 +80,7 @@ def run(
     if stopped_by is not None and not entries:
         raise stopped_by
     described: dict[str, Any] = {
-        "model": Path(loaded.name).name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": str(loaded.model.device),
-        "threads": torch.get_num_threads(),
+        **describe_model(loaded),
         **asdict(settings),
         "prompts": describe_prompts(chosen),
         "methods": {name: METHODS[name].description for name in methods},

@@ -67,8 +67,6 @@ def run(
     files: "ResultFiles",
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption."""
-    import torch
-
     from lade.bench.baselines import BASELINES
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS
@@ -108,10 +106,7 @@ def run(
     num_done = len(results)
     results = _of_whole_passes(results, num_calls // num_passes)
     described: dict[str, Any] = {
-        "model": Path(loaded.name).name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": str(loaded.model.device),
-        "threads": torch.get_num_threads(),
+        **describe_model(loaded),
         **asdict(settings),
         "prompts": describe_prompts(chosen),
         "methods": {name: METHODS[name].description for name in methods},
@@ -137,6 +132,18 @@ def run(
         say_written(plot_speedups(files.plot, "speedup", content["summary"]))
     if stopped_by is not None:
         raise stopped_by
+
+
+def describe_model(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what result files say of a model and how it is run."""
+    import torch
+
+    return {
+        "model": Path(loaded.name).name,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def describe_prompts(chosen: "PromptFile") -> dict[str, Any]:

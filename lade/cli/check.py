@@ -18,7 +18,7 @@ from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.report import rounded, write_json
 from lade.bench.settings import Settings
-from lade.cli.bench import check_writable
+from lade.cli.bench import check_writable, describe_model
 from lade.cli.demo import Difference, find_difference, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
@@ -223,14 +223,10 @@ def _as_json(
     made: dict[str, Any],
     was_interrupted: bool,
 ) -> dict[str, Any]:
-    model = loaded.model
     return {
         "environment": made,
         "settings": {
-            "model": Path(loaded.name).name,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": str(model.device),
-            "threads": torch.get_num_threads(),
+            **describe_model(loaded),
             "interrupted": was_interrupted,
         },
         "verification": found.verification,

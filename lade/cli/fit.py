@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lade.bench.settings import Settings
-from lade.cli.bench import describe_prompts, progress_bar, write_result
+from lade.cli.bench import describe_model, describe_prompts, progress_bar, write_result
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.config import Config
@@ -54,9 +54,7 @@ def run(
         weights = fit(lessons, crude_weights(), prewarmed)
     print(as_source(weights))
     described: dict[str, Any] = {
-        "model": Path(loaded.name).name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": str(loaded.model.device),
+        **describe_model(loaded),
         **asdict(settings),
         "max_draft_tokens": config.max_draft_tokens,
         "prompts": describe_prompts(chosen),

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lade.bench.settings import Settings
-from lade.cli.bench import ResultFiles, describe_prompts, print_sheet, progress_bar, say_written
+from lade.cli.bench import (
+    ResultFiles,
+    describe_model,
+    describe_prompts,
+    print_sheet,
+    progress_bar,
+    say_written,
+)
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.models.loading import LoadedModel
@@ -22,8 +29,6 @@ def record(
     num_successors: int,
 ) -> None:
     """Answer prompts and write the traces, even after an interruption."""
-    import torch
-
     from lade.bench.environment import environment
     from lade.bench.record import record as record_all
     from lade.bench.record import vocab_size_of
@@ -49,10 +54,7 @@ def record(
     if stopped_by is not None and not traces:
         raise stopped_by
     described: dict[str, Any] = {
-        "model": Path(loaded.name).name,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": str(loaded.model.device),
-        "threads": torch.get_num_threads(),
+        **describe_model(loaded),
         **asdict(settings),
         "vocab_size": vocab_size_of(loaded.model),
         "num_successors": num_successors,

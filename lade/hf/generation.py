@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, FixedBudget, PricedBudget
 from lade.closeness import is_exact_in, limit_of
-from lade.compat import MARKS_CACHES, Model, decode_plainly, mesh_of, placeholders_of
+from lade.compat import Model, decode_plainly, may_be_users, mesh_of, placeholders_of
 from lade.config import Config
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, NoDrafter, SamplingDrafter
@@ -391,7 +391,7 @@ class Generation:
         """Whether the caller may have passed the cache, and so may continue from it."""
         if not isinstance(self._cache, DynamicCache):
             return False
-        return not MARKS_CACHES or getattr(self._cache, "_is_user_defined", False)
+        return may_be_users(self._cache)
 
     @property
     def _watching(self) -> Watching:

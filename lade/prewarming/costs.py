@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
+from lade.prewarming.files import cache_folder, write_whole
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
@@ -23,9 +24,7 @@ _MAX_SIZE = 2**12  # tokens of a forward
 
 def costs_folder() -> Path:
     """Return the folder of all costs in the user's cache; it need not exist."""
-    from platformdirs import user_cache_path  # here, as only files need it
-
-    return user_cache_path("lade", appauthor=False) / "costs"
+    return cache_folder("costs")
 
 
 def first_costs_of(
@@ -75,15 +74,9 @@ def read_costs(path: Path) -> dict[int, float]:
 
 def write_costs(path: Path, costs: Mapping[int, float]) -> None:
     """Write costs; a reader sees all of them or none. What cannot be written is left out."""
-    made = path.with_name(f"{path.stem}.making-{os.getpid()}")
+    seconds = {str(size): round(sec, 6) for size, sec in sorted(costs.items())}
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            seconds = {str(size): round(sec, 6) for size, sec in sorted(costs.items())}
-            made.write_text(json.dumps({"format": _FORMAT, "seconds": seconds}))
-            os.replace(made, path)
-        finally:
-            made.unlink(missing_ok=True)
+        write_whole(path, json.dumps({"format": _FORMAT, "seconds": seconds}).encode())
 
 
 def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from lade._version import __version__
 from lade.compat import Model, mesh_of, without_compiler
 from lade.errors import UnsupportedModelError
+from lade.prewarming.files import cache_folder, write_whole
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
@@ -77,9 +77,7 @@ class StoredTable(NamedTuple):
 
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
-    from platformdirs import user_cache_path  # here, as only tables need it
-
-    return user_cache_path("lade", appauthor=False) / "tables"
+    return cache_folder("tables")
 
 
 def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None:
@@ -286,19 +284,7 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path.parent)
-    # A name of our own rather than mkstemp's: an interruption before we know mkstemp's name would
-    # leave the file behind.
-    made = path.with_name(f"{path.stem}.making-{secrets.token_hex(8)}")
-    try:
-        with open(made, "xb", opener=_open_for_owner) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut can leave the new name without content
-        os.replace(made, path)
-    except BaseException:
-        with suppress(OSError):
-            made.unlink()
-        raise
+    write_whole(path, content)
 
 
 def _sweep(folder: Path) -> None:
@@ -308,10 +294,6 @@ def _sweep(folder: Path) -> None:
             with suppress(OSError):
                 if time.time() - made.lstat().st_mtime > _STALE_SEC:
                     made.unlink()
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _vocab_size(model: Model) -> int:

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import MARKS_CACHES, Model, attention_of, prefill
+from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError
 from lade.targets import ties
 from lade.targets.base import Alone, Forward
@@ -76,7 +76,7 @@ class TreeTarget:
         self._reaches = layout.reaches
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         past = model_kwargs.get("past_key_values")
-        self._is_users_cache = not MARKS_CACHES or getattr(past, "_is_user_defined", False)
+        self._is_users_cache = may_be_users(past)
         embeds = model_kwargs.get("inputs_embeds")
         num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
         num_slots += past.get_seq_length() if past is not None else 0
