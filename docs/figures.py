@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lade.bench.report import LOOPS, OVERALL, share_text, speedup_text
+from lade.bench.report import OVERALL, share_text, speedup_text
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 from lade.support.formats import FormatRow
@@ -44,8 +44,11 @@ _NAMES = {
     "plain": "`generate`",
     "prompt_lookup": "transformers' prompt lookup",
     "lade": "**lade**",
+    "lade_fresh": "**lade**",
     "lade_untabled": "**lade**, without a table",
     "lade_lookahead": "**lade**, with a lookahead window",
+    "lade_pool": "**lade**, with the pool",
+    "lade_pool_fresh": "**lade**, with the pool",
     "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_lookahead": "lookahead pool (N=5, G=7)",
@@ -56,6 +59,8 @@ _NAMES = {
     "rival_suffix": "SuffixDecoding-like",
 }
 _PREWARMED = "**lade**, after `lade prewarm`"
+_OURS = ("lade", "lade_fresh")
+_ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
 _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Gemma 3 270M"}
 
 
@@ -133,6 +138,15 @@ def value(file: str, path: str, form: str = "") -> str:
 
 
 @_figure
+def cell(file: str, temperature: str, length: str, batch_size: str = "1") -> str:
+    """Return the speed-up of one cell of a grid, without several samples of a prompt."""
+    wanted = (float(temperature), int(length), int(batch_size), 1)
+    names = ("temperature", "max_new_tokens", "batch_size", "num_return_sequences")
+    (run,) = [run for run in _read(file)["runs"] if tuple(run[n] for n in names) == wanted]
+    return speedup_text(run["speedup"])
+
+
+@_figure
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
     return f"{median(prompt[method]['overhead'] for prompt in _read(file)['prompts']):.1%}"
@@ -145,34 +159,15 @@ def rates(file: str, method: str, group: str = OVERALL) -> str:
 
 
 @_figure
-def held_out() -> str:
-    """Return what lade comes to on prompts that its first weights were not fitted to."""
-    file = "results/drafts/held_out"
-    if not _path(file).exists():
-        return "what they give on prompts they were not fitted to was not measured yet."
-    overall = _read(file)["summary"][OVERALL]
-    found = [
-        f"{_label(file, name, overall)} {speedup_text(entry['speedup'])} (MAT {_mat(entry)})"
-        for name, entry in overall.items()
-        if name != "plain"
-    ]
-    num = overall["plain"]["num_prompts"]
-    return (
-        f"on {num} prompts they were not fitted to, {_decoding(file)} in "
-        f"{_read(file)['settings']['dtype']}: {', '.join(found)}."
-    )
-
-
-@_figure
-def ratios(method: str) -> str:
-    """Return by how much a method's MAT exceeds the best rival's, by replay, at each budget."""
-    runs = _replayed()
+def ratios(file: str, method: str) -> str:
+    """Return by how much a method's MAT exceeds the best rival's in an arena, at each budget."""
+    runs = _runs(file)
     sizes = sorted({size for _, size in runs})
     best = [
         max(
             run["mean_accepted_tokens"]
             for (name, each), run in runs.items()
-            if _is_rival(name, each, size)
+            if name.startswith("rival_") and each == size
         )
         for size in sizes
     ]
@@ -190,14 +185,15 @@ def headline(*files: str) -> str:
     for file in files:
         settings, overall = _read(file)["settings"], _read(file)["summary"][OVERALL]
         for method, entry in overall.items():
-            name = _PREWARMED if _uses_table(file, method) else _name(method, overall)
+            name = _label(file, method, overall)
+            if file.endswith("_prewarmed") and name != _PREWARMED:
+                continue  # measured once more for the ratio, and shown once
             rate, ratio = f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"])
             same = share_text(entry["same_text"])
             rows.append((settings["dtype"], name, rate, ratio, same))
     headings = ("number format", "decoding", "tokens/s", "speed-up", "same text")
-    counts = " and ".join(
-        str(_read(file)["summary"][OVERALL]["plain"]["num_prompts"]) for file in files
-    )
+    nums = [str(_read(file)["summary"][OVERALL]["plain"]["num_prompts"]) for file in files]
+    counts = " and ".join(dict.fromkeys(nums))
     note = (
         f"{_model(files[0])}, greedy, {counts} Spec-Bench prompts (answers that end in a loop left "
         f"out), on {_hardware(files[0])}."
@@ -242,95 +238,58 @@ def categories(file: str) -> str:
 
 
 @_figure
-def texts(file: str) -> str:
-    """Return what lade comes to in every category of a file."""
-    rows = [
-        (
-            f"{group} ({entry['lade']['num_prompts']})",
-            f"{speedup_text(entry['lade']['speedup'])} ({_passes_text(entry['lade'])})",
-            *_counts(entry["lade"])[:2],
-        )
-        for group, entry in _read(file)["summary"].items()
-    ]
-    return _table(("text (prompts)", "speed-up", "MAT", "draft tokens/step"), 1, rows)
-
-
-@_figure
-def replay() -> str:
-    """Return MAT, and draft tokens a step, of every drafter at every budget, by replay."""
-    runs = _replayed()
+def arena(file: str) -> str:
+    """Return MAT, and draft tokens a step, of every drafter at every budget, live."""
+    runs = _runs(file)
     sizes = sorted({size for _, size in runs})
+    ours = _NAMES["lade"] if _read(file)["settings"]["num_table_contexts"] is None else _PREWARMED
+    names = {**_NAMES, "lade": f"{ours}, one pool for all prompts", "lade_fresh": ours}
     rows = []
     for method in dict.fromkeys(name for name, _ in runs):
-        cells = [runs[method, size] for size in sizes]
-        name = _PREWARMED if method == "lade" else _NAMES.get(method, method)
-        if method == "lade_fresh":
-            name = f"{_PREWARMED}, a new pool for each prompt"
         numbers = [
             f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
-            for run in cells
+            for run in (runs[method, size] for size in sizes)
         ]
-        rows.append((name, *numbers))
+        rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
 
 
 @_figure
-def batches() -> str:
-    """Return speed-ups by temperature and batch size."""
-    columns = [*(f"batch_{size}" for size in (1, 2, 4, 8)), "samples_8"]
-    rows = []
-    for temperature in ("0", "0.7", "1.0"):
-        cells = []
-        for column in columns:
-            name = f"results/batches/temperature_{temperature}_{column}"
-            entry = _read(name)["summary"][OVERALL]["lade"] if _path(name).exists() else None
-            cells.append(
-                "" if entry is None else f"{speedup_text(entry['speedup'])} ({_mat(entry)})"
-            )
-        rows.append((temperature, *cells))
-    headings = ("temperature", "1 row", "2 rows", "4 rows", "8 rows", "8 samples of a prompt")
-    return _table(headings, 1, rows)
+def grid(*files: str) -> str:
+    """Return speed-ups, and MAT, in every setting."""
+    runs = [run for file in files for run in _read(file)["runs"]]
+    columns = [*dict.fromkeys((_rows_text(run), run["max_new_tokens"]) for run in runs)]
+    cells: dict[tuple[str, float], dict[tuple[str, int], str]] = {}
+    for run in runs:
+        cell = f"{speedup_text(run['speedup'])}{'*' * run['loops']} ({_mat(run)})"
+        row = cells.setdefault((run["dtype"], run["temperature"]), {})
+        row[_rows_text(run), run["max_new_tokens"]] = cell
+    rows = [
+        (dtype, f"{temperature:g}", *(row.get(column, "") for column in columns))
+        for (dtype, temperature), row in cells.items()
+    ]
+    headings = [f"{rows_text}, {length} tokens" for rows_text, length in columns]
+    return _table(("number format", "temperature", *headings), 2, rows)
+
+
+def _rows_text(run: Mapping[str, Any]) -> str:
+    if run["num_return_sequences"] > 1:
+        return f"{run['num_return_sequences']} samples of a prompt"
+    return "1 prompt" if run["batch_size"] == 1 else f"{run['batch_size']} prompts"
 
 
 @_figure
-def sampling() -> str:
-    """Return what seed-for-seed sampling comes to in float32."""
-    rows = []
-    for path in sorted((DOCS / "results" / "sampling").glob("*.json")):
-        content = _read(f"results/sampling/{path.stem}")
-        entries = [
-            group["lade"] for name, group in content["summary"].items() if name in (OVERALL, LOOPS)
-        ]
-        same = sum(round(entry["same_text"] * entry["num_prompts"]) for entry in entries)
-        num = sum(entry["num_prompts"] for entry in entries)
-        overall = content["summary"][OVERALL]["lade"]
-        words = _settings(content["settings"]).describe()
-        rows.append((words, speedup_text(overall["speedup"]), _mat(overall), f"{same} of {num}"))
-    return _table(("setting", "speed-up", "MAT", "same text"), 1, rows)
-
-
-@_figure
-def verification() -> str:
-    """Return what each verification method costs on a model that can use all of them."""
-    names = ("tree", "rows", "chain", "snapshot")
-    rows = []
-    for dtype in ("bfloat16", "float32"):
-        content = _read(f"results/verification/smollm2_{dtype}")
-        overall = content["summary"][OVERALL]
-        num, length = overall["plain"]["num_prompts"], content["settings"]["max_new_tokens"]
-        cells = [
-            f"{speedup_text(e['speedup'])} ({', '.join(_counts(e))})"
-            for e in (overall[f"lade_{name}"] for name in names)
-        ]
-        rows.append((f"{dtype}, {num} prompts, {length} tokens", *cells))
-    return _table(("speed-up (MAT, draft tokens a step, same text)", *names), 1, rows)
+def same_texts(file: str) -> str:
+    """Return in how many settings of a grid all texts were those of plain, and of how many."""
+    runs = _read(file)["runs"]
+    return f"{sum(run['same_text'] == 1 for run in runs)} of {len(runs)}"
 
 
 @_figure
 def pool(file: str = "results/pool") -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""
     timings = _read(file)["timings"]
-    has_steps = "step_us" in timings[0]
+    has_steps, has_files = "step_us" in timings[0], "load_ms" in timings[0]
     rows = []
     for timing in timings:
         cells = [
@@ -340,11 +299,36 @@ def pool(file: str = "results/pool") -> str:
         ]
         if has_steps:
             cells.append(f"{timing['step_us']:.0f} ({timing['step_p95_us']:.0f})")
+        if has_files:
+            cells.append(f"{timing['load_ms']:.0f}")
         rows.append((*cells, f"{timing['bytes_per_token']:.0f}"))
     size = _read(file)["settings"]["max_draft_tokens"]
     headings = ["tokens held", "observe, µs a token", f"draft of {size} tokens, µs (95 %)"]
     headings += ["whole step, µs (95 %)"] * has_steps
+    headings += ["load and first draft, ms"] * has_files
     return _table((*headings, "bytes a token"), 0, rows)
+
+
+@_figure
+def pool_threads() -> str:
+    """Return what threads have of one pool that they share."""
+    timings = _read("results/pool_threads")["timings"]
+    alone_us = timings[0]["longest_draft_us"]
+    rows = [
+        (
+            str(timing["num_threads"]),
+            f"{timing['steps_per_sec']:,.0f}",
+            f"{timing['draft_us'] / 1000:.2f} ({timing['draft_p99_us'] / 1000:.1f})",
+            f"{timing['write_us'] / 1000:.2f} ({timing['write_p99_us'] / 1000:.1f})",
+            f"{timing['longest_us'] / 1000:.1f}",
+            f"{timing['num_threads'] * alone_us / 1000:.1f}",
+            str(timing["num_lost"]),
+        )
+        for timing in timings
+    ]
+    headings = ["threads", "steps a second", "draft, ms (99 %)", "write, ms (99 %)"]
+    headings += ["longest call, ms", "longest draft alone, times threads, ms", "updates lost"]
+    return _table(headings, 0, rows)
 
 
 @_figure
@@ -423,7 +407,7 @@ def source(*files: str) -> str:
     if "model" in content.get("settings", {}):
         settings = content["settings"]
         parts.append(f"{_model(files[0])} in {settings['dtype']}")
-        if len({_decoding(file) for file in files}) == 1:
+        if "max_new_tokens" in settings and len({_decoding(file) for file in files}) == 1:
             parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")
         num = settings["prompts"]["num"]
         times = settings.get("passes", 1)
@@ -455,11 +439,9 @@ def draw(folder: Path) -> list[Path]:
     from lade.bench.replay_report import Point
 
     check_folder(folder)
-    points = [
-        Point(**run) for run in _read("results/drafts/replay")["runs"] if run["group"] == OVERALL
-    ]
-    summary = _read("results/drafts/bfloat16")["summary"]
-    return [*plot_curves(folder, "replay", points), *plot_speedups(folder, "bfloat16", summary)]
+    points = [Point(**run) for run in _read(_ARENA)["runs"] if run["group"] == OVERALL]
+    summary = _read("results/new_pools/bfloat16")["summary"]
+    return [*plot_curves(folder, "arena", points), *plot_speedups(folder, "bfloat16", summary)]
 
 
 def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:
@@ -480,15 +462,11 @@ def _read(file: str) -> Any:
     return json.loads(_path(file).read_text(encoding="utf-8"))
 
 
-def _replayed() -> dict[tuple[str, int], Mapping[str, Any]]:
-    runs = _read("results/drafts/replay")["runs"]
+def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
+    runs = _read(file)["runs"]
     return {
         (run["method"], run["max_draft_tokens"]): run for run in runs if run["group"] == OVERALL
     }
-
-
-def _is_rival(method: str, size: int, wanted: int) -> bool:
-    return method.startswith("rival_") and size == wanted
 
 
 def _settings(content: Mapping[str, Any]) -> Settings:
@@ -514,13 +492,10 @@ def _hardware(file: str) -> str:
     return f"{made['cpu']}, {made['num_cores']} cores{threads}"
 
 
-def _uses_table(file: str, method: str) -> bool:
-    """Tell whether a method drafted from a table: beside one that is told to leave it out."""
-    return method == "lade" and "lade_untabled" in _read(file)["summary"][OVERALL]
-
-
 def _label(file: str, method: str, overall: Mapping[str, Any]) -> str:
-    return _PREWARMED if _uses_table(file, method) else _name(method, overall)
+    # A table was there, or it was there and one method was told to leave it out.
+    uses_table = file.endswith("_prewarmed") or "lade_untabled" in overall
+    return _PREWARMED if uses_table and method in _OURS else _name(method, overall)
 
 
 def _name(method: str, overall: Mapping[str, Any]) -> str:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lade.hf.doors import unwrap as unwrap
     from lade.hf.doors import wrap as wrap
     from lade.hf.generation import GenerateOutput as GenerateOutput
+    from lade.pools import load_pool as load_pool
+    from lade.pools import save_pool as save_pool
     from lade.prewarming.run import Prewarmed as Prewarmed
     from lade.prewarming.run import prewarm as prewarm
     from lade.probing.profile import release as release
@@ -67,10 +69,12 @@ _HOMES = {
     "VerificationWarning": "lade.errors",
     "decode": "lade.hf.doors",
     "generate": "lade.hf.doors",
+    "load_pool": "lade.pools",
     "prewarm": "lade.prewarming.run",
     "probe": "lade.probing.report",
     "recheck": "lade.probing.report",
     "release": "lade.probing.profile",
+    "save_pool": "lade.pools",
     "unwrap": "lade.hf.doors",
     "wrap": "lade.hf.doors",
 }
@@ -97,11 +101,13 @@ __all__ = [
     "__version__",
     "decode",
     "generate",
+    "load_pool",
     "models",
     "prewarm",
     "probe",
     "recheck",
     "release",
+    "save_pool",
     "unwrap",
     "wrap",
 ]

@@ -7,18 +7,23 @@ How the text is held. Each observed token gets the next *position*, 0, 1, 2, …
 position `p` is in row `p % num_rows`, so that the newest `num_rows` tokens are held and the oldest
 is overwritten first. `first` is the oldest position still held.
 
-    text      [num_rows, 3]     token id, previous position, next position
+    text      [num_rows, 3]     token id, previous position, next position; NONE where forgotten
     links     [num_rows, N]     by order: the next older position in the same bucket
     heads     [N, num_buckets]  by order: the newest position in each bucket
-    counts    [2]               the next position, and by how much positions were lowered so far
+    counts    [4]               the next position, by how much positions were lowered so far, and
+                                the hash's first state and its multiplier, which are the pool's seed
     sequence  [4]               state of an open sequence: its last position, the first positions of
                                 its prompt and of its answer, and by how much these were lowered
 
 Previous and next run along the token's own sequence (they differ from p-1 and p+1 only where
 sequences grow interleaved). The n-gram *ending* at `p` belongs to one bucket of its order, found by
 hashing; links lead from a bucket's head to ever older positions, as in the hash chains of LZ77
-matchers. Nothing is ever deleted: a position older than `first` ends a chain. Text and links are
-separate arrays because matching often reads the text of neighbouring positions, never their links.
+matchers. Nothing is deleted as it gets old: a position older than `first` ends a chain. What is to
+be forgotten leaves its row empty, in no bucket and no sequence. Text and links are separate arrays
+because matching often reads the text of neighbouring positions, never their links.
+
+A *layer* is a read-only pool that a sequence drafts from too. Kernels get all layers of a sequence
+as one array of addresses and sizes, so that they are compiled once for any number.
 
 No signal is noticed while a kernel runs. So whatever must change together, counts included, is
 changed by one kernel: then the pool is consistent wherever Python is interrupted.
@@ -26,6 +31,7 @@ changed by one kernel: then the pool is consistent wherever Python is interrupte
 Next file: `pool.py`.
 """
 
+import ctypes
 import math
 import warnings
 from collections.abc import Callable
@@ -33,6 +39,7 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -48,34 +55,48 @@ def kernel(function: _F) -> _F:
     return _compiled(function, nogil=True)
 
 
+def inlined(function: _F) -> _F:
+    """Compile like `kernel`, into its callers: a call would cost as much as the work."""
+    return _compiled(function, nogil=True, forceinline=True)
+
+
 def kernel_with_gil(function: _F) -> _F:
     """Compile like `kernel`, for calls so short that other threads may well wait."""
     return _compiled(function, nogil=False)
 
 
-def _compiled(function: _F, nogil: bool) -> _F:
+def _compiled(function: _F, **options: bool) -> _F:
     try:
-        compiled: _F = numba.njit(nogil=nogil, cache=True)(function)
+        compiled: _F = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
         # The same text for all kernels, so that only one warning is shown.
         warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=2)
-        compiled = numba.njit(nogil=nogil)(function)
+        compiled = numba.njit(**options)(function)
     return compiled
 
 
 MAX_TOKEN_ID = 2**31 - 1
 NONE = -1  # "no position" and "no node" inside arrays
 TOKEN, PREVIOUS, NEXT = 0, 1, 2  # columns of `text`
-NEXT_POSITION, LOWERED = 0, 1  # of `counts`
+NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
 # Origins of text. PROMPT and ANSWER also index their first positions in `sequence`; the index that
 # EARLIER would have is that of the last position, TAIL.
 EARLIER, PROMPT, ANSWER = range(3)
 TAIL, LOWERED_THEN = 0, 3
 NEVER = 2**62  # first position of a prompt or an answer that has not begun
+# Columns of `layers`, int64 [num_layers, NUM_LAYER_COLUMNS]: addresses and sizes of a layer's text,
+# links and heads, its next position, seed and multiplier, and the same of its harvested successors.
+TEXT_AT, LINKS_AT, HEADS_AT, NUM_ROWS, NUM_ORDERS, NUM_BUCKETS = range(6)
+LAYER_NEXT, LAYER_SEED, LAYER_MULTIPLIER = range(6, 9)
+KEYS_AT, IDS_AT, COSTS_AT, NUM_KEYS, NUM_SUCCESSORS = range(9, 14)
+NUM_LAYER_COLUMNS = 14
+# Occurrences are noted as their position plus this many times their source: 0 for the own text,
+# 1, 2, … for the layers.
+_SOURCE = 2**32
 
 # 31-bit states times a multiplier under 2**31 stay below 2**62: no overflow, compiled or not.
-_HASH_MASK = 2**31 - 1
-_HASH_MULTIPLIER = 0x5851F42D
+HASH_MASK = 2**31 - 1
+HASH_MULTIPLIER = 0x5851F42D  # of tables, and of the text of a pool whose seed is 0
 
 # Probabilities of successors. All values below were fitted to recorded greedy answers of
 # SmolLM2-135M-Instruct (docs/notes/drafting.md); the optimum is flat: 10 % either way costs less
@@ -106,8 +127,9 @@ MAX_MATCH = 32
 # other n-grams; this only bounds the rare context that shares its bucket with a very frequent one,
 # and the cost of a text made so that its n-grams collide: a draft of 64 nodes took 0.16 ms instead
 # of 0.05, and 2.0 with 4096. Of 4000 drafts for program text, none differs from those with 4096,
-# and four do with 64. Hashes with a secret seed would make drafts depend on the seed: through
-# this limit, MAX_SKIPS_READ, and the choice of what to drop from a table's full bucket.
+# and four do with 64. Nobody can make such a text who does not know the pool's seed; drafts depend
+# on the seed only through this limit and MAX_SKIPS_READ, which count entries of a bucket, whatever
+# they are. (Tables need no seed: a full bucket drops its oldest context, and none takes longer.)
 MAX_CHAIN = 256
 # A node less likely than this is drafted only as the best successor of its parent, so that a draft
 # runs as deep as the text it follows; no machine verifies other nodes for so little gain.
@@ -132,7 +154,8 @@ NUM_WEIGHTS = BIAS + 1
 # Rows of weights. The weights of a context are the sum of three rows: by the match in the text and
 # whether the last token is prewarmed; by the origin of its newest occurrence; by which tables know
 # the last pair.
-MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29
+# Each of the first layers has a row of its own among the origins; further ones share the last.
+MATCH_ROWS, ORIGIN_ROW, KNOWN_ROW, LAYER_ROW, NUM_WEIGHT_ROWS = 22, 22, 25, 29, 33
 LEAST_LOG_PROB = math.log(1e-4)
 FAINT = 0.01  # the least that a source gives for a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
@@ -140,15 +163,82 @@ _OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
 # Occurrences of a context before an exchanged token: maximum to take, and to read per order.
 MAX_SKIPS = 3
 MAX_SKIPS_READ = 16
-# Room for candidates: from text, from skips, from four tables of 8, and some to spare.
+# Room for candidates: from text, from skips, from four tables of 8, and some to spare; each layer
+# adds room for its MAX_OCCURRENCES.
 MAX_FOUND = 48
+
+
+@inlined
+def hash_with(state: int, token_id: int, multiplier: int) -> int:
+    """Extend the hash of an n-gram by the token before it; the hash of no token is the seed."""
+    product = ((state ^ token_id) & HASH_MASK) * multiplier
+    return (product ^ (product >> 29)) & HASH_MASK
 
 
 @kernel
 def hash_step(state: int, token_id: int) -> int:
-    """Extend the hash of an n-gram by the token before it; the hash of no token is 0."""
-    product = ((state ^ token_id) & _HASH_MASK) * _HASH_MULTIPLIER
-    return (product ^ (product >> 29)) & _HASH_MASK
+    """Extend a hash without a seed, as tables use it; the hash of no token is 0."""
+    return hash_with(state, token_id, HASH_MULTIPLIER)
+
+
+# --- layers: arrays by their addresses ---
+
+if numba.config.DISABLE_JIT:
+
+    def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = (ctypes.c_char * num_bytes).from_address(int(address))
+        return np.frombuffer(buffer, dtype).reshape(shape)
+
+else:
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _pointer(typing_context: Any, address: Any) -> Any:
+        """Return an integer as a pointer, which `numba.carray` takes."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer = context.get_value_type(numba.types.voidptr)
+            return builder.inttoptr(arguments[0], pointer)
+
+        return numba.types.voidptr(numba.types.int64), generate
+
+    @kernel
+    def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        array: NDArray[Any] = numba.carray(_pointer(address), shape, dtype)
+        return array
+
+
+@kernel
+def text_of(layer: Int64Array) -> tuple[Int32Array, Int32Array]:
+    """Return the text and the links of a layer, a row of `layers`."""
+    num_rows = layer[NUM_ROWS]
+    return (
+        _array_at(layer[TEXT_AT], (num_rows, 3), np.int32),
+        _array_at(layer[LINKS_AT], (num_rows, layer[NUM_ORDERS]), np.int32),
+    )
+
+
+@kernel
+def heads_of(layer: Int64Array) -> Int32Array:
+    """Return the heads of a layer."""
+    return _array_at(layer[HEADS_AT], (layer[NUM_ORDERS], layer[NUM_BUCKETS]), np.int32)
+
+
+@kernel
+def table_of(layer: Int64Array) -> TableArrays:
+    """Return the harvested successors of a layer."""
+    shape = (layer[NUM_KEYS], layer[NUM_SUCCESSORS])
+    return (
+        _array_at(layer[KEYS_AT], (layer[NUM_KEYS],), np.int64),
+        _array_at(layer[IDS_AT], shape, np.int32),
+        _array_at(layer[COSTS_AT], shape, np.uint16),
+    )
+
+
+@kernel
+def first_of(layer: Int64Array) -> int:
+    """Return the oldest position that a layer holds."""
+    return max(0, int(layer[LAYER_NEXT] - layer[NUM_ROWS]))
 
 
 @kernel
@@ -171,22 +261,27 @@ def lower(sequence: Int64Array, counts: Int64Array) -> None:
     sequence[LOWERED_THEN] = counts[LOWERED]
 
 
-@kernel
+@inlined
 def index_position(
-    text: Int32Array, links: Int32Array, heads: Int32Array, position: int, first: int
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    counts: Int64Array,
+    position: int,
+    first: int,
 ) -> None:
     """Put the n-grams of every order that end at `position` at the head of their buckets."""
     num_rows = text.shape[0]
     bucket_mask = heads.shape[1] - 1
     row = position % num_rows
-    state = 0
+    state, multiplier = int(counts[SEED]), int(counts[MULTIPLIER])
     reached = position
     for order in range(heads.shape[0]):
         if reached < first:  # the sequence, or what is held of it, is shorter than this order
             links[row, order] = NONE
             continue
         reached_row = reached % num_rows
-        state = hash_step(state, int(text[reached_row, TOKEN]))
+        state = hash_with(state, int(text[reached_row, TOKEN]), multiplier)
         bucket = state & bucket_mask
         links[row, order] = heads[order, bucket]
         heads[order, bucket] = position
@@ -200,6 +295,7 @@ def append(
     heads: Int32Array,
     counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     token_ids: Int64Array,
     learning_rate: float,
     harvested: TableArrays,
@@ -220,6 +316,8 @@ def append(
     num_rows = text.shape[0]
     position = int(counts[NEXT_POSITION])
     tail = int(sequence[TAIL])
+    if tail >= 0 and text[tail % num_rows, TOKEN] == NONE:  # forgotten
+        tail = NONE
     for i in range(token_ids.shape[0]):
         sequence[PROMPT] = min(sequence[PROMPT], position)
         if learning_rate > 0.0:
@@ -228,8 +326,9 @@ def append(
                 text,
                 links,
                 heads,
-                max(0, position - num_rows),
+                counts,
                 sequence,
+                layers,
                 harvested,
                 prewarmed,
                 weights,
@@ -251,19 +350,20 @@ def append(
         text[row, NEXT] = NONE
         if tail != NONE:
             text[tail % num_rows, NEXT] = position
-        index_position(text, links, heads, position, first)
+        index_position(text, links, heads, counts, position, first)
         tail = position
         position += 1
+        counts[NEXT_POSITION] = position
     sequence[TAIL] = tail
-    counts[NEXT_POSITION] = position
 
 
 @kernel
 def reindex(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
-    """Rebuild the links after `heads` changed its size; `heads` must be empty."""
+    """Rebuild the links; links and heads must be empty."""
     first = first_held(text, counts)
     for position in range(first, int(counts[NEXT_POSITION])):
-        index_position(text, links, heads, position, first)
+        if text[position % text.shape[0], TOKEN] != NONE:
+            index_position(text, links, heads, counts, position, first)
 
 
 @kernel
@@ -312,12 +412,26 @@ def escape_prob(length: int, num_successors: int, num_occurrences: int) -> float
     return share * math.sqrt(num_successors / num_occurrences)
 
 
-@kernel
-def origin_of(position: int, sequence: Int64Array) -> int:
-    """Return whether a position is in the sequence's own answer, its prompt, or earlier text."""
-    if position >= sequence[ANSWER]:
+@inlined
+def origin_of(occurrence: int, sequence: Int64Array) -> int:
+    """Return whether an occurrence is in the sequence's own answer, its prompt, or earlier text.
+
+    A layer's text is earlier text; only its row of weights is another.
+    """
+    if occurrence >= _SOURCE:
+        return EARLIER
+    if occurrence >= sequence[ANSWER]:
         return ANSWER
-    return PROMPT if position >= sequence[PROMPT] else EARLIER
+    return PROMPT if occurrence >= sequence[PROMPT] else EARLIER
+
+
+@kernel
+def origin_row(occurrence: int, sequence: Int64Array) -> int:
+    """Return the row of weights for the origin of an occurrence."""
+    layer = occurrence // _SOURCE
+    if layer == 0:
+        return ORIGIN_ROW + origin_of(occurrence, sequence)
+    return min(LAYER_ROW + layer, NUM_WEIGHT_ROWS) - 1
 
 
 @kernel
@@ -338,13 +452,125 @@ def add_successor(
     return num_found + 1
 
 
+@inlined
+def look_up(
+    heads: Int32Array,
+    seed: int,
+    multiplier: int,
+    context: Int64Array,
+    max_order: int,
+    newest: Int64Array,
+) -> None:
+    """Fill `newest` by order, from 1 on, with the newest position in the context's bucket.
+
+    All orders at once, so that the cache misses overlap; NONE for orders that are not indexed.
+    """
+    state = seed
+    newest[0] = 0  # how many occurrences were read
+    for order in range(1, max_order + 1):
+        if order > heads.shape[0]:
+            newest[order] = NONE
+            continue
+        state = hash_with(state, int(context[order - 1]), multiplier)
+        newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
+
+
+@kernel
+def look_up_layers(
+    layers: Int64Array, context: Int64Array, max_order: int, found: Int64Array
+) -> None:
+    """Look a context up in each layer, and fill the layer's row of `found`; see `look_up`."""
+    for i in range(layers.shape[0]):
+        seed, multiplier = int(layers[i, LAYER_SEED]), int(layers[i, LAYER_MULTIPLIER])
+        look_up(heads_of(layers[i]), seed, multiplier, context, max_order, found[8 + i])
+
+
+@inlined
+def read_bucket(
+    text: Int32Array,
+    links: Int32Array,
+    first: int,
+    source: int,
+    newest: Int64Array,
+    order: int,
+    context: Int64Array,
+    limit: int,
+    num_counted: int,
+    num_occurrences: int,
+    found: Int64Array,
+) -> int:
+    """Read occurrences of a context in one text, newest first, up to the text's limit.
+
+    Args:
+        newest: as `look_up` filled it; the number of occurrences read is counted in it.
+        num_counted: how many occurrences were read for a longer order.
+
+    Returns:
+        The number of occurrences in `found`.
+    """
+    occurrences, lengths, next_ids = found[0], found[4], found[5]
+    num_rows = text.shape[0]
+    position = int(newest[order])
+    num_read = 0
+    begin = num_occurrences
+    most = num_occurrences + limit - int(newest[0])
+    while position >= first and num_read < MAX_CHAIN and num_occurrences < most:
+        row = position % num_rows
+        after = int(text[row, NEXT])
+        if after != NONE:
+            length = match_length(text, position, first, context)
+            occurrence = source * _SOURCE + position
+            is_new = length >= order
+            for i in range(num_counted):  # those already read for a longer order
+                is_new = is_new and occurrences[i] != occurrence
+            if is_new:
+                occurrences[num_occurrences] = occurrence
+                lengths[num_occurrences] = length
+                next_ids[num_occurrences] = text[after % num_rows, TOKEN]
+                num_occurrences += 1
+        position = int(links[row, order - 1])
+        num_read += 1
+    newest[0] += num_occurrences - begin
+    return num_occurrences
+
+
+@kernel
+def read_layers(
+    layers: Int64Array,
+    order: int,
+    context: Int64Array,
+    limit: int,
+    num_counted: int,
+    num_occurrences: int,
+    found: Int64Array,
+) -> int:
+    """Read occurrences of a context in each layer; see `read_bucket`."""
+    for i in range(layers.shape[0]):
+        text, links = text_of(layers[i])
+        num_occurrences = read_bucket(
+            text,
+            links,
+            first_of(layers[i]),
+            1 + i,
+            found[8 + i],
+            order,
+            context,
+            limit,
+            num_counted,
+            num_occurrences,
+            found,
+        )
+    return num_occurrences
+
+
 @kernel
 def successors(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
+    counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     context: Int64Array,
     max_order: int,
     path_prob: float,
@@ -356,55 +582,55 @@ def successors(
     The longest context that occurs decides: its successors share, by their counts, what
     `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
     successors they add get a share of the reserve. Orders too short to matter for the tree are not
-    read.
+    read. At each order the own text is read first, then the layers; each as far as if it were the
+    only one, so that none takes another's place.
 
     Source: Cleary and Witten, "Data compression using adaptive coding and partial string matching",
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        sequence: int64 [4], state of the context's sequence.
+        sequence: int64 [4], state of the context's sequence; `layers`: its layers.
         context: int64 [length], newest token first. `max_order`: the longest order to look up.
         path_prob: probability of the node whose context this is.
-        found: int64 [8, at least MAX_FOUND and N + 1]; filled by row: 0 positions of occurrences, 1
-            token ids, 2 their counts, 6 lengths of their longest match, 7 their nearest origin; the
-            other rows are scratch.
-        found_probs: float64 [MAX_FOUND], filled with the successors' probabilities.
+        found: int64 [8 + num_layers, at least N + 1 and MAX_FOUND + MAX_OCCURRENCES * num_layers];
+            filled by row: 0 occurrences, 1 token ids, 2 their counts, 6 lengths of their longest
+            match, 7 their nearest origin; the other rows are scratch.
+        found_probs: float64 [of that length], filled with the successors' probabilities.
 
     Returns:
         The number of successors found, and the length of the longest match (0 for none).
     """
-    occurrences, counts, newest = found[0], found[2], found[3]
+    occurrences, times, newest = found[0], found[2], found[3]
     lengths, next_ids = found[4], found[5]
-    num_rows = text.shape[0]
+    first, num_layers = first_held(text, counts), layers.shape[0]
     limit = MAX_OCCURRENCES
     if path_prob <= UNLIKELY:
         limit //= 2
         context = context[:max_order]
     num_occurrences = num_found = longest = 0
     mass_left = 1.0
-    state = 0
-    for order in range(1, max_order + 1):  # all at once, so that the cache misses overlap
-        state = hash_step(state, int(context[order - 1]))
-        newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
+    look_up(heads, int(counts[SEED]), int(counts[MULTIPLIER]), context, max_order, newest)
+    if num_layers > 0:
+        look_up_layers(layers, context, max_order, found)
     for order in range(max_order, 0, -1):
-        position = newest[order]
-        num_read = 0
         num_counted = num_occurrences
-        while position >= first and num_read < MAX_CHAIN and num_occurrences < limit:
-            row = position % num_rows
-            after = int(text[row, NEXT])
-            if after != NONE:
-                length = match_length(text, position, first, context)
-                is_new = length >= order
-                for i in range(num_counted):  # those already read for a longer order
-                    is_new = is_new and occurrences[i] != position
-                if is_new:
-                    occurrences[num_occurrences] = position
-                    lengths[num_occurrences] = length
-                    next_ids[num_occurrences] = text[after % num_rows, TOKEN]
-                    num_occurrences += 1
-            position = int(links[row, order - 1])
-            num_read += 1
+        num_occurrences = read_bucket(
+            text,
+            links,
+            first,
+            0,
+            newest,
+            order,
+            context,
+            limit,
+            num_counted,
+            num_occurrences,
+            found,
+        )
+        if num_layers > 0:
+            num_occurrences = read_layers(
+                layers, order, context, limit, num_counted, num_occurrences, found
+            )
         # Count the occurrences just read, those of the longest match first.
         begin = num_counted
         while num_counted < num_occurrences:
@@ -422,13 +648,14 @@ def successors(
                 longest = length
                 mass_left = escape_prob(length, num_found, num_counted)
                 for i in range(num_found):
-                    found_probs[i] = (1.0 - mass_left) * counts[i] / num_counted
+                    found_probs[i] = (1.0 - mass_left) * times[i] / num_counted
             elif num_found > num_known:
                 share = _BACKOFF_SHARE * mass_left
                 for i in range(num_known, num_found):
-                    found_probs[i] = share * counts[i] / num_counted
+                    found_probs[i] = share * times[i] / num_counted
                     mass_left -= found_probs[i]
-        if longest > 0 and (num_occurrences == limit or mass_left * path_prob < READ_ON):
+        is_enough = num_occurrences == limit * (1 + num_layers)
+        if longest > 0 and (is_enough or mass_left * path_prob < READ_ON):
             break
     return num_found, longest
 
@@ -443,7 +670,7 @@ def add_candidate(
         if found_ids[i] == token_id:
             features[i, source] = max(features[i, source], says)
             return num
-    if num == MAX_FOUND:
+    if num == features.shape[0]:
         return num
     found_ids[num] = token_id
     features[num, :] = 0.0
@@ -476,11 +703,89 @@ def add_known(
 
 
 @kernel
+def layer_that_knows(layers: Int64Array, previous: int, last: int) -> int:
+    """Return the first layer whose harvest knows a context, or NONE."""
+    for i in range(layers.shape[0]):
+        if find_context(table_of(layers[i])[0], previous, last) != NONE:
+            return i
+    return NONE
+
+
+@kernel
+def add_known_of_layers(
+    layers: Int64Array,
+    previous: int,
+    last: int,
+    source: int,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> int:
+    """Add successors from the first layer whose harvest knows a context; see `add_known`."""
+    layer = layer_that_knows(layers, previous, last)
+    if layer == NONE:
+        return num
+    return add_known(table_of(layers[layer]), previous, last, source, found, features, num)
+
+
+@inlined
+def read_skips(
+    text: Int32Array,
+    links: Int32Array,
+    first: int,
+    position: int,
+    order: int,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> tuple[int, int]:
+    """Read one text's bucket for `add_skips`; return the candidate count and how many it took."""
+    num_rows = text.shape[0]
+    before = context[1:]
+    num_read = num_taken = 0
+    while position >= first and num_read < MAX_SKIPS_READ and num_taken < MAX_SKIPS:
+        row = position % num_rows
+        exchanged = int(text[row, NEXT])
+        if exchanged != NONE and text[exchanged % num_rows, TOKEN] != context[0]:
+            after = int(text[exchanged % num_rows, NEXT])
+            length = match_length(text, position, first, before) if after != NONE else 0
+            if length >= order:
+                token_id = int(text[after % num_rows, TOKEN])
+                says = math.log(length) + 0.1
+                num = add_candidate(token_id, SKIP, says, found, features, num)
+                num_taken += 1
+        position = int(links[row, order - 1])
+        num_read += 1
+    return num, num_taken
+
+
+@kernel
+def skips_of_layers(
+    layers: Int64Array,
+    order: int,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> tuple[int, int]:
+    """Read each layer's bucket for `add_skips`; see `read_skips`."""
+    num_taken = 0
+    for i in range(layers.shape[0]):
+        text, links = text_of(layers[i])
+        first, position = first_of(layers[i]), int(found[8 + i, order])
+        num, more = read_skips(text, links, first, position, order, context, found, features, num)
+        num_taken += more
+    return num, num_taken
+
+
+@kernel
 def add_skips(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
+    counts: Int64Array,
+    layers: Int64Array,
     context: Int64Array,
     found: Int64Array,
     features: Float64Array,
@@ -490,31 +795,19 @@ def add_skips(
 
     After a copy with one word exchanged, the original shows how the text goes on.
     """
-    newest = found[3]
-    num_rows = text.shape[0]
+    newest, first = found[3], first_held(text, counts)
     before = context[1:]
-    state = 0
     longest = min(heads.shape[0], before.shape[0])
-    for order in range(1, longest + 1):
-        state = hash_step(state, int(before[order - 1]))
-        newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
-    num_taken = 0
+    look_up(heads, int(counts[SEED]), int(counts[MULTIPLIER]), before, longest, newest)
+    if layers.shape[0] > 0:
+        look_up_layers(layers, before, longest, found)
     for order in range(longest, 1, -1):
-        position = newest[order]
-        num_read = 0
-        while position >= first and num_read < MAX_SKIPS_READ and num_taken < MAX_SKIPS:
-            row = position % num_rows
-            exchanged = int(text[row, NEXT])
-            if exchanged != NONE and text[exchanged % num_rows, TOKEN] != context[0]:
-                after = int(text[exchanged % num_rows, NEXT])
-                length = match_length(text, position, first, before) if after != NONE else 0
-                if length >= order:
-                    token_id = int(text[after % num_rows, TOKEN])
-                    says = math.log(length) + 0.1
-                    num = add_candidate(token_id, SKIP, says, found, features, num)
-                    num_taken += 1
-            position = int(links[row, order - 1])
-            num_read += 1
+        num, num_taken = read_skips(
+            text, links, first, int(newest[order]), order, context, found, features, num
+        )
+        if layers.shape[0] > 0:
+            num, more = skips_of_layers(layers, order, context, found, features, num)
+            num_taken += more
         if num_taken > 0:
             break
     return num
@@ -534,8 +827,9 @@ def estimate(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
+    counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     harvested: TableArrays,
     prewarmed: TableArrays,
     weights: Float64Array,
@@ -557,19 +851,31 @@ def estimate(
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
 
     Args:
-        harvested, prewarmed: tables of the target's own successors (`SuccessorTable.rows`).
+        harvested, prewarmed: tables of the target's own successors (`SuccessorTable.rows`). A
+            context that `harvested` does not know is looked up in those of the layers.
         weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
-        context: as for `successors`, like `sequence`, `max_order`, `path_prob` and `found`. Row 1
-            of `found` is filled with token ids, the first three of row 4 with the rows of weights
-            used.
-        features: float64 [MAX_FOUND, NUM_FEATURES]; `summed`: float64 [NUM_WEIGHTS]; filled.
-        found_probs: float64 [MAX_FOUND], filled with probabilities.
+        context: as for `successors`, like `sequence`, `layers`, `max_order`, `path_prob` and
+            `found`. Row 1 of `found` is filled with token ids, the first three of row 4 with the
+            rows of weights used.
+        features: float64 [MAX_FOUND + MAX_OCCURRENCES * num_layers, NUM_FEATURES]; `summed`:
+            float64 [NUM_WEIGHTS]; filled.
+        found_probs: float64 [as many], filled with probabilities.
 
     Returns:
         The number of successors found, and the length of the longest match (0 for none).
     """
     num_found, longest = successors(
-        text, links, heads, first, sequence, context, max_order, path_prob, found, found_probs
+        text,
+        links,
+        heads,
+        counts,
+        sequence,
+        layers,
+        context,
+        max_order,
+        path_prob,
+        found,
+        found_probs,
     )
     num_in_text = num_found
     for i in range(num_in_text):
@@ -580,7 +886,7 @@ def estimate(
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
         features[i, IN_ANSWER] = 1.0 if found[7, i] == ANSWER else 0.0
         features[i, IN_PROMPT] = 1.0 if found[7, i] == PROMPT else 0.0
-    origin = origin_of(found[0, 0], sequence) if num_in_text > 0 else EARLIER
+    row_of_origin = origin_row(found[0, 0], sequence) if num_in_text > 0 else ORIGIN_ROW + EARLIER
     last = int(context[0])
     known = 0
     row = match_row(longest, num_in_text)
@@ -591,19 +897,31 @@ def estimate(
             num_found = add_known(
                 harvested, previous, last, HARVESTED_PAIR, found, features, num_found
             )
+        elif layer_that_knows(layers, previous, last) != NONE:
+            known += 1
+            num_found = add_known_of_layers(
+                layers, previous, last, HARVESTED_PAIR, found, features, num_found
+            )
         if find_context(prewarmed[0], previous, last) != NONE:
             known += 2
             num_found = add_known(
                 prewarmed, previous, last, PREWARMED_PAIR, found, features, num_found
             )
-    num_found = add_known(harvested, NONE, last, HARVESTED_SINGLE, found, features, num_found)
+    if layers.shape[0] > 0 and find_context(harvested[0], NONE, last) == NONE:
+        num_found = add_known_of_layers(
+            layers, NONE, last, HARVESTED_SINGLE, found, features, num_found
+        )
+    else:
+        num_found = add_known(harvested, NONE, last, HARVESTED_SINGLE, found, features, num_found)
     if find_context(prewarmed[0], NONE, last) != NONE:
         row += MATCH_ROWS // 2
         num_found = add_known(prewarmed, NONE, last, PREWARMED_SINGLE, found, features, num_found)
     if context.shape[0] > 3 and path_prob > UNLIKELY:
-        num_found = add_skips(text, links, heads, first, context, found, features, num_found)
+        num_found = add_skips(
+            text, links, heads, counts, layers, context, found, features, num_found
+        )
     found[4, 0] = row
-    found[4, 1] = ORIGIN_ROW + origin
+    found[4, 1] = row_of_origin
     found[4, 2] = KNOWN_ROW + known
     for j in range(NUM_WEIGHTS):
         summed[j] = 0.0
@@ -633,8 +951,9 @@ def learn(
     text: Int32Array,
     links: Int32Array,
     heads: Int32Array,
-    first: int,
+    counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     harvested: TableArrays,
     prewarmed: TableArrays,
     weights: Float64Array,
@@ -648,7 +967,7 @@ def learn(
     found_probs: Float64Array,
 ) -> None:
     """Move the weights towards predicting `token_id`, the token that follows position `tail`."""
-    length = 0
+    length, first = 0, first_held(text, counts)
     position = tail
     while position >= first and length < context.shape[0]:
         context[length] = text[position % text.shape[0], TOKEN]
@@ -660,8 +979,9 @@ def learn(
         text,
         links,
         heads,
-        first,
+        counts,
         sequence,
+        layers,
         harvested,
         prewarmed,
         weights,
@@ -754,6 +1074,7 @@ def grow_tree(
     heads: Int32Array,
     counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     harvested: TableArrays,
     prewarmed: TableArrays,
     weights: Float64Array,
@@ -777,20 +1098,18 @@ def grow_tree(
     path left would open a leaf beyond `max_candidates`.
 
     Args:
-        sequence, harvested, prewarmed, weights: as for `estimate`.
+        sequence, layers, harvested, prewarmed, weights: as for `estimate`.
         root_context: int64 [up to max_match], the tokens up to the root, newest first, where
             max_match is the larger of MAX_MATCH and N.
         max_draft_tokens: at least 1.
         max_candidates: at least 1.
         context: int64 [max_match]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
-            `candidates`: int64 [3, max_draft_tokens * MAX_FOUND] (token, parent, heap);
-            `candidate_probs`: float64 of that length. All scratch.
+            `candidates`: int64 [3, max_draft_tokens * width] (token, parent, heap), where width is
+            that of `found_probs`; `candidate_probs`: float64 of that length. All scratch.
         nodes: int64 [5, max_draft_tokens]; filled with token, parent, depth, number of children and
             the length of the longest match.
         node_probs: float64 [max_draft_tokens]; filled with path probabilities, greatest first.
     """
-    lower(sequence, counts)
-    first = first_held(text, counts)
     num_nodes = num_candidates = queue_length = num_leaves = 0
     node, path_prob = NONE, 1.0
     # A node's match is at most one token longer than its parent's.
@@ -801,8 +1120,9 @@ def grow_tree(
             text,
             links,
             heads,
-            first,
+            counts,
             sequence,
+            layers,
             harvested,
             prewarmed,
             weights,
@@ -908,6 +1228,7 @@ def sample_tree(
     heads: Int32Array,
     counts: Int64Array,
     sequence: Int64Array,
+    layers: Int64Array,
     harvested: TableArrays,
     prewarmed: TableArrays,
     weights: Float64Array,
@@ -942,20 +1263,18 @@ def sample_tree(
     Args:
         uniforms: float64 [max_draft_tokens] in [0, 1); slot i is drawn with uniforms[i].
         slots: int64 [3, 2 * max_draft_tokens + 1] (unused, parent, heap), `slot_probs`: float64 of
-            that length; `left_probs`: float64 [max_draft_tokens + 1, MAX_FOUND], the path
+            that length; `left_probs`: float64 [max_draft_tokens + 1, width], the path
             probabilities of a node's successors, 0 where drawn already, the root's first. All
             scratch.
-        left_ids: int64 [max_draft_tokens + 1, MAX_FOUND]; filled with the successors of each node,
+        left_ids: int64 [max_draft_tokens + 1, width]; filled with the successors of each node,
             the root's first.
         nodes: as for `grow_tree`.
         node_probs: float64 [max_draft_tokens]; filled with the expected probabilities of the slots.
-        support_probs: float64 [max_draft_tokens, MAX_FOUND]; row i is filled with the distribution
+        support_probs: float64 [max_draft_tokens, width]; row i is filled with the distribution
             that node i was drawn from, over the tokens in its parent's row of `left_ids`.
 
     The other arguments are those of `grow_tree`.
     """
-    lower(sequence, counts)
-    first = first_held(text, counts)
     num_nodes = num_slots = num_leaves = queue_length = 0
     node, path_prob = NONE, 1.0
     max_order = heads.shape[0]
@@ -965,8 +1284,9 @@ def sample_tree(
             text,
             links,
             heads,
-            first,
+            counts,
             sequence,
+            layers,
             harvested,
             prewarmed,
             weights,
@@ -1043,7 +1363,7 @@ def find_context(keys: Int64Array, previous: int, last: int) -> int:
         previous: the token before the last one; NONE for the context of the last one alone.
         last: the last token.
     """
-    key = (previous + 1) * (_HASH_MASK + 1) + last  # exact: ids have 31 bits
+    key = (previous + 1) * (HASH_MASK + 1) + last  # exact: ids have 31 bits
     begin = bucket_of(keys, previous, last)
     for row in range(begin, begin + WAYS):
         if keys[row] == key:
@@ -1085,8 +1405,8 @@ def rehash(
     for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
         if old_keys[old] == NONE:
             continue
-        previous = old_keys[old] // (_HASH_MASK + 1) - 1
-        begin = bucket_of(keys, previous, old_keys[old] % (_HASH_MASK + 1))
+        previous = old_keys[old] // (HASH_MASK + 1) - 1
+        begin = bucket_of(keys, previous, old_keys[old] % (HASH_MASK + 1))
         num_contexts[0] += keys[begin + WAYS - 1] == NONE
         open_front(keys, counts, successor_ids, costs, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
@@ -1158,7 +1478,7 @@ def put_context(
             num_merged += 1
         merged_probs[place] += share * float(new_probs[i, j])
     open_front(keys, counts, successor_ids, costs, begin, row)
-    keys[begin] = (previous + 1) * (_HASH_MASK + 1) + last
+    keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
     counts[begin] = count
     for j in range(num_held):
         best = NONE
@@ -1334,6 +1654,7 @@ def count_unigrams(
 def find_worthwhile(
     unigram_ids: Int32Array,
     unigram_counts: Float64Array,
+    layers: Int64Array,
     harvested: TableArrays,
     prewarmed: TableArrays,
     excluded: Int64Array,
@@ -1347,7 +1668,7 @@ def find_worthwhile(
 
     Args:
         unigram_ids, unigram_counts: as for `count_unigrams`.
-        harvested, prewarmed: as for `estimate`.
+        layers, harvested, prewarmed: as for `estimate`.
         excluded: int64 [num_excluded], tokens to leave out.
         token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
         worths: float64 [num_tokens], filled with what they are worth, at most 1.
@@ -1365,6 +1686,7 @@ def find_worthwhile(
             continue
         if (
             find_context(harvested[0], NONE, token_id) == NONE
+            and layer_that_knows(layers, NONE, token_id) == NONE
             and find_context(prewarmed[0], NONE, token_id) == NONE
         ):
             worth *= _WORTH_OF_UNKNOWN
@@ -1385,3 +1707,291 @@ def find_worthwhile(
         worths[place] = worth
         num = min(num + 1, token_ids.shape[0])
     return num
+
+
+# --- files: whether arrays that were not written here are those of a text ---
+
+
+@kernel
+def find_unsound(
+    text: Int32Array, links: Int32Array, heads: Int32Array, num_observed: int
+) -> tuple[int, int]:
+    """Find where a text is not as `append` leaves it.
+
+    Where it is sound, ids are ids or places empty, every position is one that was observed, those
+    before and after a token name each other, and every chain leads to ever older positions.
+
+    Returns:
+        0, 1 or 2 for text, links or heads, and the row; NONE for both where all is sound.
+    """
+    num_rows = text.shape[0]
+    first = max(0, num_observed - num_rows)
+    for position in range(first, num_observed):
+        row = position % num_rows
+        previous, after = int(text[row, PREVIOUS]), int(text[row, NEXT])
+        is_sound = text[row, TOKEN] >= NONE and NONE <= previous < position
+        if text[row, TOKEN] == NONE:  # forgotten
+            is_sound &= previous == NONE and after == NONE
+        is_sound &= after == NONE or position < after < num_observed
+        if previous >= first:
+            is_sound &= text[previous % num_rows, NEXT] == position
+        if after != NONE:
+            is_sound &= text[after % num_rows, PREVIOUS] == position
+        if not is_sound:
+            return 0, row
+        for order in range(links.shape[1]):
+            is_sound &= NONE <= links[row, order] < position
+        if not is_sound:
+            return 1, row
+    for order in range(heads.shape[0]):
+        is_sound = True
+        for bucket in range(heads.shape[1]):
+            is_sound &= NONE <= heads[order, bucket] < num_observed
+        if not is_sound:
+            return 2, order
+    return NONE, NONE
+
+
+# --- what is held, and forgetting some of it ---
+
+
+@kernel
+def follow(text: Int32Array, position: int, end: int) -> int:
+    """Return the position behind `position` in its sequence, or NONE.
+
+    A position is followed only to one that leads back, so that whoever follows them all from where
+    sequences begin comes to none twice, whatever a file holds.
+    """
+    num_rows = text.shape[0]
+    after = int(text[position % num_rows, NEXT])
+    if position < after < end and text[after % num_rows, PREVIOUS] == position:
+        return after
+    return NONE
+
+
+@kernel
+def write_texts(
+    text: Int32Array, counts: Int64Array, since: int, token_ids: Int32Array, bounds: Int32Array
+) -> int:
+    """Write what is held from position `since` on, by sequence; return how many sequences it is.
+
+    Args:
+        token_ids: int32 [at least as many as are held], filled.
+        bounds: int32 [one more], filled: sequence i is `token_ids[bounds[i] : bounds[i + 1]]`.
+    """
+    first, end = max(first_held(text, counts), since), int(counts[NEXT_POSITION])
+    num_tokens = num_sequences = 0
+    bounds[0] = 0
+    for begin in range(first, end):
+        row = begin % text.shape[0]
+        if text[row, PREVIOUS] >= first or text[row, TOKEN] == NONE:
+            continue
+        position = begin
+        while position != NONE:
+            token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
+            num_tokens += 1
+            position = follow(text, position, end)
+        num_sequences += 1
+        bounds[num_sequences] = num_tokens
+    return num_sequences
+
+
+@kernel
+def fill_fallback(sought: Int64Array, fallback: Int32Array) -> None:
+    """Fill in, for each place, how many tokens up to it are the first ones of `sought` again."""
+    length = 0
+    fallback[0] = 0
+    for i in range(1, sought.shape[0]):
+        while length > 0 and sought[i] != sought[length]:
+            length = int(fallback[length - 1])
+        if sought[i] == sought[length]:
+            length += 1
+        fallback[i] = length
+
+
+@kernel
+def advance(sought: Int64Array, fallback: Int32Array, length: int, token_id: int) -> int:
+    """Return how many of the last tokens, now that one more came, are the first of `sought`."""
+    while length > 0 and (length == sought.shape[0] or token_id != sought[length]):
+        length = int(fallback[length - 1])
+    return length + 1 if token_id == sought[length] else length
+
+
+@kernel
+def find_occurrences(
+    text: Int32Array,
+    counts: Int64Array,
+    sought: Int64Array,
+    reversed_sought: Int64Array,
+    fallbacks: Int32Array,
+    left: Int32Array,
+) -> int:
+    """Mark every held token that is part of an occurrence; return how many occurrences there are.
+
+    What a sequence ends with, or begins with, is marked as well where it may be part of one whose
+    rest is not held with it. Such parts are not counted.
+
+    Source: Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM Journal on Computing 6
+    (1977).
+
+    Args:
+        sought, reversed_sought: int64 [num_sought], at least one token.
+        fallbacks: int32 [2, num_sought], scratch.
+        left: int32 [num_rows], zeros; above 0 afterwards where a token is part of an occurrence.
+    """
+    first, end, num_rows = first_held(text, counts), int(counts[NEXT_POSITION]), text.shape[0]
+    fill_fallback(sought, fallbacks[0])
+    fill_fallback(reversed_sought, fallbacks[1])
+    num_found = 0
+    for begin in range(first, end):
+        if text[begin % num_rows, PREVIOUS] >= first or text[begin % num_rows, TOKEN] == NONE:
+            continue
+        position, length, num_read, last = begin, 0, 0, begin
+        while position != NONE:
+            row = position % num_rows
+            length = advance(sought, fallbacks[0], length, int(text[row, TOKEN]))
+            if length == sought.shape[0]:
+                left[row] = length
+                num_found += 1
+            num_read += 1
+            if num_read < sought.shape[0]:
+                last = position
+            after = follow(text, position, end)
+            if after == NONE:
+                left[row] = max(left[row], length)
+            position = after
+        # From the last token that could be of an occurrence begun before, back to the first.
+        length, position = 0, last
+        while position >= begin and sought.shape[0] > 1:
+            row = position % num_rows
+            length = advance(reversed_sought, fallbacks[1], length, int(text[row, TOKEN]))
+            if position == begin:
+                break
+            position = int(text[row, PREVIOUS])
+        position = begin
+        while length > 0:
+            row = position % num_rows
+            left[row] = max(left[row], 1)
+            position, length = int(text[row, NEXT]), length - 1
+    for position in range(end - 1, first - 1, -1):  # from the ends of occurrences to their begins
+        row = position % num_rows
+        previous = int(text[row, PREVIOUS])
+        if left[row] > 1 and previous >= first:
+            left[previous % num_rows] = max(left[previous % num_rows], left[row] - 1)
+    return num_found
+
+
+@kernel
+def contains(values: Int64Array, value: int) -> bool:
+    """Return whether a value is among sorted ones."""
+    place = np.searchsorted(values, value)
+    return bool(place < values.shape[0] and values[place] == value)
+
+
+@kernel
+def find_tokens(
+    text: Int32Array, left: Int32Array, token_ids: Int64Array, is_found: NDArray[np.bool_]
+) -> None:
+    """Find which of some tokens, sorted, are in rows whose `left` is 0."""
+    for row in range(text.shape[0]):
+        if left[row] == 0:
+            place = np.searchsorted(token_ids, text[row, TOKEN])
+            if place < token_ids.shape[0] and token_ids[place] == text[row, TOKEN]:
+                is_found[place] = True
+
+
+@kernel
+def empty_rows(
+    text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array, left: Int32Array
+) -> None:
+    """Empty the rows whose `left` is above 0, end sequences there, and rebuild the links."""
+    first, num_rows = first_held(text, counts), text.shape[0]
+    for row in range(num_rows):
+        for column in (PREVIOUS, NEXT):
+            other = int(text[row, column])
+            if left[row] > 0 or (other >= first and left[other % num_rows] > 0):
+                text[row, column] = NONE
+        if left[row] > 0:
+            text[row, TOKEN] = NONE
+    heads[:, :] = NONE
+    links[:, :] = NONE
+    reindex(text, links, heads, counts)
+
+
+@kernel
+def drop_contexts(
+    keys: Int64Array,
+    counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    num_contexts: Int64Array,
+    dropped_keys: Int64Array,
+    dropped_ids: Int64Array,
+) -> None:
+    """Drop contexts of a table by their keys, and some tokens wherever they stand; all sorted."""
+    for begin in range(0, keys.shape[0], WAYS):
+        kept = begin
+        for row in range(begin, begin + WAYS):
+            key = int(keys[row])
+            if key == NONE:
+                continue
+            if (
+                contains(dropped_keys, key)
+                or contains(dropped_ids, key // (HASH_MASK + 1) - 1)
+                or contains(dropped_ids, key % (HASH_MASK + 1))
+            ):
+                num_contexts[0] -= 1
+                continue
+            num_kept = 0
+            for j in range(successor_ids.shape[1]):
+                token_id, cost = successor_ids[row, j], costs[row, j]
+                if token_id == NONE:
+                    break
+                if not contains(dropped_ids, token_id):
+                    successor_ids[kept, num_kept] = token_id
+                    costs[kept, num_kept] = cost
+                    num_kept += 1
+            successor_ids[kept, num_kept:] = NONE
+            costs[kept, num_kept:] = MAX_COST
+            keys[kept] = key
+            counts[kept] = counts[row]
+            kept += 1
+        keys[kept : begin + WAYS] = NONE
+        counts[kept : begin + WAYS] = 0
+        successor_ids[kept : begin + WAYS, :] = NONE
+        costs[kept : begin + WAYS, :] = MAX_COST
+
+
+@kernel
+def forget(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    counts: Int64Array,
+    left: Int32Array,
+    keys: Int64Array,
+    key_counts: Int32Array,
+    successor_ids: Int32Array,
+    costs: NDArray[np.uint16],
+    num_contexts: Int64Array,
+    unigram_ids: Int32Array,
+    unigram_counts: Float64Array,
+    dropped_keys: Int64Array,
+    dropped_ids: Int64Array,
+    has_rows: bool,
+) -> None:
+    """Forget some rows of the text, and what was harvested of them.
+
+    Args:
+        left: as `find_occurrences` left it; `has_rows`: whether any is above 0.
+        keys, key_counts, successor_ids, costs, num_contexts: of the table, as for `put_context`.
+        unigram_ids, unigram_counts: as for `count_unigrams`.
+        dropped_keys, dropped_ids: as for `drop_contexts`.
+    """
+    if has_rows:
+        empty_rows(text, links, heads, counts, left)
+    drop_contexts(keys, key_counts, successor_ids, costs, num_contexts, dropped_keys, dropped_ids)
+    for row in range(unigram_ids.shape[0]):
+        if contains(dropped_ids, unigram_ids[row]):
+            unigram_ids[row] = NONE
+            unigram_counts[row] = 0.0

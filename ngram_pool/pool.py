@@ -5,9 +5,14 @@ to read, explains how the arrays are laid out. Nothing here depends on models or
 """
 
 import copy
+import os
+import secrets
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +21,19 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
     ANSWER,
+    HASH_MASK,
+    HASH_MULTIPLIER,
+    LOWERED,
     LOWERED_THEN,
     MAX_TOKEN_ID,
+    MULTIPLIER,
     NEVER,
     NEXT,
     NEXT_POSITION,
     NONE,
     PREVIOUS,
     PROMPT,
+    SEED,
     TAIL,
     TOKEN,
     Float64Array,
@@ -33,8 +43,10 @@ from ngram_pool._kernels import (
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
-from ngram_pool.locks import alone, lock_of_pool
-from ngram_pool.table import SuccessorTable
+from ngram_pool.errors import PoolFileError
+from ngram_pool.files import StoredPool, read_pool, write_pool
+from ngram_pool.locks import lock_of_pool, reading, writing
+from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
@@ -50,13 +62,19 @@ _CONTEXTS_PER_TOKEN = 1 / 16
 # Tokens whose expected counts are kept: 12 bytes each. Rarer ones hardly matter.
 _NUM_UNIGRAMS = 2**12
 _NO_TABLE = SuccessorTable(1)
+_NO_LAYERS = np.empty((0, _kernels.NUM_LAYER_COLUMNS), np.int64)
+# Bits of a seed: 31 of the hash's first state, and 29 of its multiplier, which stays odd and large.
+_SEED_BITS = 60
+# Scratch for drafts is kept for this many threads at a time; further ones allocate theirs anew.
+_MAX_ROOMS = 8
+_LEAST_ROOM = 64  # nodes that scratch is for at least
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
 _UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence without text
 _FIRST_PURGE = 64  # sequences held before those whose handle is gone are first dropped
 # Attributes that a copy of a pool allocates anew.
-_NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_for_one", "_scratch"}
+_NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_rooms", "_keeper"}
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -64,6 +82,10 @@ class _Sequence:
     """A sequence, open for as long as it is referenced."""
 
     prewarmed: SuccessorTable
+    #: Pools that are only read: held here, as the kernels know their arrays by address alone.
+    layers: tuple["NGramPool", ...] = ()
+    #: The kernels' `layers`.
+    layer_rows: Int64Array = field(default_factory=lambda: _NO_LAYERS)
     #: The kernels' `sequence`, int64 [4].
     state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
 
@@ -95,20 +117,26 @@ class _Unigrams(NamedTuple):
     def empty(cls) -> "_Unigrams":
         return cls(np.full(_NUM_UNIGRAMS, NONE, np.int32), np.zeros(_NUM_UNIGRAMS))
 
+    def copy(self) -> "_Unigrams":
+        return _Unigrams._make(array.copy() for array in self)
 
-class _ForOne(NamedTuple):
-    """Scratch arrays of the kernels for one context."""
+    def as_dict(self) -> dict[int, float]:
+        is_held = self.token_ids != NONE
+        return dict(
+            zip(self.token_ids[is_held].tolist(), self.counts[is_held].tolist(), strict=True)
+        )
 
+
+class _Room(NamedTuple):
+    """Scratch arrays of the kernels, for one thread."""
+
+    # for one context
     context: Int64Array
     found: Int64Array
     features: Float64Array
     summed: Float64Array
     found_probs: Float64Array
-
-
-class _Scratch(NamedTuple):
-    """Scratch arrays of the kernels for a tree."""
-
+    # for a tree
     candidates: Int64Array
     candidate_probs: Float64Array
     left_ids: Int64Array
@@ -126,22 +154,30 @@ class NGramPool:
     is learned as answers are observed.
 
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
-    text is forgotten first. The same calls give the same drafts in every process, and as long as
-    nothing was harvested and no answer observed, the pool behaves like a new one that was given the
-    newest `capacity_tokens` tokens. Methods may be called from several threads; each runs alone,
-    without holding the GIL. Wherever a method is interrupted, the pool is consistent: as before or
+    text is forgotten first. As long as nothing was harvested and no answer observed, the pool
+    behaves like a new one that was given the newest `capacity_tokens` tokens. Methods may be called
+    from several threads, and run without holding the GIL: those that only read, beside each other;
+    those that write, alone. Wherever a method is interrupted, the pool is consistent: as before or
     after it, or between two pieces of long input. A pool can be copied or pickled at any time; the
     copy is independent, and only sequence 0 is open in it.
 
+    A pool that is only read (`as_read_only`) can be a *layer* of any number of sequences of other
+    pools, in any number of threads: their drafts come from its text, too (`open_sequence`).
+
     Args:
         capacity_tokens: maximum number of tokens held; each takes up to 20 + 8 N bytes, 60 with the
-            default N. The largest draft takes another 2.7 kB per node, for at least 64 nodes, and
-            the target's unigrams 48 kB.
+            default N, and half as much again for the moment in which the arrays grow. The largest
+            draft takes another 2.7 kB per node, for at least 64 nodes and each of up to 8 threads
+            that draft at once, and the target's unigrams 48 kB.
         max_ngram_size: N; contexts of 1 to N tokens are indexed and matched.
+        seed: from 0 to 2**60 - 1, of the hashes; None for a secret one, so that nobody can make
+            texts that slow the pool down. The same calls give the same drafts only in pools of the
+            same seed, though others hardly ever differ.
 
     Raises:
-        TypeError: a size is not an integer.
-        ValueError: a size is not positive, or the capacity exceeds 2**29 tokens.
+        TypeError: a size or the seed is not an integer.
+        ValueError: a size is not positive, the capacity exceeds 2**29 tokens, or the seed is out of
+            range.
 
     >>> pool = NGramPool(capacity_tokens=1000)
     >>> pool.observe([5, 6, 7, 8, 9, 5, 6])
@@ -150,10 +186,14 @@ class NGramPool:
     ([7, 8], [-1, 0])
     """
 
+    #: Forgets in the file too, where the pool is that of a store.
+    _keeper: Callable[[Int64Array], int] | None = None
+
     def __init__(
         self,
         capacity_tokens: int = DEFAULT_CAPACITY_TOKENS,
         max_ngram_size: int = DEFAULT_MAX_NGRAM_SIZE,
+        seed: int | None = None,
     ) -> None:
         self._capacity = positive("capacity_tokens", capacity_tokens)
         self._max_ngram_size = positive("max_ngram_size", max_ngram_size)
@@ -161,6 +201,11 @@ class NGramPool:
             raise ValueError(
                 f"expected capacity_tokens of at most {MAX_CAPACITY_TOKENS}, got {self._capacity}"
             )
+        #: Fingerprints, opaque here, of the tokenizer of the text and of the model whose harvested
+        #: successors these are; "" where unknown.
+        self.tokenizer = ""
+        self.model = ""
+        self._is_read_only = False
         self._num_opened = 1
         # Averaging over the last ten times of a context accepted as many tokens.
         num_contexts = max(1, int(self._capacity * _CONTEXTS_PER_TOKEN))
@@ -168,13 +213,13 @@ class NGramPool:
         self._unigrams = _Unigrams.empty()
         self._weights = first_weights()
         self._learning_rate = _LEARNING_RATE
-        self._counts = np.zeros(2, np.int64)
+        self._counts = _first_counts(seed)
         self._held = self._empty(min(_FIRST_NUM_ROWS, self._capacity))
         self._sequence_0 = _Sequence(_NO_TABLE)
         self._allocate_the_rest()
         compile_by(self._run_kernels)
 
-    @alone
+    @reading
     def __getstate__(self) -> dict[str, Any]:
         return copy.deepcopy({k: v for k, v in vars(self).items() if k not in _NOT_COPIED})
 
@@ -182,7 +227,7 @@ class NGramPool:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
         vars(self).update(copy.deepcopy(state))
         self._allocate_the_rest()
-        NGramPool(1)  # so that the first token does not wait for a compiler
+        NGramPool(1, seed=0)  # so that the first token does not wait for a compiler
 
     def _allocate_the_rest(self) -> None:
         """Allocate the attributes in `_NOT_COPIED`, which every copy has of its own."""
@@ -191,13 +236,13 @@ class NGramPool:
         self._sequences = {0: weakref.ref(self._sequence_0)}
         self._purge_at = _FIRST_PURGE
         self._no_sequence = _Sequence(_NO_TABLE)
-        self._for_one = self._room_for_one()
-        self._scratch = self._room_for_tree(64)
+        # Free scratch, by number of layers.
+        self._rooms: dict[int, list[_Room]] = {0: [self._room(_LEAST_ROOM, 0)]}
 
     # --- what is held -----------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return the number of tokens held, at most `capacity_tokens`."""
+        """Return the number of tokens held, and of empty places; at most `capacity_tokens`."""
         return min(self._counts.item(NEXT_POSITION), len(self._held.text))
 
     def __repr__(self) -> str:
@@ -224,8 +269,21 @@ class NGramPool:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now, all arrays together; grows by doubling with the text held."""
-        arrays = (*self._held, *self._for_one, *self._scratch, *self._unigrams, self._weights)
+        rooms = [room for free in list(self._rooms.values()) for room in list(free)]
+        arrays = [array for group in (self._held, self._unigrams, *rooms) for array in group]
+        arrays += [self._weights, self._counts]
         return sum(array.nbytes for array in arrays) + self._harvested.nbytes
+
+    @property
+    def seed(self) -> int:
+        """The seed of the hashes; a secret, where the text comes from strangers."""
+        state, multiplier = self._counts.item(SEED), self._counts.item(MULTIPLIER)
+        return state | ((multiplier ^ HASH_MULTIPLIER) >> 1) << 31
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the pool never learns or forgets anything, so that it can be a layer."""
+        return self._is_read_only
 
     @property
     def num_open_sequences(self) -> int:
@@ -234,7 +292,11 @@ class NGramPool:
 
     # --- writing ----------------------------------------------------------------------------
 
-    def open_sequence(self, prewarmed: SuccessorTable | None = None) -> int:
+    def open_sequence(
+        self,
+        prewarmed: SuccessorTable | None = None,
+        layers: Sequence["NGramPool"] = (),
+    ) -> int:
         """Open one more sequence and return its handle for `observe`; amortised O(1).
 
         Sequence 0 is always open. No n-gram runs across two sequences, however their tokens are
@@ -247,9 +309,14 @@ class NGramPool:
         Args:
             prewarmed: table of what the sequence's target finds likely after single tokens and
                 pairs; read, never written.
+            layers: pools that are only read, of any sizes. Drafts for the sequence come from their
+                text as well, and where this pool has harvested nothing after a context, from what
+                they have. The weights of the first four are learned each on its own; further ones
+                share those of the fourth.
 
         Raises:
-            TypeError: `prewarmed` is not a `SuccessorTable`.
+            TypeError: `prewarmed` is not a `SuccessorTable`, or a layer not an `NGramPool`.
+            ValueError: a layer is not read-only.
 
         >>> pool = NGramPool()
         >>> sequence = pool.open_sequence()
@@ -261,9 +328,12 @@ class NGramPool:
         """
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
-        return self._open_sequence(_NO_TABLE if prewarmed is None else prewarmed)
+        held = _checked_layers(layers)
+        rows = np.array([layer._as_layer() for layer in held], np.int64) if held else _NO_LAYERS
+        table = _NO_TABLE if prewarmed is None else prewarmed
+        return self._open_sequence(_Sequence(table, held, rows))
 
-    @alone
+    @writing
     def close_sequence(self, sequence: int) -> None:
         """Forget the handle but keep the text; O(1). Sequence 0 starts afresh instead.
 
@@ -298,7 +368,7 @@ class NGramPool:
         """
         self._observe(token_ids_of("token_ids", token_ids), sequence, is_answer)
 
-    @alone
+    @writing
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn what a target finds likely after contexts of one and two tokens; O(1) each.
 
@@ -308,7 +378,7 @@ class NGramPool:
         self._harvested.put(contexts, token_ids, probs)
         self._count_unigrams(token_ids, probs)
 
-    @alone
+    @writing
     def harvest_tree(
         self,
         previous: int,
@@ -323,6 +393,92 @@ class NGramPool:
         """
         self._harvested.put_tree(previous, nodes, parents, token_ids, probs)
         self._count_unigrams(token_ids, probs)
+
+    # --- text as a whole --------------------------------------------------------------------
+
+    def texts(self) -> Iterator[Int32Array]:
+        """Return what is held, sequence by sequence, those that began first before others.
+
+        A sequence that is held in part, or that something was forgotten of, comes in the parts
+        that are held. Linear in the tokens held, at the call; what is observed later is not in it.
+
+        >>> pool = NGramPool()
+        >>> pool.observe([5, 6, 7])
+        >>> [text.tolist() for text in pool.texts()]
+        [[5, 6, 7]]
+        """
+        return self._texts_since(0)
+
+    def merge(self, other: "NGramPool") -> None:
+        """Observe all text of another pool, and take its harvested successors.
+
+        Each of its sequences is observed as one of its own. Where both know the successors of a
+        context, those of the other are taken; of a token's expected counts, the greater. The
+        weights of the sources stay as they are, and `other` is unchanged.
+
+        Raises:
+            TypeError: `other` is not a pool.
+            ValueError: it is this pool itself, or holds text of another tokenizer. The pool is
+                unchanged after such an error; after an interrupt, it has taken a first part.
+
+        Warns:
+            UserWarning: `other` has successors of another model, which are left out.
+
+        >>> pool, other = NGramPool(), NGramPool()
+        >>> other.observe([5, 6, 7])
+        >>> pool.merge(other)
+        >>> pool.draft([5], max_draft_tokens=2).candidates()
+        [[6, 7]]
+        """
+        if not isinstance(other, NGramPool):
+            raise TypeError(f"expected an NGramPool, got {other!r}")
+        if other is self:
+            raise ValueError("expected another pool, got this one itself")
+        if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
+            raise ValueError(
+                f"expected text of the tokenizer {self.tokenizer}, got a pool of {other.tokenizer}"
+            )
+        self._take_from(other, 0)
+
+    def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
+        """Remove every occurrence of some tokens in a row, for good; linear in what is held.
+
+        No sequence holds them afterwards; what stood before and behind each occurrence are two
+        sequences. Where a sequence begins with their last ones, or ends with their first, those go
+        too: the rest may be too old to be held. The places stay empty until new text takes them, so
+        the length of what was forgotten can still be told, and nothing else of it.
+
+        Of what was harvested, the contexts that occurrences were part of are dropped: each of these
+        tokens, each two neighbours among them, and the two across either end of an occurrence. A
+        token that no other text held has is dropped wherever it stands: in contexts, successors and
+        expected counts.
+
+        What is left: of tokens that other text has too, how likely they are in other contexts and
+        at all; and the weights of the sources, which hold no tokens. Read-only layers, copies and
+        files made before are not touched, but a pool of a `PoolStore` is forgotten of in its file
+        as well. Text observed later is learned anew.
+
+        Args:
+            token_ids: integers [num_tokens], at least one.
+
+        Returns:
+            How many occurrences there were, overlapping ones counted each.
+
+        Raises:
+            TypeError, ValueError: as for `observe`; there must be a token. The pool is unchanged
+                after such an error.
+
+        >>> pool = NGramPool()
+        >>> pool.observe([1, 2, 7, 8, 3, 7, 8])
+        >>> pool.forget([7, 8])
+        2
+        >>> [text.tolist() for text in pool.texts()]
+        [[1, 2], [3]]
+        """
+        ids = token_ids_of("token_ids", token_ids)
+        if not len(ids):
+            raise ValueError("expected token_ids to forget, got none")
+        return self._forget(ids) if self._keeper is None else self._keeper(ids)
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -444,9 +600,159 @@ class NGramPool:
         ids = token_ids_of("excluded", excluded)
         return self._explore(positive("max_tokens", max_tokens), ids, sequence)
 
+    def as_read_only(self) -> "NGramPool":
+        """Return an independent copy that never changes; the pool itself if it is read-only.
+
+        >>> docs = NGramPool()
+        >>> docs.observe([1, 2, 3, 4])
+        >>> mine = NGramPool()
+        >>> sequence = mine.open_sequence(layers=[docs.as_read_only()])
+        >>> mine.draft([1, 2], max_draft_tokens=2, sequence=sequence).candidates()
+        [[3, 4]]
+        """
+        if self._is_read_only:
+            return self
+        frozen = copy.copy(self)
+        frozen._is_read_only = True
+        return frozen
+
+    # --- files ------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all that the pool holds to a file; linear in `nbytes`.
+
+        The file is for its owner's eyes only. It is replaced as a whole: whenever this is
+        interrupted, even by a power cut, it is the old one or the new one. Pools that were loaded
+        from the old one go on with what they have. Other threads may use the pool meanwhile; those
+        that write to it wait while it is copied, which takes as much memory again, but not for the
+        disk.
+
+        Args:
+            path: of the file; its folder is made if there is none.
+
+        Raises:
+            OSError: the file cannot be written; the old one is as it was.
+            TypeError, ValueError: `tokenizer` or `model` is no string, or has more than 1000
+                characters.
+        """
+        write_pool(Path(path), self._stored())
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: str = "",
+        model: str = "",
+        read_only: bool = False,
+    ) -> "NGramPool":
+        """Return the pool that `save` wrote, as if it had been copied.
+
+        All of the file is checked, in about 0.05 s per 100 MB, and then used as it lies: several
+        processes share its memory. What the pool learns is copied on write, and in no file until it
+        is saved. The file may be replaced and removed, as `save` does, but never be changed.
+
+        Args:
+            path: of the file.
+            tokenizer: fingerprint of the tokenizer that the pool is to be used with; "" for any.
+            model: fingerprint of the model that the pool is to be used with; "" for any. If it is
+                not the file's, the text is used, but not what another model found likely after it:
+                harvested successors, unigrams and learned weights are left out, with a warning.
+            read_only: whether the pool is only read (`is_read_only`).
+
+        Raises:
+            OSError: the file cannot be read.
+            PoolFileError: the file is not a pool's, is damaged or of a newer format, or its text is
+                of another tokenizer.
+
+        >>> import tempfile
+        >>> pool = NGramPool()
+        >>> pool.observe([5, 6, 7, 8, 9, 5, 6])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pool.save(f"{folder}/my.pool")
+        ...     loaded = NGramPool.load(f"{folder}/my.pool")
+        >>> loaded.draft([5, 6], max_draft_tokens=2).candidates()
+        [[7, 8]]
+        """
+        stored = read_pool(Path(path))
+        if tokenizer and stored.tokenizer and tokenizer != stored.tokenizer:
+            raise PoolFileError(
+                f"{os.fspath(path)}: expected text of the tokenizer {tokenizer!r}, got text of "
+                f"{stored.tokenizer!r}"
+            )
+        pool = cls(1, 1)
+        is_of_model = not (model and stored.model and model != stored.model)
+        pool._take(stored, os.fspath(path), is_of_model)
+        pool.tokenizer = stored.tokenizer or tokenizer
+        pool.model = model or stored.model
+        pool._is_read_only = bool(read_only)
+        if not is_of_model:
+            warnings.warn(
+                f"{os.fspath(path)}: successors, unigrams and weights are left out, because they "
+                f"are of the model {stored.model!r}, not {model!r}; the text is used",
+                stacklevel=2,
+            )
+        return pool
+
+    @reading
+    def _stored(self) -> StoredPool:
+        """Return a copy of all that a file holds."""
+        while True:
+            held, table = self._held, self._harvested.held
+            arrays = {
+                **held._asdict(),
+                **{f"unigrams.{name}": array for name, array in self._unigrams._asdict().items()},
+                **{f"harvested.{name}": array for name, array in table._asdict().items()},
+                "weights": self._weights,
+                "sequence": self._sequence_0.state,
+                "counts": self._counts,
+            }
+            # In one go: a signal handler of this thread may write before and after, not meanwhile.
+            copies = dict(zip(arrays, map(np.ndarray.copy, arrays.values()), strict=True))
+            if self._held is held and self._harvested.held is table:
+                break
+        _kernels.lower(copies["sequence"], copies["counts"])
+        copies["sequence"] = copies["sequence"][:LOWERED_THEN]
+        return StoredPool(
+            self._max_ngram_size,
+            self._capacity,
+            copies["counts"].item(NEXT_POSITION),
+            self.seed,
+            self.tokenizer,
+            self.model,
+            copies,
+        )
+
+    def _take(self, stored: StoredPool, path: str, is_of_model: bool) -> None:
+        """Become what a file holds, with or without what is of its model."""
+        arrays = stored.arrays
+        num_contexts = max(1, int(stored.capacity_tokens * _CONTEXTS_PER_TOKEN))
+        self._harvested = SuccessorTable(num_contexts, averages=False)
+        if stored.capacity_tokens > MAX_CAPACITY_TOKENS:
+            raise PoolFileError(
+                f"{path}: expected a capacity of at most {MAX_CAPACITY_TOKENS} tokens, "
+                f"got {stored.capacity_tokens}"
+            )
+        if len(arrays["harvested.keys"]) > self._harvested.capacity:
+            raise PoolFileError(
+                f"{path}: part 'harvested.keys': expected at most {self._harvested.capacity} rows, "
+                f"got {len(arrays['harvested.keys'])}"
+            )
+        self._capacity, self._max_ngram_size = stored.capacity_tokens, stored.max_ngram_size
+        self._held = _Held(arrays["text"], arrays["links"], arrays["heads"])
+        self._counts = _first_counts(stored.hash_seed)
+        self._counts[NEXT_POSITION] = stored.num_observed
+        self._sequence_0.state[:LOWERED_THEN] = arrays["sequence"]
+        if is_of_model:
+            names = ("keys", "token_ids", "costs", "counts")
+            self._harvested.take(*(arrays[f"harvested.{name}"] for name in names))
+            self._unigrams = _Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
+            self._weights = arrays["weights"]
+        self._allocate_the_rest()
+
     # --- checking ---------------------------------------------------------------------------
 
-    @alone
+    @reading
     def check(self) -> None:
         """Verify every invariant of the arrays; O(tokens held * N) in plain Python, for tests.
 
@@ -462,6 +768,7 @@ class NGramPool:
         assert num_observed <= _POSITION_LIMIT
         assert num_rows == self._capacity or num_observed <= num_rows
         assert np.isfinite(self._weights).all()
+        assert len(self._harvested) == len(self._harvested.contexts())
         assert np.isfinite(self._unigrams.counts).all()
         assert (self._unigrams.counts[self._unigrams.token_ids == NONE] == 0).all()
         for opened in [ref() for ref in self._sequences.values()]:
@@ -476,6 +783,10 @@ class NGramPool:
         expected: dict[tuple[int, int], list[int]] = {}
         for position in range(first, num_observed):
             row = text[position % num_rows]
+            if row[TOKEN] == NONE:
+                assert row.tolist() == [NONE] * 3
+                assert (links[position % num_rows] == NONE).all()
+                continue
             assert 0 <= row[TOKEN] <= MAX_TOKEN_ID
             assert NONE <= row[PREVIOUS] < position
             assert row[NEXT] == NONE or position < row[NEXT] < num_observed
@@ -483,12 +794,14 @@ class NGramPool:
                 assert text[row[PREVIOUS] % num_rows, NEXT] == position
             if row[NEXT] != NONE:
                 assert text[row[NEXT] % num_rows, PREVIOUS] == position
-            hashed, reached = 0, position
+            hashed, reached = self._counts.item(SEED), position
             for order in range(num_orders):
                 if reached < first:
                     break
                 reached_row = text[reached % num_rows]
-                hashed = _kernels.hash_step(hashed, int(reached_row[TOKEN]))
+                hashed = _kernels.hash_with(
+                    hashed, int(reached_row[TOKEN]), self._counts.item(MULTIPLIER)
+                )
                 bucket = hashed & (heads.shape[1] - 1)
                 expected.setdefault((order, bucket), []).insert(0, position)
                 reached = int(reached_row[PREVIOUS])
@@ -541,19 +854,19 @@ class NGramPool:
             position = int(self._held.text[position % len(self._held.text), PREVIOUS])
         return position
 
-    @alone
-    def _open_sequence(self, prewarmed: SuccessorTable) -> int:
+    @writing
+    def _open_sequence(self, opened: _Sequence) -> int:
         if len(self._sequences) >= self._purge_at:
             living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
             self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
         number = self._num_opened
         handle = _Handle(number)
-        handle.sequence = _Sequence(prewarmed)
+        handle.sequence = opened
         self._num_opened = number + 1
         self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
         return handle
 
-    @alone
+    @writing
     def _observe(self, ids: Int64Array, sequence: int, is_answer: bool) -> None:
         opened = self._sequence(sequence)
         num_tokens = self._counts.item(NEXT_POSITION) + len(ids)
@@ -564,20 +877,21 @@ class NGramPool:
         for start in range(0, len(ids), piece):
             self._append(ids[start : start + piece], opened, is_answer)
 
-    @alone
+    @reading
     def _draft(
         self, ids: Int64Array, max_draft_tokens: int, max_leaves: int, sequence: int | None
     ) -> Draft:
         opened = self._no_sequence if sequence is None else self._sequence(sequence)
         if not len(ids):
             return Draft.empty()
-        scratch = self._scratch_for(max_draft_tokens)
-        reversed_context = np.ascontiguousarray(ids[::-1])
-        num_nodes = self._grow_tree(reversed_context, max_draft_tokens, max_leaves, opened, scratch)
-        token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
-        return Draft(token_ids, parents, depths, scratch.node_probs[:num_nodes].copy())
+        room = self._take_room(max_draft_tokens, opened)
+        num_nodes = self._grow_tree(ids[::-1].copy(), max_draft_tokens, max_leaves, opened, room)
+        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
+        draft = Draft(token_ids, parents, depths, room.node_probs[:num_nodes].copy())
+        self._give_room_back(room, opened)
+        return draft
 
-    @alone
+    @reading
     def _draw(
         self,
         ids: Int64Array,
@@ -590,26 +904,114 @@ class NGramPool:
         uniforms = rng.random(max_draft_tokens)
         if not len(ids):
             return SampledDraft.empty()
-        scratch = self._scratch_for(max_draft_tokens)
-        reversed_context = np.ascontiguousarray(ids[::-1])
+        room = self._take_room(max_draft_tokens, opened)
         num_nodes = self._sample_tree(
-            reversed_context, max_draft_tokens, max_leaves, uniforms, opened, scratch
+            ids[::-1].copy(), max_draft_tokens, max_leaves, uniforms, opened, room
         )
-        token_ids, parents, depths = scratch.nodes[:3, :num_nodes].astype(np.int32)
-        return SampledDraft(
+        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
+        draft = SampledDraft(
             token_ids,
             parents,
             depths,
-            scratch.node_probs[:num_nodes].copy(),
-            scratch.left_ids[parents + 1].astype(np.int32),
-            scratch.support_probs[:num_nodes].copy(),
+            room.node_probs[:num_nodes].copy(),
+            room.left_ids[parents + 1].astype(np.int32),
+            room.support_probs[:num_nodes].copy(),
         )
+        self._give_room_back(room, opened)
+        return draft
+
+    @property
+    def _num_observed(self) -> int:
+        """How many tokens were ever observed, here and in the pools this one was loaded from."""
+        return self._counts.item(NEXT_POSITION) + self._counts.item(LOWERED)
+
+    @reading
+    def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
+        """Return what is held of the text observed after so many tokens."""
+        token_ids, bounds = np.empty(len(self), np.int32), np.empty(len(self) + 1, np.int32)
+        since = num_observed - self._counts.item(LOWERED)
+        num = _kernels.write_texts(self._held.text, self._counts, since, token_ids, bounds)
+        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
+
+    def _take_from(self, other: "NGramPool", num_observed: int) -> None:
+        """Take another pool's text observed after so many tokens, and its harvest."""
+        for text in other._texts_since(num_observed):
+            self.observe(text, self.open_sequence())
+        is_of_model = not (self.model and other.model and self.model != other.model)
+        if is_of_model:
+            self._take_harvest(*other._harvest())
+        self.tokenizer = self.tokenizer or other.tokenizer
+        self.model = self.model or other.model
+        if not is_of_model:
+            warnings.warn(
+                f"successors of the model {other.model} are left out of a pool of {self.model}",
+                stacklevel=3,
+            )
+
+    @reading
+    def _harvest(self) -> tuple[SuccessorTable, _Unigrams]:
+        return copy.copy(self._harvested), self._unigrams.copy()
+
+    @writing
+    def _take_harvest(self, table: SuccessorTable, unigrams: _Unigrams) -> None:
+        self._harvested.update(table)
+        # The greater count, so that a pool that comes back with what it took is not counted twice.
+        own = self._unigrams.as_dict()
+        more = {
+            token_id: count - own.get(token_id, 0.0)
+            for token_id, count in unigrams.as_dict().items()
+            if count > own.get(token_id, 0.0)
+        }
+        for token_id in sorted(more, key=more.__getitem__):  # where there is no room, the rarest go
+            self._count_unigrams([[token_id]], [[more[token_id]]])
+
+    @writing
+    def _forget(self, ids: Int64Array) -> int:
+        text, table = self._held.text, self._harvested._held
+        left = np.zeros(len(text), np.int32)
+        num_found = _kernels.find_occurrences(
+            text, self._counts, ids, ids[::-1].copy(), np.empty((2, len(ids)), np.int32), left
+        )
+        distinct = np.unique(ids)
+        is_elsewhere = np.zeros(len(distinct), np.bool_)
+        _kernels.find_tokens(text, left, distinct, is_elsewhere)
+        _kernels.forget(
+            *self._held,
+            self._counts,
+            left,
+            table.keys,
+            table.counts,
+            table.token_ids,
+            table.costs,
+            table.num_contexts,
+            *self._unigrams,
+            self._contexts_of(ids, np.flatnonzero(left)),
+            distinct[~is_elsewhere],
+            bool(left.any()),
+        )
+        for room in [room for rooms in self._rooms.values() for room in rooms]:
+            for array in room:  # of the last drafts
+                array.fill(0)
+        return num_found
+
+    def _contexts_of(self, ids: Int64Array, rows: NDArray[np.intp]) -> Int64Array:
+        """Return the keys, sorted, of the contexts that tokens and rows of the text are part of."""
+        text = self._held.text
+        pairs = [np.stack([np.full_like(ids, NONE), ids], 1), np.stack([ids[:-1], ids[1:]], 1)]
+        for column in (PREVIOUS, NEXT):
+            others = text[rows, column]
+            is_held = others >= self._first
+            there = text[rows[is_held], TOKEN]
+            beside = text[others[is_held] % len(text), TOKEN]
+            pair = (beside, there) if column == PREVIOUS else (there, beside)
+            pairs.append(np.stack(pair, 1).astype(np.int64))
+        return np.unique(keys_of(np.concatenate(pairs)))
 
     def _count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
         ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
         _kernels.count_unigrams(*self._unigrams, ids, floats)
 
-    @alone
+    @reading
     def _explore(
         self, max_tokens: int, excluded: Int64Array, sequence: int | None
     ) -> tuple[Int32Array, Float64Array]:
@@ -617,6 +1019,7 @@ class NGramPool:
         token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
         num = _kernels.find_worthwhile(
             *self._unigrams,
+            opened.layer_rows,
             self._harvested.rows,
             opened.prewarmed.rows,
             excluded,
@@ -650,14 +1053,30 @@ class NGramPool:
         _kernels.reindex(*new, self._counts)
         self._held = new
 
-    def _scratch_for(self, max_draft_tokens: int) -> _Scratch:
-        if max_draft_tokens > self._scratch.nodes.shape[1]:
-            self._scratch = self._room_for_tree(max_draft_tokens)
-        return self._scratch
+    def _take_room(self, max_draft_tokens: int, sequence: _Sequence) -> _Room:
+        """Return scratch for this thread alone, to be given back; else only the room is lost."""
+        num_layers = len(sequence.layers)
+        try:
+            room = self._rooms[num_layers].pop()
+        except LookupError:
+            return self._room(max(max_draft_tokens, _LEAST_ROOM), num_layers)
+        if max_draft_tokens > room.nodes.shape[1]:
+            return self._room(max_draft_tokens, num_layers)
+        return room
 
-    def _room_for_tree(self, max_draft_tokens: int) -> _Scratch:
-        width = _kernels.MAX_FOUND
-        return _Scratch(
+    def _give_room_back(self, room: _Room, sequence: _Sequence) -> None:
+        free = self._rooms.setdefault(len(sequence.layers), [])
+        if len(free) < _MAX_ROOMS:
+            free.append(room)
+
+    def _room(self, max_draft_tokens: int, num_layers: int) -> _Room:
+        width = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * num_layers
+        return _Room(
+            context=np.empty(self.max_match, np.int64),
+            found=np.empty((8 + num_layers, max(width, self._max_ngram_size + 1)), np.int64),
+            features=np.empty((width, _kernels.NUM_FEATURES), np.float64),
+            summed=np.empty(_kernels.NUM_WEIGHTS, np.float64),
+            found_probs=np.empty(width, np.float64),
             candidates=np.empty((3, max_draft_tokens * width), np.int64),
             candidate_probs=np.empty(max_draft_tokens * width, np.float64),
             left_ids=np.empty((max_draft_tokens + 1, width), np.int64),
@@ -667,26 +1086,35 @@ class NGramPool:
             support_probs=np.empty((max_draft_tokens, width), np.float64),
         )
 
-    def _room_for_one(self) -> _ForOne:
-        width = _kernels.MAX_FOUND
-        return _ForOne(
-            context=np.empty(self.max_match, np.int64),
-            found=np.empty((8, max(width, self._max_ngram_size + 1)), np.int64),
-            features=np.empty((width, _kernels.NUM_FEATURES), np.float64),
-            summed=np.empty(_kernels.NUM_WEIGHTS, np.float64),
-            found_probs=np.empty(width, np.float64),
-        )
+    def _as_layer(self) -> list[int]:
+        """Return the kernels' row for this pool, which never changes; valid while it lives."""
+        (text, links, heads), (keys, token_ids, costs) = self._held, self._harvested.rows
+        places = [array.ctypes.data for array in (text, links, heads, keys, token_ids, costs)]
+        return [
+            *(*places[:3], len(text), *heads.shape),
+            *self._counts[[NEXT_POSITION, SEED, MULTIPLIER]].tolist(),
+            *(*places[3:], *token_ids.shape),
+        ]
+
+    def _state_of(self, sequence: _Sequence) -> Int64Array:
+        """Return a sequence's state with its positions as low as the text's; writes nothing."""
+        if sequence.state.item(LOWERED_THEN) == self._counts.item(LOWERED):
+            return sequence.state
+        state = sequence.state.copy()
+        _kernels.lower(state, self._counts)
+        return state
 
     # --- kernels ----------------------------------------------------------------------------
 
     def _append(self, ids: Int64Array, sequence: _Sequence, is_answer: bool) -> None:
         if self._counts.item(NEXT_POSITION) + len(ids) > _POSITION_LIMIT:
             _kernels.rebase(*self._held, self._counts)
-        room = self._for_one
+        room = self._take_room(1, sequence)
         _kernels.append(
             *self._held,
             self._counts,
             sequence.state,
+            sequence.layer_rows,
             ids,
             self._learning_rate if is_answer else 0.0,
             self._harvested.rows,
@@ -698,6 +1126,7 @@ class NGramPool:
             room.summed,
             room.found_probs,
         )
+        self._give_room_back(room, sequence)
 
     def _grow_tree(
         self,
@@ -705,13 +1134,13 @@ class NGramPool:
         max_draft_tokens: int,
         max_leaves: int,
         sequence: _Sequence,
-        scratch: _Scratch,
+        room: _Room,
     ) -> int:
-        room = self._for_one
         return _kernels.grow_tree(
             *self._held,
             self._counts,
-            sequence.state,
+            self._state_of(sequence),
+            sequence.layer_rows,
             self._harvested.rows,
             sequence.prewarmed.rows,
             self._weights,
@@ -723,10 +1152,10 @@ class NGramPool:
             room.features,
             room.summed,
             room.found_probs,
-            scratch.candidates,
-            scratch.candidate_probs,
-            scratch.nodes,
-            scratch.node_probs,
+            room.candidates,
+            room.candidate_probs,
+            room.nodes,
+            room.node_probs,
         )
 
     def _sample_tree(
@@ -736,13 +1165,13 @@ class NGramPool:
         max_leaves: int,
         uniforms: Float64Array,
         sequence: _Sequence,
-        scratch: _Scratch,
+        room: _Room,
     ) -> int:
-        room = self._for_one
         return _kernels.sample_tree(
             *self._held,
             self._counts,
-            sequence.state,
+            self._state_of(sequence),
+            sequence.layer_rows,
             self._harvested.rows,
             sequence.prewarmed.rows,
             self._weights,
@@ -755,13 +1184,13 @@ class NGramPool:
             room.features,
             room.summed,
             room.found_probs,
-            scratch.candidates,
-            scratch.candidate_probs,
-            scratch.left_ids,
-            scratch.left_probs,
-            scratch.nodes,
-            scratch.node_probs,
-            scratch.support_probs,
+            room.candidates,
+            room.candidate_probs,
+            room.left_ids,
+            room.left_probs,
+            room.nodes,
+            room.node_probs,
+            room.support_probs,
         )
 
     def _run_kernels(self) -> None:
@@ -769,12 +1198,46 @@ class NGramPool:
         self._append(np.empty(0, np.int64), self._no_sequence, False)
         _kernels.reindex(*self._held, self._counts)
         _kernels.rebase(*self._held, self._counts)
-        nothing, scratch = np.zeros(1, np.int64), self._scratch
-        self._grow_tree(nothing, 1, 1, self._no_sequence, scratch)
-        self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, scratch)
+        _kernels.lower(self._no_sequence.state, self._counts)
+        nothing, (room,) = np.zeros(1, np.int64), self._rooms[0]
+        self._grow_tree(nothing, 1, 1, self._no_sequence, room)
+        self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, room)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self._explore(1, nothing, None)
+        _kernels.find_unsound(*self._held, 0)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         SuccessorTable.from_arrays(table.arrays())
+        self._texts_since(0)
+        self._forget(nothing)
+
+
+def _secret_seed() -> int:
+    return secrets.randbits(_SEED_BITS)
+
+
+def _first_counts(seed: int | None) -> Int64Array:
+    """Return the kernels' `counts` of an empty pool."""
+    if seed is None:
+        seed = _secret_seed()
+    elif isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"expected seed to be an integer or None, got {seed!r}")
+    elif not 0 <= seed < 2**_SEED_BITS:
+        raise ValueError(f"expected seed from 0 to 2**{_SEED_BITS} - 1, got {seed}")
+    multiplier = HASH_MULTIPLIER ^ (int(seed) >> 31) << 1
+    return np.array([0, 0, int(seed) & HASH_MASK, multiplier], np.int64)
+
+
+def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:
+    """Return the layers of a sequence, or raise."""
+    held = tuple(layers)
+    for layer in held:
+        if not isinstance(layer, NGramPool):
+            raise TypeError(f"expected layers to be NGramPools, got {layer!r}")
+        if not layer.is_read_only:
+            raise ValueError(
+                "expected layers that are only read, from NGramPool.load(..., read_only=True) or "
+                f"as_read_only(), got {layer!r}"
+            )
+    return held

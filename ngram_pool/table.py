@@ -268,6 +268,22 @@ class SuccessorTable:
         table._resize(old, num_rows)
         return table
 
+    @property
+    def held(self) -> _Rows:
+        """All arrays with their empty rows, for `take`; do not write to them."""
+        return self._held
+
+    def take(
+        self,
+        keys: Int64Array,
+        token_ids: Int32Array,
+        costs: NDArray[np.uint16],
+        counts: Int32Array,
+    ) -> None:
+        """Hold arrays as `held` returned them, themselves, from now on."""
+        num_contexts = np.array([np.count_nonzero(keys != NONE)], np.int64)
+        self._held = _Rows(keys, token_ids, costs, counts, num_contexts)
+
     # --- inside -----------------------------------------------------------------------------
 
     def _empty(self, num_rows: int) -> _Rows:
@@ -338,6 +354,11 @@ def _pairs_of(keys: Int64Array) -> Int64Array:
     """Return the contexts of keys, as `put` takes them."""
     previous, last = np.divmod(keys, MAX_TOKEN_ID + 1)
     return np.stack([previous - 1, last], axis=1)
+
+
+def keys_of(pairs: Int64Array) -> Int64Array:
+    """Return the keys of contexts, int64 [num_contexts]."""
+    return (pairs[:, 0] + 1) * (MAX_TOKEN_ID + 1) + pairs[:, 1]
 
 
 def _power_of_two(number: int) -> int:

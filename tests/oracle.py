@@ -7,6 +7,7 @@ that probabilities can be compared exactly.
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import ngram_pool.pool
@@ -36,25 +37,39 @@ class InText(NamedTuple):
 class OraclePool:
     """Keeps all arrivals and searches the newest `capacity` from end to end."""
 
-    def __init__(self, capacity: int, max_ngram_size: int) -> None:
+    def __init__(self, capacity: int, max_ngram_size: int, seed: int = 0) -> None:
+        self.hash_state = seed % 2**31
+        self.multiplier = _kernels.HASH_MULTIPLIER ^ (seed // 2**31 * 2)
         self.capacity = capacity
         self.max_ngram_size = max_ngram_size
         self.max_match = max(_kernels.MAX_MATCH, max_ngram_size)
-        self.arrivals: list[tuple[int, int]] = []  # (sequence, token id)
+        self.arrivals: list[tuple[int, int | None]] = []  # (sequence, token id or forgotten)
+        self.indexed_anew = (0, 0)  # how many had arrived by then, and the first then held
         self.open: dict[int | None, int] = {0: 0}  # handle -> a number no other sequence ever had
         self.num_sequences = 1
         self.starts: dict[int | None, list[float]] = {0: [math.inf] * 2, None: [math.inf] * 2}
         self.priors: dict[int | None, OracleTable] = {}
+        self.layers: dict[int | None, list[OraclePool]] = {}
         self.harvested = OracleTable(max(1, capacity // 16), averages=False)
         self.weights: list[list[float]] = first_weights().tolist()
         self.num_rows = min(ngram_pool.pool._FIRST_NUM_ROWS, capacity)  # there are as many buckets
         self.cached_spots: list[Spot] | None = None
 
-    def open_sequence(self, handle: int, prewarmed: OracleTable | None = None) -> None:
+    def open_sequence(
+        self,
+        handle: int,
+        prewarmed: OracleTable | None = None,
+        layers: Sequence["OraclePool"] = (),
+    ) -> None:
         self.open[handle] = self.num_sequences
         self.num_sequences += 1
         self.starts[handle] = [math.inf] * 2
         self.priors[handle] = OracleTable(1) if prewarmed is None else prewarmed
+        self.layers[handle] = list(layers)
+
+    def sources(self, handle: int | None) -> list["OraclePool"]:
+        """This pool and the layers, which are read only."""
+        return [self, *self.layers.get(handle, [])]
 
     def close_sequence(self, handle: int) -> None:
         del self.open[handle]
@@ -73,8 +88,64 @@ class OraclePool:
             self.arrivals.append((self.open[handle], token_id))
             self.cached_spots = None
 
-    def held(self) -> list[tuple[int, int]]:
+    def held(self) -> list[tuple[int, int | None]]:
         return self.arrivals[-self.capacity :]
+
+    def texts(self) -> list[list[int]]:
+        """What is held, by sequence, in the order of their first tokens."""
+        sequences: dict[int, list[int]] = {}
+        for sequence, token_id in self.held():
+            if token_id is not None:
+                sequences.setdefault(sequence, []).append(token_id)
+        return list(sequences.values())
+
+    def forget(self, token_ids: Sequence[int]) -> int:
+        first = len(self.arrivals) - len(self.held())
+        sought, num_found = list(token_ids), 0
+        forgotten: set[int] = set()
+        sequences: dict[int, list[tuple[int, int]]] = {}
+        for arrival, (sequence, token_id) in enumerate(self.arrivals):
+            if arrival >= first and token_id is not None:
+                sequences.setdefault(sequence, []).append((arrival, token_id))
+        for arrived in sequences.values():
+            for i in range(1 - len(sought), len(arrived)):  # in part, too, at either end
+                part = arrived[max(i, 0) : i + len(sought)]
+                cut = sought[max(-i, 0) :][: len(part)]
+                is_whole = len(part) == len(sought)
+                is_amid = i < 0 and len(part) < i + len(sought)
+                if [token_id for _, token_id in part] == cut and not is_amid:
+                    forgotten |= {arrival for arrival, _ in part}
+                    num_found += is_whole
+        contexts = {(-1, token_id) for token_id in sought} | set(pairwise(sought))
+        for sequence, arrived in sequences.items():
+            number = sequence  # of what goes on behind an occurrence: one more
+            for (arrival, token_id), after in zip(arrived, [*arrived[1:], None], strict=True):
+                if after is not None and {arrival, after[0]} & forgotten:
+                    contexts.add((token_id, after[1]))
+                if arrival in forgotten:
+                    number = self.num_sequences
+                    self.num_sequences += 1
+                    self.arrivals[arrival] = (number, None)
+                    number = self.num_sequences
+                    self.num_sequences += 1
+                else:
+                    self.arrivals[arrival] = (number, token_id)
+            for handle, its in self.open.items():
+                if its == sequence:
+                    self.open[handle] = number
+        if forgotten:
+            self.indexed_anew = (len(self.arrivals), first)
+        self.cached_spots = None
+        gone = set(sought) - {token_id for _, token_id in self.held()}
+        self.harvested.drop(contexts, gone)
+        return num_found
+
+    def merge(self, other: "OraclePool") -> None:
+        for text in other.texts():
+            self.open_sequence(-1)
+            self.observe(text, -1)
+            self.close_sequence(-1)
+        self.harvested.update(other.harvested)
 
     # --- the text ---------------------------------------------------------------------------
 
@@ -84,13 +155,17 @@ class OraclePool:
             first = len(self.arrivals) - len(self.held())
             sequences: dict[int, list[tuple[int, int]]] = {}
             for arrival, (sequence, token_id) in enumerate(self.arrivals):
-                if arrival > first - self.capacity:  # what came earlier nobody can know of
+                # What came earlier nobody can know of.
+                if arrival > first - self.capacity and token_id is not None:
                     sequences.setdefault(sequence, []).append((arrival, token_id))
             spots = []
             for arrived in sequences.values():
                 for i, (arrival, _) in enumerate(arrived):
                     before = [t for a, t in arrived[: i + 1] if a >= first]
-                    indexed = [t for a, t in arrived[: i + 1] if a > arrival - self.capacity]
+                    num_then, first_then = self.indexed_anew
+                    oldest = first_then if arrival < num_then else 0
+                    oldest = max(oldest, arrival - self.capacity + 1)
+                    indexed = [t for a, t in arrived[: i + 1] if a >= oldest]
                     after = [t for _, t in arrived[i + 1 :]]
                     if arrival >= first:
                         spots.append(Spot(arrival, before, after, indexed))
@@ -100,33 +175,45 @@ class OraclePool:
     def successors(
         self, context: Sequence[int], path_prob: float, handle: int | None
     ) -> tuple[dict[int, InText], int]:
-        """What the text proposes, and the origin of the newest occurrence."""
+        """What the text proposes, and the row of weights for the newest occurrence."""
         n = self.max_ngram_size
         limit = _kernels.MAX_OCCURRENCES
         if path_prob <= _kernels.UNLIKELY:
             limit, context = limit // 2, context[-n:]
-        occurrences = [(match(spot.before, context), spot) for spot in self.spots() if spot.after]
+        sources = self.sources(handle)
+        occurrences = [
+            [(match(spot.before, context), spot) for spot in source.spots() if spot.after]
+            for source in sources
+        ]
+        num_read = [0] * len(sources)
         counts: dict[int, int] = {}
         lengths: dict[int, int] = {}
         origins: dict[int, int] = {}
         probs: dict[int, float] = {}
-        newest_origin = _kernels.EARLIER
+        newest_row = _kernels.ORIGIN_ROW + _kernels.EARLIER
         mass_left = 1.0
-        num_read = num_counted = 0
+        num_counted = 0
         for order in range(min(n, len(context)), 0, -1):
-            # Of order N are all that match at least so far, of a shorter one just its length.
-            read = [(m, s) for m, s in occurrences if m == order or (order == n and m > n)]
-            read = read[: limit - num_read]
-            if read and not num_read:
-                newest_origin = self.origin(read[0][1], handle)
-            num_read += len(read)
-            for length in sorted({m for m, _ in read}, reverse=True):
+            read: list[tuple[int, int, Spot]] = []  # length, source, spot
+            for i, source in enumerate(sources):
+                # Of the highest order are all that match at least so far, of others just as far.
+                highest = min(n, source.max_ngram_size)
+                found = [
+                    (m, i, spot)
+                    for m, spot in occurrences[i]
+                    if order <= highest and (m == order or (order == highest and m > order))
+                ][: limit - num_read[i]]
+                num_read[i] += len(found)
+                read += found
+            if read and not num_counted:
+                newest_row = self.origin_row(read[0][1], read[0][2], handle)
+            for length in sorted({m for m, _, _ in read}, reverse=True):
                 known = set(counts)
-                for spot in [s for m, s in read if m == length]:
+                for i, spot in [(i, spot) for m, i, spot in read if m == length]:
                     token_id = spot.after[0]
                     counts[token_id] = counts.get(token_id, 0) + 1
                     lengths.setdefault(token_id, length)
-                    origin = self.origin(spot, handle)
+                    origin = _kernels.EARLIER if i else self.origin(spot, handle)
                     origins[token_id] = max(origins.get(token_id, origin), origin)
                     num_counted += 1
                 added = [token_id for token_id in counts if token_id not in known]
@@ -139,14 +226,20 @@ class OraclePool:
                     for token_id in added:
                         probs[token_id] = share * counts[token_id] / num_counted
                         mass_left -= probs[token_id]
-            if counts and (num_read == limit or mass_left * path_prob < _kernels.READ_ON):
+            is_enough = num_read == [limit] * len(sources)
+            if counts and (is_enough or mass_left * path_prob < _kernels.READ_ON):
                 break
         return {
             token_id: InText(
                 probs[token_id], counts[token_id], lengths[token_id], origins[token_id]
             )
             for token_id in counts
-        }, newest_origin
+        }, newest_row
+
+    def origin_row(self, source: int, spot: Spot, handle: int | None) -> int:
+        if source == 0:
+            return _kernels.ORIGIN_ROW + self.origin(spot, handle)
+        return _kernels.LAYER_ROW + [0, 1, 2, 3, *[3] * 100][source - 1]
 
     def origin(self, spot: Spot, handle: int | None) -> int:
         prompt, answer = self.starts[handle]
@@ -162,31 +255,40 @@ class OraclePool:
             share = {1: 0.75, 2: 0.6}.get(length, 1.5 / length)
         return share * math.sqrt(num_successors / num_occurrences)
 
-    def skips(self, context: Sequence[int]) -> list[tuple[int, int]]:
+    def skips(self, context: Sequence[int], handle: int | None) -> list[tuple[int, int]]:
         """(token id, length of the match before the exchanged token), newest first."""
-        before = context[:-1]
-        for order in range(min(self.max_ngram_size, len(before)), 1, -1):
-            bucket = self.bucket(before[-order:])
-            chain = [
-                spot
-                for spot in self.spots()
-                if len(spot.indexed) >= order and self.bucket(spot.indexed[-order:]) == bucket
-            ]
+        for order in range(min(self.max_ngram_size, len(context) - 1), 1, -1):
             taken = [
-                (spot.after[1], match(spot.before, before))
-                for spot in chain[: _kernels.MAX_SKIPS_READ]
-                if len(spot.after) > 1
-                and spot.after[0] != context[-1]
-                and match(spot.before, before) >= order
+                skip
+                for source in self.sources(handle)
+                if order <= source.max_ngram_size
+                for skip in source.own_skips(context, order)
             ]
             if taken:
-                return taken[: _kernels.MAX_SKIPS]
+                return taken
         return []
 
+    def own_skips(self, context: Sequence[int], order: int) -> list[tuple[int, int]]:
+        before = context[:-1]
+        bucket = self.bucket(before[-order:])
+        chain = [
+            spot
+            for spot in self.spots()
+            if len(spot.indexed) >= order and self.bucket(spot.indexed[-order:]) == bucket
+        ]
+        taken = [
+            (spot.after[1], match(spot.before, before))
+            for spot in chain[: _kernels.MAX_SKIPS_READ]
+            if len(spot.after) > 1
+            and spot.after[0] != context[-1]
+            and match(spot.before, before) >= order
+        ]
+        return taken[: _kernels.MAX_SKIPS]
+
     def bucket(self, tokens: Sequence[int]) -> int:
-        state = 0
+        state = self.hash_state
         for token_id in reversed(tokens):
-            state = _kernels.hash_step(state, token_id)
+            state = _kernels.hash_with(state, token_id, self.multiplier)
         num_buckets = 1
         while 2 * num_buckets <= self.num_rows:
             num_buckets *= 2
@@ -199,7 +301,8 @@ class OraclePool:
     ) -> tuple[dict[int, float], dict[int, list[float]], list[int]]:
         """Probabilities and features of all candidates, and the rows of weights in force."""
         context = context[-self.max_match :]
-        in_text, newest_origin = self.successors(context, path_prob, handle)
+        in_text, newest_row = self.successors(context, path_prob, handle)
+        most = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * (len(self.sources(handle)) - 1)
         features: dict[int, list[float]] = {}
         for token_id, found in in_text.items():
             says = features[token_id] = [0.0] * _kernels.NUM_FEATURES
@@ -211,36 +314,39 @@ class OraclePool:
             says[_kernels.IN_PROMPT] = float(found.origin == _kernels.PROMPT)
 
         def add(token_id: int, source: int, value: float) -> None:
-            if token_id in features or len(features) < _kernels.MAX_FOUND:
+            if token_id in features or len(features) < most:
                 says = features.setdefault(token_id, [0.0] * _kernels.NUM_FEATURES)
                 says[source] = max(says[source], value)
 
         last, previous = context[-1], context[-2] if len(context) > 1 else None
         known = 0
         prewarmed = self.priors.get(handle, OracleTable(1))
-        for table, source, is_pair in (
-            (self.harvested, _kernels.HARVESTED_PAIR, True),
-            (prewarmed, _kernels.PREWARMED_PAIR, True),
-            (self.harvested, _kernels.HARVESTED_SINGLE, False),
-            (prewarmed, _kernels.PREWARMED_SINGLE, False),
+        harvested = [source.harvested for source in self.sources(handle)]
+        for tables, source, is_pair in (
+            (harvested, _kernels.HARVESTED_PAIR, True),
+            ([prewarmed], _kernels.PREWARMED_PAIR, True),
+            (harvested, _kernels.HARVESTED_SINGLE, False),
+            ([prewarmed], _kernels.PREWARMED_SINGLE, False),
         ):
             if is_pair and previous is None:
                 continue
-            costs = table.get(previous if is_pair and previous is not None else -1, last)
+            before = previous if is_pair and previous is not None else -1
+            all_costs = [table.get(before, last) for table in tables]
+            costs = next((costs for costs in all_costs if costs is not None), None)
             if is_pair and costs is not None:
                 known += 1 if source == _kernels.HARVESTED_PAIR else 2
             for token_id, cost in costs or []:
                 value = -cost / _kernels.COST_STEPS - _kernels.LEAST_LOG_PROB
                 add(token_id, source, max(value, _kernels.FAINT))
         if len(context) > 3 and path_prob > _kernels.UNLIKELY:
-            for token_id, length in self.skips(context):
+            for token_id, length in self.skips(context, handle):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)
         match_row = self.match_row(
             max((found.length for found in in_text.values()), default=0), len(in_text)
         )
         if prewarmed.get(-1, last) is not None:
             match_row += _kernels.MATCH_ROWS // 2
-        rows = [match_row, _kernels.ORIGIN_ROW + newest_origin, _kernels.KNOWN_ROW + known]
+        rows = [match_row, newest_row, _kernels.KNOWN_ROW + known]
         return self.blend(features, rows), features, rows
 
     @staticmethod
@@ -270,7 +376,8 @@ class OraclePool:
 
     def learn(self, token_id: int, handle: int) -> None:
         """Take one step against the gradient of the log-loss, each kind of weight at its rate."""
-        context = [t for sequence, t in self.held() if sequence == self.open[handle]]
+        own = [t for sequence, t in self.held() if sequence == self.open[handle]]
+        context = [t for t in own if t is not None]
         if not context:
             return
         probs, features, rows = self.estimate(context, 1.0, handle)

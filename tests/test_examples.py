@@ -39,6 +39,17 @@ def test_pool_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("the cat sat on") for line in lines)
 
 
+def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("pools_of_users.py", capsys).splitlines()
+    assert lines == [
+        "alice: my password is -> swordfish",
+        "bob: my password is -> green",
+        "forgotten: 2",
+        "alice: my password is -> called",
+        "still kept: alice, bob",
+    ]
+
+
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
 class TestWithTheDefaultModel:
@@ -46,6 +57,11 @@ class TestWithTheDefaultModel:
         output = run("chat_with_memory.py", capsys)
         first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert second > first + 1  # the answer is in the pool by then
+
+    def test_repository_pool(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("repository_pool.py", capsys)
+        empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
+        assert filled > empty + 1
 
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20

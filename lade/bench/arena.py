@@ -70,7 +70,8 @@ class SameText:
 
 def enterable() -> list[str]:
     """Return the names of all methods of lade's own decoding."""
-    return [name for name in METHODS if name not in BASELINES]
+    own = [name for name in METHODS if name not in BASELINES]
+    return [name for name in own if not METHODS[name].reads_pools]
 
 
 def run_arena(

@@ -63,6 +63,8 @@ class MethodInfo(NamedTuple):
     drafter: "Callable[[SuccessorTable | None], Drafter] | None" = None
     is_fresh: bool = False  # each prompt gets a new drafter
     is_default: bool = True  # else run only when named
+    keeps_pool: bool = False  # one pool for all prompts, which may be `Pools.own`
+    reads_pools: bool = False  # drafts from `Pools.read` besides; run only with such pools
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:

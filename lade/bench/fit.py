@@ -84,7 +84,7 @@ def record_lessons(
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
-    drafter = Recorder(NGramPool(), prewarmed)
+    drafter = Recorder(NGramPool(seed=0), prewarmed)
     method = Lade(config, drafter=drafter)
     pad_token_id = find_pad_token_id(loaded)
     for prompt in prompts:
@@ -125,7 +125,7 @@ def learner(weights: NDArray[np.float64], rate: float) -> NGramPool:
 
     Pools have no such options: fitting is the only use for them.
     """
-    pool = NGramPool()
+    pool = NGramPool(seed=0)
     pool._weights, pool._learning_rate = weights, rate
     return pool
 
@@ -155,6 +155,6 @@ def crude_weights() -> NDArray[np.float64]:
 
 
 def as_source(weights: NDArray[np.float64]) -> str:
-    """Return weights in hundredths, as lines of `ngram_pool/weights.py`."""
-    rows = np.round(100 * weights).astype(int).tolist()
+    """Return weights in hundredths, as lines of `ngram_pool/weights.py`; layers' are not fitted."""
+    rows = np.round(100 * weights[: _kernels.LAYER_ROW]).astype(int).tolist()
     return "\n".join(f"    ({', '.join(map(str, row))})," for row in rows)

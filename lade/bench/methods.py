@@ -3,12 +3,12 @@
 Next file: `run.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
-from lade.bench.baselines import BASELINES, Answer, MethodInfo, answer_of, synchronise
+from lade.bench.baselines import BASELINES, Answer, Method, MethodInfo, answer_of, synchronise
 from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafting.drafter import Drafter
@@ -19,12 +19,12 @@ from ngram_pool import NGramPool
 
 
 class Lade:
-    """`lade.generate`; a given pool or drafter is kept, else each call gets a new pool."""
+    """`lade.generate`; given pools or a drafter are kept, else each call gets a new pool."""
 
     def __init__(
         self,
         config: Config | None,
-        pool: NGramPool | None = None,
+        pool: NGramPool | Sequence[NGramPool] | None = None,
         on_step: Callable[[Step], None] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
@@ -51,9 +51,30 @@ class Lade:
         return answer_of(model, inputs, output, sec)
 
 
+class Pools(NamedTuple):
+    """Pools given to a run, beside those that its methods make."""
+
+    read: Sequence[NGramPool] = ()  # by methods that read pools, besides their own
+    own: NGramPool | None = None  # of the method that keeps one; else a new one
+
+
+def make_method(name: str, config: Config | None, pools: Pools | None = None) -> Method:
+    """Return a method by name, for one pass."""
+    info, pools = METHODS[name], pools or Pools()
+    if not (info.keeps_pool or info.reads_pools):
+        return info.make(config)
+    own = NGramPool(seed=0) if pools.own is None else pools.own
+    return Lade(
+        config,
+        [*([own] if info.keeps_pool else []), *(pools.read if info.reads_pools else [])],
+    )
+
+
 def _verifying_by(verification: Verification) -> MethodInfo:
     return MethodInfo(
-        lambda config: Lade(replace(config or Config(), verification=verification), NGramPool()),
+        lambda config: Lade(
+            replace(config or Config(), verification=verification), NGramPool(seed=0)
+        ),
         f"as lade, drafts verified by {verification}",
         verification=verification,
         is_default=False,
@@ -83,30 +104,45 @@ def _drafting_as(rival: Rival) -> MethodInfo:
 METHODS: dict[str, MethodInfo] = {
     **BASELINES,
     "lade": MethodInfo(
-        lambda config: Lade(config, NGramPool()),
+        lambda config: Lade(config, NGramPool(seed=0)),
         "lade, one pool for all prompts of a pass",
-        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(seed=0), prewarmed=prewarmed),
+        keeps_pool=True,
     ),
     "lade_fresh": MethodInfo(
         lambda config: Lade(config),
         "lade, a new and empty pool for each prompt or batch",
-        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(seed=0), prewarmed=prewarmed),
         is_fresh=True,
     ),
+    "lade_pool": MethodInfo(
+        lambda config: Lade(config, NGramPool(seed=0)),
+        "as lade, drafting from the files of --pool as well",
+        is_default=False,
+        keeps_pool=True,
+        reads_pools=True,
+    ),
+    "lade_pool_fresh": MethodInfo(
+        Lade,
+        "as lade_fresh, drafting from the files of --pool as well",
+        is_fresh=True,
+        is_default=False,
+        reads_pools=True,
+    ),
     "lade_untabled": MethodInfo(
-        lambda config: Lade(replace(config or Config(), uses_table=False), NGramPool()),
+        lambda config: Lade(replace(config or Config(), uses_table=False), NGramPool(seed=0)),
         "as lade, without the table that lade prewarm made",
-        drafter=lambda prewarmed: PoolDrafter(NGramPool()),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(seed=0)),
         is_default=False,
     ),
     "lade_stable": MethodInfo(
-        lambda config: Lade(replace(config or Config(), stable_text=True), NGramPool()),
+        lambda config: Lade(replace(config or Config(), stable_text=True), NGramPool(seed=0)),
         "as lade, with text that does not depend on the pool, even in half precision",
-        drafter=lambda prewarmed: PoolDrafter(NGramPool(), prewarmed=prewarmed),
+        drafter=lambda prewarmed: PoolDrafter(NGramPool(seed=0), prewarmed=prewarmed),
         is_default=False,
     ),
     "lade_lookahead": MethodInfo(
-        lambda config: Lade(replace(config or Config(), lookahead=Lookahead()), NGramPool()),
+        lambda config: Lade(replace(config or Config(), lookahead=Lookahead()), NGramPool(seed=0)),
         "as lade, with a lookahead window of W=7, N=5 in every forward",
         is_default=False,
     ),

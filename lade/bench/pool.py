@@ -1,6 +1,9 @@
 """Timings of the pool: observing a token, drafting a tree and a whole step, by pool size."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -32,6 +35,8 @@ class PoolTiming(NamedTuple):
     step_p95_us: float
     nodes_per_draft: float
     bytes_per_token: float
+    save_ms: float  # to a file, fsync included
+    load_ms: float  # median: loading that file and the first draft
 
 
 def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> PoolTiming:
@@ -43,11 +48,11 @@ def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> Poo
     successors are drawn at random.
     """
     rng = np.random.default_rng(seed)
-    text = _text(num_tokens, rng)
-    pool = NGramPool(capacity_tokens=num_tokens)
+    text = text_at_random(num_tokens, rng)
+    pool = NGramPool(capacity_tokens=num_tokens, seed=0)
     for start in range(0, num_tokens, _CHUNK):
         pool.observe(text[start : start + _CHUNK])
-    more = _text(max(_CHUNK, num_tokens // 10), rng)
+    more = text_at_random(max(_CHUNK, num_tokens // 10), rng)
     start_sec = perf_counter()
     pool.observe(more)
     observe_prompt_us = (perf_counter() - start_sec) / len(more) * 1e6
@@ -64,6 +69,7 @@ def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> Poo
         pool.observe(step)
         step_us.append((perf_counter() - start_sec) * 1e6)
     steps = _time_steps(pool, held, max_draft_tokens, rng)
+    save_ms, load_ms = _time_file(pool, held[-8:].tolist(), max_draft_tokens)
     return PoolTiming(
         num_tokens=num_tokens,
         observe_prompt_us=observe_prompt_us,
@@ -74,10 +80,12 @@ def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> Poo
         step_p95_us=quantiles(steps, n=20)[-1],
         nodes_per_draft=sum(num_nodes) / len(num_nodes),
         bytes_per_token=pool.nbytes / num_tokens,
+        save_ms=save_ms,
+        load_ms=load_ms,
     )
 
 
-def as_json(timings: list[PoolTiming]) -> list[dict[str, Any]]:
+def as_json(timings: Sequence[NamedTuple]) -> list[dict[str, Any]]:
     """Return timings, rounded, ready for JSON."""
     return [
         {name: round(value, 3) for name, value in timing._asdict().items()} for timing in timings
@@ -91,14 +99,14 @@ def _time_steps(
     prewarmed = SuccessorTable(2 * _TABLE_CONTEXTS)
     last = np.arange(_TABLE_CONTEXTS) % (len(held) - 1)
     pairs = np.stack([np.where(last % 3 == 0, -1, held[last]), held[last + 1]], axis=1)
-    prewarmed.put(pairs, *_successors(len(pairs), rng))
+    prewarmed.put(pairs, *successors_at_random(len(pairs), rng))
     drafter, budget = PoolDrafter(pool, prewarmed=prewarmed), MeasuredBudget()
     sequence = drafter.open(held[:300].tolist())
     us: list[float] = []
     for end in rng.integers(100, len(held), _NUM_DRAFTS).tolist():
         committed = held[end - 100 : end].tolist()
         emitted = held[end - 2 : end].tolist()
-        successors = _successors(1 + _NUM_VERIFIED, rng)
+        successors = successors_at_random(1 + _NUM_VERIFIED, rng)
         start_sec = perf_counter()
         draft = drafter.draft(sequence, committed, max_draft_tokens)
         budget.num_nodes([draft.probs], 0)
@@ -121,16 +129,40 @@ def _time_steps(
     return us
 
 
-def _successors(num_nodes: int, rng: np.random.Generator) -> Successors:
+def successors_at_random(num_nodes: int, rng: np.random.Generator) -> Successors:
+    """Return successors of nodes, each with falling probabilities."""
     shape = (num_nodes, PoolDrafter.num_successors)
     probs = -np.sort(-rng.random(shape), axis=1) / shape[1]
     ids = rng.integers(0, _VOCAB_SIZE, shape, dtype=np.int32)
     return Successors(ids, probs.astype(np.float32))
 
 
-def _text(num_tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def text_at_random(num_tokens: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return synthetic text; see `time_pool`."""
     text = rng.zipf(1.2, num_tokens) % _VOCAB_SIZE
     for start in range(400, num_tokens - 60, 400):
         source = int(rng.integers(0, start - 60))
         text[start : start + 60] = text[source : source + 60]
     return text.astype(np.int64)
+
+
+def _time_file(
+    pool: NGramPool, context: list[int], max_draft_tokens: int, num_times: int = 5
+) -> tuple[float, float]:
+    """Return the times of saving a pool, and of loading it and drafting once, in milliseconds.
+
+    The file was just written, so it is in the memory of the system, as that of a pool in use is.
+    """
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "timed.pool"
+        start_sec = perf_counter()
+        pool.save(path)
+        save_ms = (perf_counter() - start_sec) * 1e3
+        load_ms = []
+        for _ in range(num_times):
+            start_sec = perf_counter()
+            loaded = NGramPool.load(path)
+            loaded.draft(context, max_draft_tokens)
+            load_ms.append((perf_counter() - start_sec) * 1e3)
+            del loaded  # while it is mapped, some systems cannot remove the file
+    return save_ms, median(load_ms)

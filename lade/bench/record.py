@@ -45,7 +45,7 @@ def record(
     """
     assert settings.has_one_row
     pad_token_id = find_pad_token_id(loaded)
-    pool = NGramPool()
+    pool = NGramPool(seed=0)
     for number, prompt in enumerate(prompts):
         inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
         torch.manual_seed(settings.seed + number)

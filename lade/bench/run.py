@@ -11,7 +11,7 @@ import torch
 
 from lade.bench.baselines import Answer, Method, warm_up
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
-from lade.bench.methods import METHODS
+from lade.bench.methods import METHODS, Pools, make_method
 from lade.bench.prompts import Prompt
 from lade.bench.settings import Settings
 from lade.config import Config
@@ -88,6 +88,7 @@ def run_methods(
     num_passes: int = 1,
     keep: bool = False,
     config: Config | None = None,
+    pools: Pools | None = None,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
@@ -97,7 +98,7 @@ def run_methods(
     time starting with another one, so that a machine that slows down slows all alike. Every pass
     uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
     It also starts with new methods and so with empty pools, unless `keep` is set: then each pass
-    goes on with the pools that the one before has filled.
+    goes on with the pools that the one before has filled. `pools` are those of the caller.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
@@ -105,7 +106,7 @@ def run_methods(
     running: dict[str, Method] = {}
     for num_pass in range(num_passes):
         if not (keep and running):
-            running = {name: METHODS[name].make(config) for name in methods}
+            running = {name: make_method(name, config, pools) for name in methods}
         for number, batch in enumerate(batches):
             inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
             first = number % len(methods)

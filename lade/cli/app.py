@@ -20,15 +20,19 @@ from lade.cli.options import (
     MaxDraftTokensOption,
     MaxNewTokensOption,
     ModelOption,
+    PoolsOption,
     PrewarmOption,
+    SavePoolOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
     TrustOption,
     VerificationOption,
+    check_pools,
     load,
     make_config,
 )
+from lade.cli.pool_app import pool
 
 app = typer.Typer(
     name="lade",
@@ -96,6 +100,8 @@ def generate(
     ] = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    pools: PoolsOption = None,
+    save_pool: SavePoolOption = None,
     learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
@@ -106,10 +112,11 @@ def generate(
     seed = new_seed() if seed is None else seed
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     config = make_config(max_draft_tokens, verification)
+    check_pools(pools, save_pool, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
-    run(asked, loaded, settings, config, learns)
+    run(asked, loaded, settings, config, pools or [], save_pool, learns)
 
 
 @app.command(rich_help_panel=_USE)
@@ -154,6 +161,8 @@ def demo(
     trust_remote_code: TrustOption = False,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    pools: PoolsOption = None,
+    save_pool: SavePoolOption = None,
     prewarms: PrewarmOption = True,
     json: JsonOption = None,
 ) -> None:
@@ -164,10 +173,12 @@ def demo(
     from lade.cli.demo import run
 
     config = make_config(max_draft_tokens, verification)
+    check_pools(pools, save_pool, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    run(loaded, prompt or [], max_new_tokens, config, json, prewarms)
+    run(loaded, prompt or [], max_new_tokens, config, pools or [], save_pool, json, prewarms)
 
 
+app.add_typer(pool, name="pool", rich_help_panel=_USE)
 app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)
 
 

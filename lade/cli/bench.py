@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from lade.bench.tables import Sheet
 
 
-def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dict[str, str]]:
+def choose_methods(
+    text: str | None, settings: Settings, has_pools: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Return the methods to run, and those left out with the reasons.
 
     Args:
         text: a comma-separated list; None for all default methods that support `settings`.
         settings: some methods support neither batches nor several sequences per prompt.
+        has_pools: whether there are pools to read; methods that do are then run by default.
 
     Raises:
         ValueError: a method is unknown, named twice, or does not support `settings`.
@@ -40,7 +43,11 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
         if info.is_single_row and not settings.has_one_row
     }
     if text is None:
-        names = [name for name, info in METHODS.items() if info.is_default]
+        names = [
+            name
+            for name, info in METHODS.items()
+            if info.is_default or (has_pools and info.reads_pools)
+        ]
         return [name for name in names if name not in unable], unable
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
@@ -52,7 +59,29 @@ def choose_methods(text: str | None, settings: Settings) -> tuple[list[str], dic
             raise ValueError(
                 f"expected --methods without {name} for {settings.describe()}: {reason}"
             )
+        if METHODS[name].reads_pools and not has_pools:
+            raise ValueError(f"expected --methods without {name}, as no pool is given to read")
+    if has_pools and not any(METHODS[name].reads_pools for name in names):
+        raise ValueError(
+            f"expected lade_pool or lade_pool_fresh in --methods, to read --pool; got {text!r}"
+        )
     return names, {}
+
+
+def check_who_saves(methods: Sequence[str], num_passes: int, keep: bool) -> None:
+    """Raise unless it is one pool that `--save-pool` goes on with and saves."""
+    from lade.bench.methods import METHODS
+
+    savers = [name for name in methods if METHODS[name].keeps_pool]
+    if len(savers) != 1:
+        raise ValueError(
+            "expected lade or lade_pool in --methods with --save-pool, to save what it learns; "
+            f"got {' and '.join(savers) or 'neither'}"
+        )
+    if num_passes > 1 and not keep:
+        raise ValueError(
+            f"expected --keep with --save-pool and {num_passes} passes, which else begin anew"
+        )
 
 
 def run(
@@ -64,15 +93,18 @@ def run(
     num_passes: int,
     keep: bool,
     config: Config,
+    pool_paths: Sequence[Path],
+    save_path: Path | None,
     files: "ResultFiles",
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption."""
     from lade.bench.baselines import BASELINES
     from lade.bench.batches import in_batches
-    from lade.bench.methods import METHODS
+    from lade.bench.methods import METHODS, Pools
     from lade.bench.plots import plot_speedups
     from lade.bench.report import as_json, table
     from lade.bench.run import run_methods, warm_up_methods
+    from lade.cli.pool import open_pools
     from lade.probing.report import probe
 
     prompts = chosen.prompts
@@ -85,9 +117,11 @@ def run(
     num_calls = len(in_batches(prompts, settings.batch_size)) * num_passes
     results: list[Result] = []
     stopped_by: BaseException | None = None
-    with progress_bar() as bars:
-        task = bars.add_task("answering", total=num_calls * len(methods))
-        try:
+    num_read = 0
+    try:
+        with open_pools(loaded, pool_paths, save_path) as (own, *read), progress_bar() as bars:
+            num_read = sum(map(len, read))
+            task = bars.add_task("answering", total=num_calls * len(methods))
             run_methods(
                 loaded,
                 prompts,
@@ -96,11 +130,12 @@ def run(
                 num_passes=num_passes,
                 keep=keep,
                 config=config,
+                pools=Pools(read, None if save_path is None else own),
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
             )
-        except BaseException as error:  # still show and write what was measured so far
-            stopped_by = error
+    except BaseException as error:  # still show and write what was measured so far
+        stopped_by = error
     if stopped_by is not None and not results:
         raise stopped_by
     num_done = len(results)
@@ -113,6 +148,7 @@ def run(
         "left_out": left_out,
         "passes": num_passes,
         "keep": keep,
+        "pools": {"names": [path.name for path in pool_paths], "num_tokens": num_read},
         "interrupted": stopped_by is not None,
         "config": asdict(config),
         "verification": target,  # lade's, for methods that fix none; else None
@@ -256,12 +292,15 @@ def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> 
     title = f"NGramPool, full, one core, up to {max_draft_tokens} draft tokens; times in µs"
     headings = (
         *("tokens held", "prompt/token", "observe 3 tokens", "draft median", "draft p95"),
-        *("step median", "step p95", "draft tokens", "bytes/token"),
+        *("step median", "step p95", "draft tokens", "bytes/token", "save, ms", "load, ms"),
     )
     rows = [
         [f"{timing.num_tokens:,}", *(f"{value:.2f}" for value in timing[1:])] for timing in timings
     ]
-    caption = "prompt: observing a long one. step: all of a decoding step but the forward."
+    caption = (
+        "prompt: observing a long one. step: all of a decoding step but the forward. load: of the "
+        "saved file, with the first draft."
+    )
     print_sheet(Sheet(title, headings, 1, [rows], caption))
     if stopped_by is not None:
         console.print(f"stopped after {len(timings)} of {len(sizes)} sizes")
@@ -270,3 +309,37 @@ def run_pool(max_tokens: int, max_draft_tokens: int, json_path: Path | None) -> 
     write_result(json_path, {**content, "timings": as_json(timings)})
     if stopped_by is not None:
         raise stopped_by
+
+
+def run_pool_threads(max_threads: int, max_draft_tokens: int, json_path: Path | None) -> None:
+    """Let 1, 4, 16, … threads share a pool, up to `max_threads`."""
+    from lade.bench.environment import environment
+    from lade.bench.pool import as_json
+    from lade.bench.pool_threads import time_threads
+    from lade.bench.tables import Sheet
+
+    check_writable(json_path)
+    time_threads(1, max_draft_tokens)  # compiles
+    timings = []
+    for num_threads in [4**power for power in range(8) if 4**power <= max_threads]:
+        with console.status(f"decoding in {num_threads} threads"):
+            timings.append(time_threads(num_threads, max_draft_tokens))
+    title = f"One NGramPool for all threads, up to {max_draft_tokens} draft tokens; times in µs"
+    headings = (
+        *("threads", "steps/s", "draft median", "draft p99", "write median", "write p99"),
+        *("longest call", "longest draft alone, times threads", "lost tokens"),
+    )
+    alone_us = timings[0].longest_draft_us
+    rows = [
+        [
+            *(f"{each.num_threads}", f"{each.steps_per_sec:,.0f}"),
+            *(f"{value:,.0f}" for value in each[2:7]),
+            *(f"{alone_us * each.num_threads:,.0f}", f"{each.num_lost}"),
+        ]
+        for each in timings
+    ]
+    caption = "A step drafts, harvests 9 nodes and observes 3 tokens; no pause between steps."
+    print_sheet(Sheet(title, headings, 1, [rows], caption))
+    settings = {"max_draft_tokens": max_draft_tokens}
+    content = {"environment": environment(), "settings": settings}
+    write_result(json_path, {**content, "timings": as_json(timings)})

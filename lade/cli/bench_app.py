@@ -19,12 +19,15 @@ from lade.cli.options import (
     MaxNewTokensOption,
     ModelOption,
     PlotOption,
+    PoolsOption,
     PromptsOption,
+    SavePoolOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
     TrustOption,
     VerificationOption,
+    check_pools,
     load,
     make_config,
 )
@@ -96,9 +99,10 @@ def bench_run(
             metavar="NAMES",
             help="Comma-separated. Without it, plain (generate), prompt_lookup (transformers' own; "
             "one sequence at a time), lade (one pool for all prompts) and lade_fresh (an empty "
-            "pool for each prompt or batch). Also lade_tree, lade_rows, lade_chain and "
-            "lade_snapshot, which are lade with that --verification, left out where the model "
-            "cannot do it; and others, which an unknown name lists.",
+            "pool for each prompt or batch); with --pool, lade_pool and lade_pool_fresh, which are "
+            "lade and lade_fresh with it. Also lade_tree, lade_rows, lade_chain and lade_snapshot, "
+            "which are lade with that --verification, left out where the model cannot do it; and "
+            "others, which an unknown name lists.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokensOption = 128,
@@ -132,6 +136,8 @@ def bench_run(
     num_return_sequences: NumReturnSequencesOption = 1,
     max_draft_tokens: SameDraftTokensOption = None,
     verification: VerificationOption = None,
+    pools: PoolsOption = None,
+    save_pool: SavePoolOption = None,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
     plot: PlotOption = None,
@@ -150,10 +156,13 @@ def bench_run(
     """
     from lade.bench.prompts import PromptFile
     from lade.bench.settings import Settings
-    from lade.cli.bench import ResultFiles, choose_methods, run
+    from lade.cli.bench import ResultFiles, check_who_saves, choose_methods, run
 
     settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
-    names, left_out = choose_methods(methods, settings)
+    check_pools(pools, save_pool, verification)
+    names, left_out = choose_methods(methods, settings, bool(pools))
+    if save_pool is not None:
+        check_who_saves(names, passes, keep)
     if keep and passes == 1:
         raise ValueError("expected --passes of 2 or more with --keep, got 1")
     if plot is not None and not {"plain"} < set(names):
@@ -163,7 +172,19 @@ def bench_run(
     chosen = PromptFile.read(prompts, limit, half)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     config = make_config(max_draft_tokens, verification)
-    run(loaded, chosen, names, left_out, settings, passes, keep, config, files)
+    run(
+        loaded,
+        chosen,
+        names,
+        left_out,
+        settings,
+        passes,
+        keep,
+        config,
+        pools or [],
+        save_pool,
+        files,
+    )
 
 
 @bench.command("show", rich_help_panel=_ANSWERS)
@@ -232,6 +253,68 @@ def bench_arena(
     loaded = load(model, device, dtype, threads, trust_remote_code)
     config = make_config(None, verification)
     run(loaded, chosen, names, draft_sizes, Settings(max_new_tokens), config, files)
+
+
+@bench.command("grid", rich_help_panel=_ANSWERS)
+def bench_grid(
+    prompts: PromptsOption,
+    dtypes: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma-separated: number formats, as for --dtype.")
+    ] = "float32,bfloat16",
+    temperatures: Annotated[
+        str, typer.Option(metavar="T,…", help="Comma-separated: temperatures; 0 is greedy.")
+    ] = "0,0.7,1,1.5",
+    lengths: Annotated[
+        str, typer.Option(metavar="N,…", help="Comma-separated: the longest answers, in tokens.")
+    ] = "32,96",
+    batch_sizes: Annotated[
+        str, typer.Option(metavar="N,…", help="Comma-separated: prompts to answer at once.")
+    ] = "1,8",
+    num_return_sequences: Annotated[
+        int,
+        typer.Option(
+            "--num-return-sequences",
+            metavar="N",
+            min=1,
+            help="Above temperature 0, also draw N answers to each prompt at once; 1 for not.",
+        ),
+    ] = 8,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    passes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Measure everything N times; show medians.")
+    ] = 1,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    verification: VerificationOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Compare lade with generate in every setting: is it slower anywhere?
+
+    Number formats, temperatures, lengths and batch sizes are combined. Every call has a new pool.
+    """
+    from lade.bench.grid import settings_of
+    from lade.bench.prompts import PromptFile
+    from lade.cli.bench import ResultFiles
+    from lade.cli.grid import choose_dtypes, choose_numbers, choose_sizes, run
+
+    grid = settings_of(
+        choose_numbers("--temperatures", temperatures),
+        choose_sizes("--lengths", lengths),
+        choose_sizes("--batch-sizes", batch_sizes),
+        num_return_sequences,
+    )
+    names = choose_dtypes(dtypes)
+    files = ResultFiles(json, markdown)
+    files.check()
+    chosen = PromptFile.read(prompts, limit, half)
+    loading = (model, device, threads, trust_remote_code)
+    config = make_config(max_draft_tokens, verification)
+    run(loading, names, chosen, grid, passes, config, files)
 
 
 @bench.command("memory", rich_help_panel=_ANSWERS)
@@ -552,3 +635,19 @@ def bench_pool(
     from lade.cli.bench import run_pool
 
     run_pool(max_tokens, max_draft_tokens, json)
+
+
+@bench.command("pool-threads", rich_help_panel=_PARTS)
+def bench_pool_threads(
+    max_threads: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The most threads; from 1 up, by fours.")
+    ] = 64,
+    max_draft_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Draft up to N tokens.")
+    ] = 32,
+    json: JsonOption = None,
+) -> None:
+    """Time one n-gram pool that threads share: calls a second, and how long each waits."""
+    from lade.cli.bench import run_pool_threads
+
+    run_pool_threads(max_threads, max_draft_tokens, json)

@@ -1,6 +1,7 @@
 """`lade demo`: compare plain generate and lade on the same prompts, streaming lade's answers."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lade.bench.tables import Sheet
 from lade.cli.bench import check_writable, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
+from lade.cli.pool import open_pools
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.closeness import is_exact_in, limit_of
@@ -58,6 +60,8 @@ def run(
     prompts: list[str],
     max_new_tokens: int,
     config: Config,
+    pool_paths: Sequence[Path],
+    save_path: Path | None,
     json_path: Path | None,
     prewarms: bool,
 ) -> None:
@@ -87,7 +91,8 @@ def run(
     rows: list[Row] = []
     stopped_by: BaseException | None = None
     try:
-        _answer_all(loaded, titled, max_new_tokens, config, out, rows)
+        with open_pools(loaded, pool_paths, save_path) as pools:
+            _answer_all(loaded, titled, max_new_tokens, config, pools, out, rows)
     except BaseException as error:  # still show and write what was measured so far
         if not rows:
             raise
@@ -102,6 +107,7 @@ def run(
         settings: dict[str, Any] = {"model": Path(loaded.name).name, "dtype": dtype}
         settings |= {"device": str(model.device), "threads": str(torch.get_num_threads())}
         settings |= {"max_new_tokens": str(max_new_tokens), "interrupted": stopped_by is not None}
+        settings["pools"] = [path.name for path in pool_paths]
         settings["verification"] = config.verification or probe(model).verification
         content = {"environment": environment(), "settings": settings}
         write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
@@ -115,13 +121,13 @@ def _answer_all(
     titled: list[tuple[str, str]],
     max_new_tokens: int,
     config: Config,
+    pools: Sequence[NGramPool],
     out: Console,
     rows: list[Row],
 ) -> None:
     """Answer each prompt with both methods, appending to `rows` as each is done."""
     model = loaded.model
     options = Settings(max_new_tokens).options()
-    pool = NGramPool()
     for title, prompt in titled:
         out.rule(f"[bold]{title}", align="left")
         out.print(Text(_shortened(prompt), style="dim"))
@@ -129,7 +135,7 @@ def _answer_all(
         with out.status("plain generate …"):
             expected = plain(model, inputs, options)
         printer = TokenPrinter(loaded.tokenizer, out)
-        got = Lade(config, pool, printer.show)(model, inputs, options)
+        got = Lade(config, pools, printer.show)(model, inputs, options)
         out.print()
         assert got.stats is not None, "lade counts its steps"
         difference = find_difference(model, inputs, expected.rows[0], got.rows[0])

@@ -1,6 +1,8 @@
 """`lade generate`: one answer, streamed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,15 +12,21 @@ from transformers import TextStreamer
 import lade
 from lade.bench.settings import Settings
 from lade.cli.loading import console
+from lade.cli.pool import open_pools
 from lade.cli.prewarm import learn_after
 from lade.cli.prompting import Asked, encode_prompt, room_for
 from lade.config import Config
 from lade.models.loading import LoadedModel
-from ngram_pool import NGramPool
 
 
 def run(
-    asked: Asked, loaded: LoadedModel, settings: Settings, config: Config, learns: bool
+    asked: Asked,
+    loaded: LoadedModel,
+    settings: Settings,
+    config: Config,
+    pool_paths: Sequence[Path],
+    save_path: Path | None,
+    learns: bool,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
     inputs = encode_prompt(loaded, asked)
@@ -28,23 +36,23 @@ def run(
         options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
     _check(loaded.model, inputs, config)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    pool = NGramPool()
-    torch.manual_seed(settings.seed)
-    start = perf_counter()
-    try:
-        output = lade.generate(
-            loaded.model,
-            **inputs,
-            **options,
-            streamer=streamer,
-            pool=pool,
-            config=config,
-            return_dict_in_generate=True,
-        )
-    except KeyboardInterrupt:
-        streamer.end()  # prints the part of the last word that was held back, and ends the line
-        raise
-    sec = perf_counter() - start
+    with open_pools(loaded, pool_paths, save_path) as pools:
+        torch.manual_seed(settings.seed)
+        start = perf_counter()
+        try:
+            output = lade.generate(
+                loaded.model,
+                **inputs,
+                **options,
+                streamer=streamer,
+                pool=pools,
+                config=config,
+                return_dict_in_generate=True,
+            )
+        except KeyboardInterrupt:
+            streamer.end()  # prints the part of the last word that was held back, ends the line
+            raise
+        sec = perf_counter() - start
     stats = output.stats
     noun = "token" if stats.num_tokens == 1 else "tokens"
     seed = f", seed {settings.seed}" if settings.temperature > 0 else ""

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -17,7 +18,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from lade.errors import LadeError
+from lade.errors import LadeError, in_one_line
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.loading import LoadedModel, load
 
@@ -69,6 +70,26 @@ def load_with_progress(
         if reason is None:
             raise
         raise ValueError(reason) from error
+
+
+def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model alone, showing progress.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    name = find_model(model)
+    fetch_with_progress(name)
+    chosen = DEFAULT_MODEL if name is None else name
+    source = str(embedded_model(chosen)) if chosen in EMBEDDED_MODELS else chosen
+    console.print(f"[dim]Loading the tokenizer of {chosen} …[/dim]")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # readers of damaged files may raise anything
+        reason = _why_not_loaded(chosen, error) or in_one_line(error)
+        raise ValueError(f"the tokenizer of {chosen} could not be loaded: {reason}") from error
 
 
 def find_model(model: str | None) -> str | None:

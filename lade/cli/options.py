@@ -153,6 +153,29 @@ PrewarmOption = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+PoolsOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--pool",
+        metavar="FILE",
+        help="Also draft from this pool, made by lade pool build or --save-pool; it is only read. "
+        "May be repeated.",
+        exists=True,
+        dir_okay=False,
+        rich_help_panel=DRAFTING,
+    ),
+]
+SavePoolOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-pool",
+        metavar="FILE",
+        help="Draft from this pool, or begin it: it learns prompts and answers, and is saved at "
+        "the end, also after Ctrl-C.",
+        dir_okay=False,
+        rich_help_panel=DRAFTING,
+    ),
+]
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -220,6 +243,16 @@ def make_config(max_draft_tokens: int | None, verification: Verification | None)
     return Config(
         max_draft_tokens=max_draft_tokens, verification=verification.value if verification else None
     )
+
+
+def check_pools(
+    paths: list[Path] | None, save_path: Path | None, verification: Verification | None
+) -> None:
+    """Raise if pools are asked for beside plain decoding, which has no use for them."""
+    if verification is Verification.plain and (paths or save_path):
+        raise ValueError(
+            "expected no --pool or --save-pool with --verification plain, which drafts nothing"
+        )
 
 
 def load(

@@ -18,6 +18,11 @@ class PoolDrafter:
         max_candidates: G, the maximum number of paths in a draft; None for no limit.
         prewarmed: the successors that the target finds likely after single tokens and pairs, as
             `lade.prewarm` found them.
+        layers: pools that are only read, whose text drafts come from as well.
+
+    Raises:
+        TypeError: a layer is not an `NGramPool`.
+        ValueError: a layer is not read-only.
     """
 
     num_successors = DEFAULT_NUM_SUCCESSORS
@@ -27,10 +32,14 @@ class PoolDrafter:
         pool: NGramPool,
         max_candidates: int | None = None,
         prewarmed: SuccessorTable | None = None,
+        layers: Sequence[NGramPool] = (),
     ) -> None:
+        if layers:
+            pool.open_sequence(layers=layers)  # raises now rather than in a call; closes at once
         self.pool = pool
         self._max_candidates = max_candidates
         self._prewarmed = prewarmed
+        self._layers = tuple(layers)
         self._open_prompts: dict[int, tuple[int, ...]] = {}
 
     @property
@@ -47,7 +56,7 @@ class PoolDrafter:
         """
         prompt = tuple(prompt_ids)
         new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
-        sequence = self.pool.open_sequence(self._prewarmed)
+        sequence = self.pool.open_sequence(self._prewarmed, self._layers)
         try:
             self.pool.observe(new, sequence)
         except BaseException:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from lade.config import Config
 from lade.drafting.drafter import Drafter, NgramDrafter
 from lade.errors import UnsupportedOptionError
+from lade.hf.pools import Pools, pools_of
 from lade.stats import Step
-from ngram_pool import NGramPool
 
 OnStep = Callable[[Step], None]
 
@@ -15,7 +15,7 @@ OnStep = Callable[[Step], None]
 class Arguments(NamedTuple):
     """The arguments that `generate` itself does not take."""
 
-    pool: NGramPool | None = None
+    pool: Pools | None = None
     drafter: Drafter | None = None
     config: Config | None = None
     on_step: OnStep | None = None
@@ -25,13 +25,13 @@ class Arguments(NamedTuple):
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: arguments contradict each other.
+            ValueError: arguments contradict each other, or more than one pool would learn.
             UnsupportedOptionError: the drafter cannot do what the config asks for.
         """
         pool, drafter, config, on_step = self
-        for name, value, kind in (("pool", pool, NGramPool), ("config", config, Config)):
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"expected {name} to be a lade.{kind.__name__}, got {value!r}")
+        pools_of(pool)
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"expected config to be a lade.Config, got {config!r}")
         if on_step is not None and not callable(on_step):
             raise TypeError(f"expected on_step to be callable, got {on_step!r}")
         if drafter is not None:

@@ -28,6 +28,7 @@ from lade.hf.options import (
     refuse_unsupported_options,
     take_stop_strings,
 )
+from lade.hf.pools import Pools, pools_of
 from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -40,7 +41,7 @@ def generate(
     model: Model,
     input_ids: Tensor | None = None,
     *,
-    pool: NGramPool | None = None,
+    pool: Pools | None = None,
     drafter: Drafter | None = None,
     config: Config | None = None,
     on_step: OnStep | None = None,
@@ -52,7 +53,10 @@ def generate(
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
         input_ids: int64 [rows, num_tokens], batches padded on the left.
         pool: learns the prompt and the answer, and drafts from everything it has learned; pass the
-            same pool again to reuse it. A new one is made if None.
+            same pool again to reuse it. A pool that is only read drafts and learns nothing. A named
+            pool of a store is opened for the length of the call. A list is drafted from all at
+            once: at most one of its pools learns, any number are only read. Where none learns, a
+            new one does, for this call alone.
         drafter: drafts instead of a pool.
         config: overrides what is automatic otherwise.
         on_step: called with a `lade.stats.Step` after each step, once for each row.
@@ -63,6 +67,7 @@ def generate(
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
+        ValueError: more than one pool learns.
         UnsupportedModelError: the model cannot verify drafts by the method that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
@@ -78,7 +83,7 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    pool: NGramPool | None = None,
+    pool: Pools | None = None,
     drafter: Drafter | None = None,
     config: Config | None = None,
     on_step: OnStep | None = None,
@@ -111,7 +116,7 @@ def decode(
 def wrap(
     model: _AnyModel,
     *,
-    pool: NGramPool | None = None,
+    pool: Pools | None = None,
     config: Config | None = None,
     shares_text: bool = False,
     learns: bool = False,
@@ -126,7 +131,8 @@ def wrap(
 
     Args:
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
-        pool: shared by all calls that bring no pool or drafter of their own.
+        pool: shared by all calls that bring no pool or drafter of their own; also a list of pools,
+            as for `generate`.
         config: of all calls that bring none of their own.
         shares_text: whether all calls share a new pool, as suits a machine with one user, where
             later answers benefit from earlier ones.
@@ -187,7 +193,7 @@ class _WrappedGenerate:
     def __init__(
         self,
         model: Model,
-        pool: NGramPool | None,
+        pool: Pools | None,
         config: Config | None,
         before: Callable[..., Any] | None,
         learner: Learner | None = None,
@@ -201,7 +207,7 @@ class _WrappedGenerate:
     def __call__(
         self,
         *args: Any,
-        pool: NGramPool | None = None,
+        pool: Pools | None = None,
         drafter: Drafter | None = None,
         config: Config | None = None,
         on_step: OnStep | None = None,
@@ -225,11 +231,18 @@ class _WrappedGenerate:
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the pool's text: the user of a copy may be somebody else."""
-        pool = self.pool
-        if pool is not None:
-            pool = NGramPool(pool.capacity_tokens, pool.max_ngram_size)
-        return {**vars(self), "pool": pool}
+        """Leave out all text: the user of a copy may be somebody else.
+
+        A pool that learns becomes an empty one; named pools and those that are only read are left
+        to the original.
+        """
+        own = [each for each in pools_of(self.pool) if isinstance(each, NGramPool)]
+        emptied = [
+            NGramPool(pool.capacity_tokens, pool.max_ngram_size)
+            for pool in own
+            if not pool.is_read_only
+        ]
+        return {**vars(self), "pool": emptied[0] if emptied else None}
 
 
 def _generating(model: Model) -> Model:

@@ -38,6 +38,7 @@ from lade.errors import (
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import Arguments
+from lade.hf.pools import credit, opened
 from lade.hf.resume import Told, finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import ColumnStream, PlainStream
@@ -109,6 +110,10 @@ class Generation:
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
+        with opened(self._arguments.pool) as (self._pool, self._layers):
+            return self._run()
+
+    def _run(self) -> Any:
         verification, call, target = self._plan()
         if call is None or target is None:
             self._say_why_plain(verification)
@@ -163,8 +168,8 @@ class Generation:
             limits = (target.max_candidates, config.max_candidates)
             max_candidates = min((limit for limit in limits if limit is not None), default=None)
             try:
-                pool = self._arguments.pool
-                return PoolDrafter(NGramPool() if pool is None else pool, max_candidates, prewarmed)
+                pool = NGramPool() if self._pool is None else self._pool
+                return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
             except Exception as failure:  # no memory, no compiler: only the drafts are lost
                 what = f"{type(failure).__name__}: {failure}"
                 text = f"lade drafts nothing, for no pool can be made ({what})"
@@ -301,6 +306,7 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
+        credit(self._arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             emit(told.missing(stats))
             if not all(text.is_finished):

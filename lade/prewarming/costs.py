@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
-from lade.prewarming.files import cache_folder, write_whole
+from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
 from lade.probing.timing import time_forwards
+from ngram_pool.writing import write_whole
 
 _FORMAT = 1
 _MAX_LENGTH = 2**12  # of a file

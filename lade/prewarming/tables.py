@@ -2,10 +2,9 @@
 
 import json
 import os
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 from lade._version import __version__
 from lade.compat import Model, mesh_of, without_compiler
 from lade.errors import UnsupportedModelError
-from lade.prewarming.files import cache_folder, write_whole
+from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Profile
 from ngram_pool import SuccessorTable
+from ngram_pool.writing import sweep, write_whole
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
@@ -45,9 +45,6 @@ _KEY = "lade_table"  # of the metadata
 _MAX_SUCCESSORS = 64
 _MAX_DESCRIPTION_LENGTH = 2**14
 _MAX_COUNT = 2**53
-# Writing a table takes seconds. A day allows for a writer whose machine was suspended, and for the
-# clock of a network folder.
-_STALE_SEC = 24 * 60 * 60
 # Adding to the largest table takes two seconds.
 _LOCK_SEC = 60.0
 
@@ -283,17 +280,8 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
     }
     content = safetensors.numpy.save(stored.table.arrays(), {_KEY: json.dumps(described)})
     path.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(path.parent)
+    sweep(path.parent, "[0-9a-f]" * 64)  # of any model
     write_whole(path, content)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove unfinished files that killed processes left, for any model; never fail."""
-    with suppress(OSError):
-        for made in folder.glob(f"{'[0-9a-f]' * 64}.making-*"):  # matches only tables
-            with suppress(OSError):
-                if time.time() - made.lstat().st_mtime > _STALE_SEC:
-                    made.unlink()
 
 
 def _vocab_size(model: Model) -> int:

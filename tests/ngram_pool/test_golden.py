@@ -8,7 +8,7 @@ from ngram_pool import NGramPool, SuccessorTable
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 # Steps for 3,000 tokens, a mean of 1.61 accepted tokens; and the shape of every draft.
-GOLDEN = (1865, "e39a7f9a3e252bec")
+GOLDEN = (1862, "bbf2f99c7acf2f32")
 
 
 def bigrams(text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -22,7 +22,7 @@ def test_golden_stream_keeps_its_drafts_and_its_mean_accepted_tokens() -> None:
     text = noisy_text(4000, seed=1)
     prewarmed = SuccessorTable(1000)
     prewarmed.put(*bigrams(noisy_text(1000, seed=2)))
-    pool = NGramPool(2000)
+    pool = NGramPool(2000, seed=0)
     sequence = pool.open_sequence(prewarmed)
     pool.observe(text[:1000], sequence)
     digest = hashlib.sha256()

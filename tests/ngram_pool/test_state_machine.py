@@ -1,5 +1,8 @@
 """The pool against the oracle, over any interleaving of operations."""
 
+import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,18 +50,26 @@ def as_arguments(known: list[tuple[int, int, list[tuple[int, float]]]]) -> tuple
     return pairs, ids.reshape(-1, 3), probs.reshape(-1, 3)
 
 
+def saved_and_loaded(pool: NGramPool, read_only: bool = False) -> NGramPool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "my.pool"
+        pool.save(path)
+        return NGramPool.load(path, read_only=read_only)
+
+
 class PoolMachine(RuleBasedStateMachine):
     sequences: Bundle[int] = Bundle("sequences")
+    layers: Bundle[tuple[NGramPool, OraclePool]] = Bundle("layers")
 
     @initialize(
         capacity=st.integers(1, 25),
         max_ngram_size=st.integers(1, 5),
         known=entries,
-        seed=st.integers(0, 1000),
+        seed=st.integers(0, 2**60 - 1),
     )
     def start(self, capacity: int, max_ngram_size: int, known: Any, seed: int) -> None:
-        self.pool = NGramPool(capacity, max_ngram_size)
-        self.oracle = OraclePool(capacity, max_ngram_size)
+        self.pool = NGramPool(capacity, max_ngram_size, seed)
+        self.oracle = OraclePool(capacity, max_ngram_size, seed)
         # Any weights will do, and among random ones none is without effect.
         weights = self.pool._weights
         weights[:] = np.random.default_rng(seed).normal(0.0, 0.3, weights.shape)
@@ -67,10 +78,51 @@ class PoolMachine(RuleBasedStateMachine):
         self.prewarmed.put(*as_arguments(known))
         self.oracle_prior.put(*(array.tolist() for array in as_arguments(known)))
 
-    @rule(target=sequences, has_prewarmed=st.booleans())
-    def open_sequence(self, has_prewarmed: bool) -> int:
-        sequence = self.pool.open_sequence(self.prewarmed if has_prewarmed else None)
-        self.oracle.open_sequence(sequence, self.oracle_prior if has_prewarmed else None)
+    @rule(
+        target=layers,
+        capacity=st.integers(1, 40),
+        max_ngram_size=st.integers(1, 7),
+        seed=st.integers(0, 2**60 - 1),
+        texts=st.lists(tokens, min_size=1, max_size=2),
+        known=entries,
+    )
+    def make_layer(
+        self, capacity: int, max_ngram_size: int, seed: int, texts: Any, known: Any
+    ) -> tuple[NGramPool, OraclePool]:
+        pool = NGramPool(capacity, max_ngram_size, seed)
+        oracle = OraclePool(capacity, max_ngram_size, seed)
+        for text in texts:
+            sequence = pool.open_sequence()
+            oracle.open_sequence(sequence)
+            pool.observe(text, sequence)
+            oracle.observe(text, sequence)
+        pool.harvest(*as_arguments(known))
+        oracle.harvested.put(*(array.tolist() for array in as_arguments(known)))
+        return pool.as_read_only(), oracle
+
+    @rule(target=layers)
+    def freeze(self) -> tuple[NGramPool, OraclePool]:
+        return self.pool.as_read_only(), copy.deepcopy(self.oracle)
+
+    @rule(target=layers)
+    def load_layer(self) -> tuple[NGramPool, OraclePool]:
+        return saved_and_loaded(self.pool, read_only=True), copy.deepcopy(self.oracle)
+
+    @precondition(lambda self: self.pool.num_open_sequences == 0)
+    @rule()
+    def save_and_load(self) -> None:
+        self.pool = saved_and_loaded(self.pool)
+
+    @rule(target=sequences, has_prewarmed=st.booleans(), layers=st.lists(layers, max_size=6))
+    def open_sequence(self, has_prewarmed: bool, layers: Any) -> int:
+        sequence = self.pool.open_sequence(
+            self.prewarmed if has_prewarmed else None, [pool for pool, _ in layers]
+        )
+        self.oracle.open_sequence(
+            sequence,
+            self.oracle_prior if has_prewarmed else None,
+            [oracle for _, oracle in layers],
+        )
         return sequence
 
     @rule(sequence=consumes(sequences))

@@ -96,18 +96,19 @@ def damage_of_pool(pool: NGramPool) -> list[str]:
 
 
 def _is_free(pool: NGramPool) -> bool:
-    """Whether another thread can have the pool's lock."""
+    """Whether another thread can write to the pool."""
     got: list[bool] = []
 
     def take() -> None:
-        got.append(pool._lock.acquire(timeout=5))
-        if got[0]:
-            pool._lock.release()
+        for lock in (pool._lock.gate, *pool._lock.readers.values()):
+            got.append(lock.acquire(timeout=5))
+            if got[-1]:
+                lock.release()
 
     thread = threading.Thread(target=take)
     thread.start()
     thread.join()
-    return got[0]
+    return all(got)
 
 
 def answers(use: Use) -> list[str]:

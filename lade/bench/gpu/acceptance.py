@@ -38,7 +38,7 @@ def recorded_in(traces_path: Path, num_draft_tokens: int) -> list[int]:
         ValueError: it is not a file of traces, or has no step to count.
     """
     recorded = read_traces(traces_path)
-    drafter = PoolDrafter(NGramPool())
+    drafter = PoolDrafter(NGramPool(seed=0))
     counts: Counter[int] = Counter()
     for trace in recorded.traces:
         if not trace.loops:

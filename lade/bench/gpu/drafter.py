@@ -52,7 +52,7 @@ class ReplayedDrafter:
         self._outlines = {
             num_accepted: _outline(num_accepted, num_draft_tokens) for num_accepted in {*counts}
         }
-        self._pool = PoolDrafter(NGramPool())
+        self._pool = PoolDrafter(NGramPool(seed=0))
         self._num_observed: dict[int, int] = {}  # by sequence; first, the prefill's token
 
     def open(self, prompt_ids: Sequence[int]) -> int:

@@ -56,7 +56,7 @@ def measure_host(device: torch.device, stage: Stage) -> None:
     for num_nodes in _NUM_NODES:
         if stage.may_begin(f"{num_nodes} nodes"):
             held = language.text(_NUM_HELD, seed=0)
-            pool = NGramPool()
+            pool = NGramPool(seed=0)
             pool.observe(held)
             runs = [
                 _run(model, language, pool, held[start : start + _NUM_PROMPT], num_nodes)

@@ -22,6 +22,7 @@ from lade.bench.memory import MemoryRun, measure_in_process
 from lade.bench.methods import METHODS
 from lade.bench.peak import Peak, Work
 from lade.bench.pool import time_pool
+from lade.bench.pool_threads import time_threads
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.replay_report import Point
 from lade.bench.report import LOOPS, OVERALL, as_json, groups, table, table_of_files, write_json
@@ -681,9 +682,18 @@ def test_an_interruption_ends_the_process(work: Work, monkeypatch: pytest.Monkey
     assert [process.returncode for process in started] == [-9]
 
 
+def test_threads_that_share_a_pool_lose_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.bench.pool_threads._NUM_STEPS", 256)
+    timing = time_threads(64, max_draft_tokens=8)
+    assert timing.num_lost == 0
+    assert 0 < timing.draft_us <= timing.draft_p99_us <= timing.longest_us
+
+
 def test_pool_timing_measures_a_full_pool() -> None:
     timing = time_pool(40_000, max_draft_tokens=16)
     assert timing.num_tokens == 40_000
     assert 0 < timing.nodes_per_draft <= 16
     assert 0 < timing.bytes_per_token <= 64
     assert 0 < timing.draft_us < timing.draft_p95_us
+    assert timing.load_ms > 0
+    assert timing.save_ms > 0

@@ -8,7 +8,6 @@ over rows, one factor for all promises, every 16 steps a detour; they were measu
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import lade
-from lade.bench.prompts import read_prompts
 from lade.budget import _kernels
 from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget, Probs, _ranking
 from lade.budget.trust import Outcome
@@ -650,16 +648,3 @@ def test_step_costs_and_a_fixed_number_contradict_each_other() -> None:
         ValueError, match=r"step_costs=…\) or Config\(max_draft_tokens=…\), got both"
     ):
         Config(step_costs={1: 1.0, 2: 1.1}, max_draft_tokens=8)
-
-
-# --- prompts that nothing predicts ----------------------------------------------------------
-
-
-def test_the_unpredictable_prompts_can_be_read() -> None:
-    path = Path(__file__).parents[3] / "docs" / "prompts" / "unpredictable.jsonl"
-    prompts = read_prompts(path)
-    categories = [prompt.category for prompt in prompts]
-    for category in ("random tokens", "random numbers", "another language each line"):
-        assert categories.count(category) == 3
-    assert len({prompt.id for prompt in prompts}) == len(prompts) == 9
-    assert all(20 < len(prompt.text) < 500 for prompt in prompts)

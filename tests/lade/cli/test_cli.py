@@ -35,17 +35,6 @@ from tests.lade.tiny import byte_tokenizer, tiny_model
 LADE = [sys.executable, "-c", "from lade.cli import main; main()"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved tiny model with a byte-level tokenizer made on the spot."""
-    path = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save_pretrained(path)
-    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(path)
-    return str(path)
-
-
 def run(*args: str) -> Any:
     wide = {"COLUMNS": "150"}
     return CliRunner().invoke(app, list(args), catch_exceptions=False, env=wide)
@@ -72,7 +61,9 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         *([], ["generate"], ["prewarm"], ["demo"], ["check"], ["support"], ["bench"]),
         *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
         *(["bench", "record"], ["bench", "replay"], ["bench", "project"], ["bench", "gpu"]),
-        *(["bench", "arena"], ["bench", "fit"]),
+        *(["pool"], ["pool", "build"], ["pool", "info"], ["pool", "merge"], ["pool", "prune"]),
+        *(["pool", "forget"], ["pool", "export"]),
+        *(["bench", "arena"], ["bench", "fit"], ["bench", "grid"]),
     ],
 )
 def test_each_command_has_help_that_fits_a_terminal(command: list[str]) -> None:
@@ -217,6 +208,22 @@ def test_bench_run_prints_a_table_and_writes_json(folder: str, tmp_path: Path) -
     result = run("bench", "show", str(path), str(path))
     assert result.exit_code == 0
     assert result.stdout.count("lade_fresh") == 2
+
+
+def test_bench_grid_measures_every_setting(folder: str, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "prompts.txt", tmp_path / "grid.json"
+    prompts.write_text("ab\ncd\n")
+    options = ["--lengths", "4", "--batch-sizes", "1,2", "--temperatures", "0,1"]
+    options += ["--dtypes", "float32", "--model", folder, "--json", str(path)]
+    result = run("bench", "grid", "--prompts", str(prompts), *options)
+    assert result.exit_code == 0
+    assert "sampling at temperature 1, 8 sequences a prompt" in result.stdout
+    content = json.loads(path.read_text())
+    assert [(each["batch_size"], each["num_return_sequences"]) for each in content["runs"]] == [
+        *((1, 1), (2, 1)),
+        *((1, 1), (2, 1), (1, 8)),
+    ]
+    assert content["settings"]["interrupted"] is False
 
 
 def test_bench_run_keeps_pools_and_writes_markdown_and_plots(folder: str, tmp_path: Path) -> None:
@@ -900,7 +907,7 @@ def test_a_check_that_ends_early_shows_what_it_has(
 def test_tables_of_results_fit_a_terminal() -> None:
     root = Path(__file__).parents[3] / "docs"
     for command in (
-        ["bench", "show", *map(str, sorted((root / "results").glob("*_cpu_*.json")))],
+        ["bench", "show", *map(str, sorted((root / "results" / "new_pools").glob("*.json")))],
         ["support", "--results", str(root / "support" / "transformers-5.23.0.json")],
     ):
         result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})

@@ -146,8 +146,11 @@ def test_a_drawn_draft_must_hold_what_was_drawn() -> None:
 @pytest.mark.parametrize(
     ("ours", "told"),
     [
-        ({"pool": 3}, "expected pool to be a lade.NGramPool, got 3"),
-        ({"pool": lade.NGramPool}, "expected pool to be a lade.NGramPool, got <class"),
+        (
+            {"pool": 3},
+            "expected pool to be a lade.NGramPool, a named pool, or a list of these, got 3",
+        ),
+        ({"pool": lade.NGramPool}, "or a list of these, got <class"),
         ({"config": {"max_draft_tokens": 3}}, "expected config to be a lade.Config, got {"),
         ({"drafter": 3}, "expected drafter to be a lade.Drafter, got 3, which has no open"),
         ({"drafter": Faulty}, "expected drafter to be a lade.Drafter, got <class"),

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,18 @@ def test_a_pool_of_a_larger_vocabulary_cannot_break_a_smaller_model(model: Any) 
     pool.observe([5, 6, 7, 50_000, 5, 6, 7, 50_001] * 20)
     config = lade.Config(max_draft_tokens=12)
     assert ours(model, pool=pool, config=config).tolist() == expected
+
+
+def test_a_loaded_pool_of_a_larger_vocabulary_cannot_break_a_smaller_model(
+    model: Any, tmp_path: Path
+) -> None:
+    pool, config = lade.NGramPool(), lade.Config(max_draft_tokens=12)
+    pool.observe([5, 6, 7, 50_000, 5, 6, 7, 2**31 - 1] * 20)
+    contexts = [[-1, token_id] for token_id in range(100)]
+    pool.harvest(contexts, [[2**31 - 1, 50_000]] * 100, [[0.9, 0.05]] * 100)
+    pool.save(tmp_path / "large.pool")
+    loaded = lade.NGramPool.load(tmp_path / "large.pool")
+    assert ours(model, pool=loaded, config=config).tolist() == plain(model)
 
 
 def test_stop_strings_work_with_the_tokenizer_beside_them() -> None:

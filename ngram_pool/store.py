@@ -1,0 +1,829 @@
+"""`PoolStore`: many named pools in one folder, within a budget of memory and one of disk.
+
+What is in memory here, what is on disk, and what other processes saved meanwhile are brought
+together in one place, `PoolStore._sync`, under two locks: that of the name in this process, and a
+file's, which keeps other processes off.
+
+Next files: `pool.py`, what a store holds; `files.py`, how a pool is saved.
+"""
+
+import atexit
+import hashlib
+import math
+import os
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+from sortedcontainers import SortedKeyList
+
+from ngram_pool._kernels import Int64Array
+from ngram_pool.checks import positive, token_ids_of
+from ngram_pool.errors import NewerPoolFileError, PoolFileError
+from ngram_pool.files import stamp_of
+from ngram_pool.locks import alone
+from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
+from ngram_pool.writing import write_whole
+
+_T = TypeVar("_T")
+
+MAX_NAME_LENGTH = 200
+# As long as the names that unfinished files begin with. Longer ones are hashed.
+_MAX_STEM_LENGTH = 64
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyz0123456789_-")
+# Windows has no files of these names.
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(10))}
+_HASHED = "="  # begins the stems of names that are hashed
+# Names share so many locks: their number is bounded, and no file tells that there was a name.
+_NUM_LOCKS = 64
+# Saving the largest pool takes seconds.
+_LOCK_SEC = 60.0
+_POLL_SEC = 0.005
+# Each doubling of the tokens that a pool saved counts like being used so much later.
+_STAY_SEC = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds, and what it did in this process."""
+
+    num_in_memory: int
+    num_in_use: int
+    memory_bytes: int
+    num_on_disk: int
+    disk_bytes: int
+    num_loaded: int  # pools read from their files
+    num_saved: int
+    num_evicted: int  # pools that left memory
+    num_dropped: int  # files removed to keep within the budget
+
+
+class _User:
+    """Stands for one opening of a pool, as long as it is referenced."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Mark(NamedTuple):
+    """How far a pool had learned at some time; differs once it has learned more."""
+
+    num_observed: int
+    num_expected: float  # unigrams: grows with all that is harvested
+
+
+_NOTHING = _Mark(0, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A name whose pool is in memory, or on its way."""
+
+    name: str
+    path: Path
+    lock: Any = field(default_factory=threading.RLock)  # held while the pool is loaded or saved
+    users: weakref.WeakSet[_User] = field(default_factory=weakref.WeakSet)
+    pool: NGramPool | None = None
+    mark: _Mark = _NOTHING  # what of the pool is in the file
+    stamp: str | None = None  # of the file, as we last read or wrote it; None for none
+    epoch: str = ""  # differs once something was forgotten elsewhere
+    is_behind: bool = False  # the file has text of others that the pool, being in use, has not
+    num_saved_tokens: float = 0.0
+    nbytes: int = 0  # when it was last closed
+    worth: float = 0.0  # seconds since the epoch: when it was last used, and later for its merits
+
+    def alone(self, call: Callable[[], _T]) -> _T:
+        """Call while no other thread loads or saves the pool."""
+        # One line, for the reason that `locks.py` gives; hence all these small methods.
+        with self.lock: return call()  # noqa: E701  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPool:
+    """A pool of a store, by its name; opened for each use."""
+
+    store: "PoolStore"
+    name: str
+
+    def open(self) -> Any:
+        """Return `PoolStore.open` of the name."""
+        return self.store.open(self.name)
+
+    def credit(self, num_tokens: float) -> None:
+        """Count tokens that the pool saved, as `PoolStore.credit` does."""
+        self.store.credit(self.name, num_tokens)
+
+
+class PoolStore:
+    """Many named pools in a folder, within budgets of memory and of disk.
+
+    Whoever opens a name gets its pool, from memory, from its file, or a new one. All that have it
+    open in a process share one pool. Once nobody has, the least valuable pool leaves memory first,
+    saved before it goes; on disk likewise. A pool is the more valuable the later it was used, and
+    the more tokens it saved (`credit`).
+
+    Several processes may use a folder. Whoever saves a pool whose file another process changed
+    takes that file and adds the text it observed itself since it last saved. A process that is
+    killed loses at most what came in the last `save_every_sec` seconds. What is forgotten or
+    deleted in one process does not come back from another: that one lets go of its copy when it
+    next saves, or once it is no longer in use, and of what it had not saved, as that may hold the
+    same.
+
+    Methods may be called from several threads. Where one is interrupted, the store goes on; what
+    was being saved may then be in a pool twice. A forked child begins with nothing open, and saves
+    nothing of what its parent has open.
+
+    Args:
+        folder: of the files; made for its owner's eyes only if there is none.
+        memory_bytes: for pools in memory together. Pools in use stay, so these may take more.
+        disk_bytes: for files together; text that is used once more is then learned anew.
+        save_every_sec: how often pools are saved while they learn; 0 for each time that one is
+            closed, `math.inf` for as late as possible.
+        tokenizer: fingerprint of the tokenizer of all text, "" if unknown.
+        model: fingerprint of the model of all harvested successors, "" if unknown.
+        capacity_tokens, max_ngram_size: of new pools, as for `NGramPool`.
+
+    Raises:
+        OSError: the folder cannot be made.
+        TypeError, ValueError: a budget is not a positive integer, or the time is negative.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, PoolStore(folder) as store:
+    ...     with store.open("alice") as pool:
+    ...         pool.observe([5, 6, 7])
+    ...     with store.open("bob") as pool:
+    ...         print(len(pool))
+    ...     print(store.names())
+    0
+    ['alice']
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        memory_bytes: int = 2**30,
+        disk_bytes: int = 2**34,
+        save_every_sec: float = 60.0,
+        tokenizer: str = "",
+        model: str = "",
+        *,
+        capacity_tokens: int = DEFAULT_CAPACITY_TOKENS,
+        max_ngram_size: int = DEFAULT_MAX_NGRAM_SIZE,
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.memory_bytes = positive("memory_bytes", memory_bytes)
+        self.disk_bytes = positive("disk_bytes", disk_bytes)
+        if not save_every_sec >= 0:  # NaN too
+            raise ValueError(f"expected save_every_sec of at least 0, got {save_every_sec!r}")
+        self.save_every_sec = save_every_sec
+        self.tokenizer, self.model = tokenizer, model
+        self.capacity_tokens = positive("capacity_tokens", capacity_tokens)
+        self.max_ngram_size = positive("max_ngram_size", max_ngram_size)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._is_closed = False
+        self._begin()
+        _stores.add(self)
+
+    def _begin(self) -> None:
+        """Begin with nothing open, as a forked child does too."""
+        self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
+        self._entries: dict[str, _Entry] = {}
+        self._in_use: set[_Entry] = set()
+        self._order: SortedKeyList[_Entry, float] = SortedKeyList(key=_worth_of)  # not in use
+        self._idle_bytes = 0  # of those in the order
+        self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
+        self._counted = dict.fromkeys(("loaded", "saved", "evicted", "dropped"), 0)
+        self._done = threading.Event()
+        self._saver: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"PoolStore({str(self.folder)!r}, in_memory={len(self._entries)})"
+
+    def __enter__(self) -> "PoolStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- one name ---------------------------------------------------------------------------
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[NGramPool]:
+        """Open a pool by its name, a new one if there is none, for the length of a block.
+
+        Args:
+            name: any string of 1 to 200 characters.
+
+        Raises:
+            OSError: the file cannot be read, or another process keeps it for a minute.
+            PoolFileError: the file is of another tokenizer, or of a newer version of lade.
+            TypeError, ValueError: the name is none, or the store is closed.
+
+        Warns:
+            UserWarning: the file is damaged; it is set aside, and a new pool begins.
+        """
+        user = _User()
+        entry, pool = self._enter(name, user)
+        try:
+            yield pool
+        finally:
+            self._leave(entry, user)
+
+    def named(self, name: str) -> NamedPool:
+        """Return a handle to a name, to be opened where it is used."""
+        stem_of(name)
+        return NamedPool(self, name)
+
+    @alone
+    def credit(self, name: str, num_tokens: float) -> None:
+        """Count tokens that a pool saved, such as accepted draft tokens; they let it stay longer.
+
+        Without effect on a pool that has left memory.
+        """
+        if not num_tokens >= 0:
+            raise ValueError(f"expected num_tokens of at least 0, got {num_tokens!r}")
+        entry = self._entries.get(stem_of(name))
+        if entry is not None:
+            entry.num_saved_tokens += num_tokens
+
+    def forget(self, name: str, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
+        """Remove tokens in a row from a pool and from its file, as `NGramPool.forget` does.
+
+        `pool.forget` does the same on a pool that is open. A damaged file that was set aside under
+        the name is removed, since nobody can tell what it holds.
+
+        Returns:
+            How many occurrences there were.
+        """
+        ids = token_ids_of("token_ids", token_ids)
+        with self.open(name) as pool:
+            return pool.forget(ids)
+
+    def delete(self, name: str) -> bool:
+        """Remove a pool, its file and all that is kept of its name; return whether there was one.
+
+        Who has it open goes on with a pool that is in no store.
+        """
+        user = _User()
+        is_there = None
+        while is_there is None:
+            entry = self._entry(name, user)
+            is_there = entry.alone(partial(self._delete, entry))
+        return is_there
+
+    def _delete(self, entry: _Entry) -> bool | None:
+        """Remove a pool, or return None if that was done meanwhile."""
+        if not self._is_current(entry):
+            return None
+        with self._alone(entry):
+            is_there = entry.path.exists() or _has_learned(entry)
+            self._begin_epoch(entry)
+            for path in (entry.path, *self._beside(entry)):
+                path.unlink(missing_ok=True)
+        self._let_go(entry)
+        return is_there
+
+    # --- all names --------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Return all names that have a file, or a pool in memory that has learned; sorted."""
+        found = self._names_in_memory()
+        for path in self.folder.glob("*.pool"):
+            name = _name_of(path)
+            if name is not None:
+                found.add(name)
+        return sorted(found)
+
+    @alone
+    def _names_in_memory(self) -> set[str]:
+        return {entry.name for entry in self._entries.values() if _has_learned(entry)}
+
+    def save(self) -> None:
+        """Save all that was learned since the last time.
+
+        Raises:
+            OSError: a file cannot be written; the others are.
+            PoolFileError: as for `open`.
+        """
+        errors = self._save_all()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Save everything and let go of it; the store is not used again.
+
+        Pools that are still open are saved once more when they are closed.
+        """
+        self._is_closed = True
+        self._done.set()
+        saver = self._saver
+        if saver is not None and saver is not threading.current_thread():
+            saver.join()
+        self.save()
+        self._let_go_of_all()
+
+    @alone
+    def _let_go_of_all(self) -> None:
+        self._entries = {entry.path.stem: entry for entry in self._in_use if entry.users}
+        self._order.clear()
+        self._idle_bytes = 0
+
+    @property
+    def stats(self) -> StoreStats:
+        """What the store holds, and what it did; linear in the number of files."""
+        return self._stats(self._files())
+
+    @alone
+    def _stats(self, files: list[tuple[float, int, Path]]) -> StoreStats:
+        in_memory = [e.pool for e in self._entries.values() if e.pool is not None]
+        return StoreStats(
+            num_in_memory=len(in_memory),
+            num_in_use=sum(bool(entry.users) for entry in self._in_use),
+            memory_bytes=sum(pool.nbytes for pool in in_memory),
+            num_on_disk=sum(path.suffix == ".pool" for _, _, path in files),
+            disk_bytes=sum(size for _, size, _ in files),
+            **{f"num_{name}": number for name, number in self._counted.items()},
+        )
+
+    # --- opening and closing ----------------------------------------------------------------
+
+    @alone
+    def _entry(self, name: str, user: _User) -> _Entry:
+        """Return the entry of a name, which stays as long as `user` does."""
+        stem = stem_of(name)
+        if self._is_closed:
+            raise ValueError("expected an open store, got one that was closed")
+        entry = self._entries.get(stem) or _Entry(name, self.folder / f"{stem}.pool")
+        entry.users.add(user)
+        self._entries[stem] = entry
+        self._in_use.add(entry)
+        self._take_from_order(entry)
+        self._start_saver()
+        return entry
+
+    def _enter(self, name: str, user: _User) -> tuple[_Entry, NGramPool]:
+        pool = None
+        while pool is None:
+            entry = self._entry(name, user)
+            try:
+                pool = entry.alone(partial(self._newest, entry))
+            except BaseException:
+                entry.users.discard(user)
+                raise
+        self._settle()
+        return entry, pool
+
+    def _newest(self, entry: _Entry) -> NGramPool | None:
+        """Return a name's pool, with what others saved if nobody else here has it open.
+
+        None if the name was deleted meanwhile.
+        """
+        if not self._is_current(entry):
+            return None
+        if entry.pool is None:
+            with self._alone(entry):
+                entry.epoch = self._epoch(entry)
+                self._hold(entry, self._read_or_new(entry))
+                entry.stamp = stamp_of(entry.path)
+        elif len(entry.users) == 1 and self._is_changed_elsewhere(entry):
+            self._sync(entry, is_free=True)
+        return entry.pool
+
+    def _leave(self, entry: _Entry, user: _User) -> None:
+        try:
+            if self.save_every_sec == 0 or self._is_closed:
+                entry.alone(partial(self._save_one, entry))
+        finally:
+            entry.users.discard(user)
+            self._settle()
+            with suppress(OSError):  # so that the files that were used last stay longest
+                self._touch(entry.path, entry.worth)
+
+    def _settle(self) -> None:
+        """Have the least valuable pools leave memory while all take more than they may."""
+        while (victim := self._next_victim()) is not None:
+            try:
+                victim.alone(partial(self._evict, victim))
+            except (OSError, ValueError) as error:
+                warnings.warn(
+                    f"the pool {victim.name!r} stays in memory, it cannot be saved: {error}",
+                    stacklevel=2,
+                )
+                break
+        self._trim_disk()
+
+    @alone
+    def _next_victim(self) -> _Entry | None:
+        """Put what is no longer in use into the order; return what is to leave, if anything.
+
+        That counts as in use from then on, so that it is in the order again if it stays.
+        """
+        for entry in [entry for entry in self._in_use if not entry.users]:
+            stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
+            entry.worth = max(_time_of(entry.path), time.time() + stay)
+            self._in_use.discard(entry)
+            self._put_into_order(entry)
+        in_use = [entry.pool.nbytes for entry in self._in_use if entry.pool is not None]
+        if self._idle_bytes + sum(in_use) <= self.memory_bytes or not self._order:
+            return None
+        victim: _Entry = self._order[0]
+        self._take_from_order(victim)
+        self._in_use.add(victim)
+        return victim
+
+    def _evict(self, entry: _Entry) -> None:
+        """Save a pool, and let go of it unless it was opened meanwhile."""
+        if entry.users or entry.pool is None:
+            return
+        if _mark_of(entry.pool) != entry.mark:
+            self._sync(entry, is_free=True)
+        if self._let_go(entry, is_idle=True):
+            self._count("evicted")
+
+    def _put_into_order(self, entry: _Entry) -> None:
+        if entry.pool is None or not self._is_current(entry):  # could not be loaded, or is deleted
+            self._let_go(entry)
+            return
+        entry.nbytes = entry.pool.nbytes
+        self._order.add(entry)
+        self._idle_bytes += entry.nbytes
+
+    def _take_from_order(self, entry: _Entry) -> None:
+        if entry in self._order:
+            self._order.remove(entry)
+            self._idle_bytes -= entry.nbytes
+
+    @alone
+    def _let_go(self, entry: _Entry, is_idle: bool = False) -> bool:
+        """Let go of a pool, or only if nobody has it open; return whether it was let go of."""
+        if is_idle and entry.users:
+            return False
+        self._take_from_order(entry)
+        self._in_use.discard(entry)
+        if self._is_current(entry):
+            del self._entries[entry.path.stem]
+        if entry.pool is not None:
+            entry.pool._keeper = None
+        entry.pool = None
+        return True
+
+    @alone
+    def _count(self, what: str, disk_bytes: int = 0) -> None:
+        self._counted[what] += 1
+        self._disk_bytes += disk_bytes
+
+    def _is_current(self, entry: _Entry) -> bool:
+        return self._entries.get(entry.path.stem) is entry
+
+    # --- pools and files --------------------------------------------------------------------
+    #
+    # All of these are called with the lock of the entry.
+
+    def _sync(
+        self, entry: _Entry, is_free: bool = False, forgotten: Int64Array | None = None
+    ) -> int:
+        """Save what a pool learned, and take what others saved.
+
+        Args:
+            entry: with a pool.
+            is_free: whether its pool may be exchanged for another: whoever has it open would not
+                notice.
+            forgotten: tokens to forget.
+
+        Returns:
+            How many occurrences of these there were.
+        """
+        pool = entry.pool
+        assert pool is not None
+        is_free = is_free or not entry.users
+        with self._alone(entry):
+            epoch, stamp, mark = self._epoch(entry), stamp_of(entry.path), _mark_of(pool)
+            has_learned = mark != entry.mark
+            latest = pool
+            if epoch != entry.epoch:
+                # What was not saved here may hold what was forgotten elsewhere.
+                latest, has_learned = self._read_or_new(entry), False
+            elif entry.is_behind or (stamp is not None and stamp != entry.stamp):
+                read = self._read(entry)
+                has_learned = has_learned or read is None  # what was there is damaged
+                if read is not None or entry.is_behind:
+                    latest = self._new() if read is None else read
+                    latest._take_from(pool, entry.mark.num_observed)
+                    latest._weights[:] = (latest._weights + pool._weights) / 2
+            num_forgotten = 0
+            if forgotten is not None:
+                num_forgotten = pool._forget(forgotten)
+                if latest is not pool:
+                    num_forgotten = latest._forget(forgotten)
+                mark = _Mark(mark.num_observed, _mark_of(pool).num_expected)
+                # Before the file: if we are killed between the two, others only read it anew.
+                epoch = self._begin_epoch(entry)
+                for path in self._beside(entry):
+                    path.unlink(missing_ok=True)
+            if has_learned or (forgotten is not None and stamp is not None):
+                self._write(entry, latest)
+            entry.stamp, entry.epoch = stamp_of(entry.path), epoch
+            if latest is not pool and is_free:
+                self._hold(entry, latest)
+            else:
+                entry.is_behind, entry.mark = latest is not pool, mark
+        return num_forgotten
+
+    def _forget(self, entry: _Entry, pool: NGramPool, token_ids: Int64Array) -> int:
+        if not self._is_current(entry) or entry.pool is not pool:
+            return pool._forget(token_ids)
+        return self._sync(entry, forgotten=token_ids)
+
+    def _hold(self, entry: _Entry, pool: NGramPool) -> None:
+        if entry.pool is not None:
+            entry.pool._keeper = None
+        pool._keeper = partial(_forget_for, weakref.ref(self), entry, weakref.ref(pool))
+        entry.pool, entry.mark, entry.is_behind = pool, _mark_of(pool), False
+
+    def _read_or_new(self, entry: _Entry) -> NGramPool:
+        pool = self._read(entry)
+        return self._new() if pool is None else pool
+
+    def _new(self) -> NGramPool:
+        pool = NGramPool(self.capacity_tokens, self.max_ngram_size)
+        pool.tokenizer, pool.model = self.tokenizer, self.model
+        return pool
+
+    def _read(self, entry: _Entry) -> NGramPool | None:
+        """Read a pool's file; None if there is none, or a damaged one, which is set aside."""
+        try:
+            pool = NGramPool.load(entry.path, model=self.model)
+        except FileNotFoundError:
+            return None
+        except NewerPoolFileError:
+            raise
+        except PoolFileError as error:
+            aside = entry.path.with_suffix(".damaged")
+            os.replace(entry.path, aside)
+            warnings.warn(
+                f"the pool {entry.name!r} begins anew, its file is damaged and now {aside.name}: "
+                f"{error}",
+                stacklevel=2,
+            )
+            return None
+        if self.tokenizer and pool.tokenizer and self.tokenizer != pool.tokenizer:
+            raise PoolFileError(
+                f"{entry.path}: expected text of the tokenizer {self.tokenizer}, got text of "
+                f"{pool.tokenizer}"
+            )
+        pool.tokenizer = pool.tokenizer or self.tokenizer
+        self._count("loaded")
+        return pool
+
+    def _write(self, entry: _Entry, pool: NGramPool) -> None:
+        for made in self._unfinished(entry):  # of processes that were killed: the file is ours
+            made.unlink(missing_ok=True)
+        if entry.path.stem.startswith(_HASHED):
+            write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
+        before, worth = _size_of(entry.path), max(entry.worth, _time_of(entry.path))
+        pool.save(entry.path)
+        self._touch(entry.path, worth)
+        self._count("saved", _size_of(entry.path) - before)
+
+    @staticmethod
+    def _touch(path: Path, worth: float) -> None:
+        """Have the time of a file say what it is worth, for all processes and later ones."""
+        if path.stat().st_mtime < worth:
+            os.utime(path, (worth, worth))
+
+    def _unfinished(self, entry: _Entry) -> Iterator[Path]:
+        yield from self.folder.glob(f"{entry.path.stem}.making-*")
+
+    def _beside(self, entry: _Entry) -> list[Path]:
+        """Return the files, if they are there, that may hold text of a name beside its own."""
+        damaged = entry.path.with_suffix(".damaged")
+        return [damaged, _name_path(entry.path), *self._unfinished(entry)]
+
+    # --- other processes --------------------------------------------------------------------
+
+    @contextmanager
+    def _alone(self, entry: _Entry) -> Iterator[None]:
+        """Keep other processes from a name; a killed one keeps nobody off."""
+        path = self._shared(entry, ".lock")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = FileLock(path, timeout=_LOCK_SEC, mode=0o600)
+        with lock.acquire(poll_interval=_POLL_SEC):
+            yield
+
+    def _shared(self, entry: _Entry, suffix: str) -> Path:
+        """Return a file that some names share."""
+        digest = hashlib.blake2b(entry.path.stem.encode(), digest_size=8).digest()
+        number = int.from_bytes(digest) % _NUM_LOCKS
+        return self.folder / ".locks" / f"{number:02}{suffix}"
+
+    def _epoch(self, entry: _Entry) -> str:
+        try:
+            return self._shared(entry, ".epoch").read_text("ascii")
+        except FileNotFoundError:
+            return ""
+
+    def _begin_epoch(self, entry: _Entry) -> str:
+        """Tell other processes to let go of what they have of a name (and of some others)."""
+        path, old, new = self._shared(entry, ".epoch"), self._epoch(entry), secrets.token_hex(16)
+        write_whole(path, new.encode())
+        for other in self._all_entries():  # of these, nothing was forgotten
+            if other.epoch == old and self._shared(other, ".epoch") == path:
+                other.epoch = new
+        return new
+
+    def _is_changed_elsewhere(self, entry: _Entry) -> bool:
+        stamp = stamp_of(entry.path)
+        return (
+            entry.is_behind
+            or self._epoch(entry) != entry.epoch
+            or (stamp is not None and stamp != entry.stamp)
+        )
+
+    # --- regularly --------------------------------------------------------------------------
+
+    def _start_saver(self) -> None:
+        if self._saver is None and 0 < self.save_every_sec < threading.TIMEOUT_MAX:
+            # Twice as often, so that what was learned just after one time is saved in time.
+            seconds = self.save_every_sec / 2
+            args = (weakref.ref(self), self._done, seconds)
+            self._saver = threading.Thread(target=_save_regularly, args=args, daemon=True)
+            self._saver.start()
+
+    def _save_all(self) -> list[Exception]:
+        """Save every pool that has learned, and let go of what was forgotten elsewhere."""
+        errors: list[Exception] = []
+        for entry in self._all_entries():
+            try:
+                entry.alone(partial(self._save_one, entry))
+            except (OSError, ValueError) as error:
+                errors.append(error)
+        self._settle()
+        return errors
+
+    @alone
+    def _all_entries(self) -> list[_Entry]:
+        return list(self._entries.values())
+
+    def _save_one(self, entry: _Entry) -> None:
+        if entry.pool is None or not self._is_current(entry):
+            return
+        if _mark_of(entry.pool) != entry.mark or self._epoch(entry) != entry.epoch:
+            self._sync(entry)
+            self._weigh_anew(entry)
+
+    @alone
+    def _weigh_anew(self, entry: _Entry) -> None:
+        """Put an entry into its place in the order: its pool may be another one now."""
+        if entry in self._order:
+            self._take_from_order(entry)
+            self._put_into_order(entry)
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Return the files that count: what each is worth, its size, and its path."""
+        found = []
+        with os.scandir(self.folder) as listed:
+            for file in listed:
+                path = Path(file.path)
+                if path.suffix in (".pool", ".damaged"):
+                    with suppress(FileNotFoundError):
+                        at = file.stat(follow_symlinks=False)
+                        worth = at.st_mtime if path.suffix == ".pool" else 0.0
+                        found.append((worth, at.st_size, path))
+        return found
+
+    def _trim_disk(self) -> None:
+        """Remove the least valuable files, while all take more than they may."""
+        if self._disk_bytes <= self.disk_bytes:
+            return
+        files = sorted(self._files())
+        taken = sum(size for _, size, _ in files)
+        for worth, size, path in files:
+            if taken <= self.disk_bytes:
+                break
+            entry = _Entry("", path)
+            with self._alone(entry), suppress(FileNotFoundError):
+                if path.suffix == ".pool" and path.stat().st_mtime > worth:
+                    continue  # used meanwhile
+                path.unlink()
+                if path.suffix == ".pool":
+                    _name_path(path).unlink(missing_ok=True)
+                taken -= size
+                self._count("dropped")
+        self._disk_bytes = taken
+
+
+_stores: weakref.WeakSet[PoolStore] = weakref.WeakSet()
+
+
+def _save_regularly(ref: "weakref.ref[PoolStore]", done: threading.Event, seconds: float) -> None:
+    while not done.wait(seconds):
+        store = ref()
+        if store is None:
+            return
+        store._disk_bytes = store.disk_bytes + 1  # others write too
+        for error in store._save_all():
+            warnings.warn(f"a pool of {store!r} could not be saved: {error}", stacklevel=1)
+        del store
+
+
+def _close_all() -> None:
+    for store in list(_stores):
+        with suppress(Exception):
+            store.close()
+
+
+def _begin_all() -> None:
+    for store in list(_stores):
+        store._begin()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_all)
+
+
+def _forget_for(
+    ref: "weakref.ref[PoolStore]",
+    entry: _Entry,
+    pool: "weakref.ref[NGramPool]",
+    token_ids: Int64Array,
+) -> int:
+    """Forget tokens of a pool, and of its file as long as it is that of a store."""
+    store, held = ref(), pool()
+    assert held is not None
+    if store is None or not store._is_current(entry):
+        return held._forget(token_ids)
+    return entry.alone(partial(store._forget, entry, held, token_ids))
+
+
+def stem_of(name: str) -> str:
+    """Return the name of a pool's file, without its suffix: of lower-case ASCII, and its own.
+
+    Raises:
+        TypeError: the name is no string.
+        ValueError: it is empty or too long.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"expected a name to be a string, got {name!r}")
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise ValueError(f"expected a name of 1 to {MAX_NAME_LENGTH} characters, got {name!r:.80}")
+    encoded = name.encode("utf-8", "surrogatepass")
+    # Capital letters too: some file systems do not tell them apart.
+    stem = "".join(chr(byte) if chr(byte) in _PLAIN else f"%{byte:02x}" for byte in encoded)
+    if len(stem) <= _MAX_STEM_LENGTH and stem not in _RESERVED:
+        return stem
+    return _HASHED + hashlib.blake2b(encoded, digest_size=24).hexdigest()
+
+
+def _name_of(path: Path) -> str | None:
+    """Return the name that a file is that of; None if it is no pool's."""
+    try:
+        if path.stem.startswith(_HASHED):
+            encoded = _name_path(path).read_bytes()
+        else:
+            head, *escaped = path.stem.encode().split(b"%")
+            encoded = head + b"".join(bytes([int(part[:2], 16)]) + part[2:] for part in escaped)
+        name = encoded.decode("utf-8", "surrogatepass")
+        return name if stem_of(name) == path.stem else None
+    except (OSError, ValueError):
+        return None
+
+
+def _name_path(path: Path) -> Path:
+    return path.with_suffix(".name")
+
+
+def _worth_of(entry: _Entry) -> float:
+    return entry.worth
+
+
+def _mark_of(pool: NGramPool) -> _Mark:
+    return _Mark(pool._num_observed, float(pool._unigrams.counts.sum()))
+
+
+def _has_learned(entry: _Entry) -> bool:
+    return entry.pool is not None and _mark_of(entry.pool) != _NOTHING
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,205 @@
+"""`pool=` at every door: one that learns, over any number that are only read."""
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lade
+from lade.drafting.pool_drafter import PoolDrafter
+from ngram_pool import NGramPool, PoolStore
+from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model
+
+PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+GREEDY: dict[str, Any] = {
+    "attention_mask": torch.ones_like(PROMPT),
+    "do_sample": False,
+    "max_new_tokens": 40,
+}
+FOUR = lade.Config(max_draft_tokens=4, uses_table=False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[PoolStore]:
+    with PoolStore(tmp_path, save_every_sec=math.inf) as store:
+        yield store
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama", seed=1)
+
+
+@pytest.fixture
+def expected(model: Any) -> list[list[int]]:
+    ids: list[list[int]] = type(model).generate(model, PROMPT, **GREEDY).tolist()
+    return ids
+
+
+@pytest.fixture
+def docs(expected: list[list[int]]) -> NGramPool:
+    """A pool that knows the answer, and is only read."""
+    pool = NGramPool()
+    pool.observe(expected[0])
+    return pool.as_read_only()
+
+
+def test_every_door_drafts_from_layers_and_gives_the_text_of_plain_generate(
+    model: Any, expected: list[list[int]], docs: NGramPool
+) -> None:
+    options: dict[str, Any] = {**GREEDY, "config": FOUR, "return_dict_in_generate": True}
+    mine, other = NGramPool(), NGramPool(50, 2)
+    other.observe([5, 6, 7, 8, 9, 5, 6, 9, 9])
+    pool = [mine, other.as_read_only(), docs]
+    before = pickle.dumps(docs)
+    outputs = [
+        lade.generate(model, PROMPT, pool=pool, **options),
+        model.generate(PROMPT, custom_generate=lade.decode, pool=pool, **options),
+        lade.wrap(model, pool=pool).generate(PROMPT, **options),
+        model.generate(PROMPT, pool=tuple(pool), **options),
+    ]
+    lade.unwrap(model)
+    for output in outputs:
+        assert output.sequences.tolist() == expected
+        assert output.stats.mean_accepted_tokens > 3.0  # 1.7 with a new pool
+    assert len(mine) == 4 * len(expected[0])
+    assert pickle.dumps(docs) == before
+
+
+def test_where_none_learns_a_new_pool_does_for_the_call(
+    model: Any, expected: list[list[int]], docs: NGramPool
+) -> None:
+    for pool in (docs, [docs], [docs, docs], []):
+        output = lade.generate(
+            model, PROMPT, pool=pool, config=FOUR, return_dict_in_generate=True, **GREEDY
+        )
+        assert output.sequences.tolist() == expected
+        assert (output.stats.mean_accepted_tokens > 3.0) == bool(pool)
+
+
+def test_text_equals_plain_generate_whatever_the_layers_hold() -> None:
+    """Layers that know the answer, know another, and know noise; greedy, sampled, in batches."""
+    rng = np.random.default_rng(0)
+    model = tiny_model("llama", seed=3)
+    model.generation_config.pad_token_id = 0
+    mine = NGramPool(500)
+    total = lade.DecodeStats()
+    for number in range(24):
+        prompt = random_prompt(rng)
+        options: dict[str, Any] = {
+            "attention_mask": torch.ones_like(prompt),
+            "max_new_tokens": 20,
+            "do_sample": number % 3 == 2,
+            "num_return_sequences": 2 if number % 3 == 2 else 1,
+        }
+        torch.manual_seed(number)
+        plain = model.generate(prompt, **options)
+        layers = []
+        for text in (plain[0].tolist(), rng.integers(0, 60, 50), plain[0].tolist()[::-1]):
+            pool = NGramPool(int(rng.integers(5, 200)), int(rng.integers(1, 8)))
+            pool.observe(text)
+            layers.append(pool.as_read_only())
+        torch.manual_seed(number)
+        output = lade.generate(
+            model,
+            prompt,
+            pool=[mine, *layers[: number % 4]],
+            config=lade.Config(max_draft_tokens=[None, 1, 5, 12][number // 4 % 4]),
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert output.sequences.tolist() == plain.tolist(), number
+        total.add(output.stats)
+    assert 0.02 < total.acceptance_rate < 0.98
+
+
+def test_a_named_pool_is_open_for_the_length_of_a_call(
+    model: Any, expected: list[list[int]], docs: NGramPool, store: PoolStore
+) -> None:
+    alice = store.named("alice")
+    in_use: set[int] = set()
+
+    def look(_: lade.Step) -> None:
+        in_use.add(len(store._in_use))
+
+    pools: list[Any] = [alice, [alice], [docs, alice]]
+    for pool in pools:
+        got = lade.generate(model, PROMPT, pool=pool, on_step=look, **GREEDY)
+        assert got.tolist() == expected
+    assert in_use == {1}
+    assert not store._in_use
+    (entry,) = store._entries.values()
+    assert entry.num_saved_tokens > 40  # the calls have said what the pool was good for
+    with alice.open() as mine:
+        assert len(mine) == 3 * len(expected[0])
+    assert store.names() == ["alice"]
+    lade.wrap(model, pool=[docs, alice])
+    assert model.generate(PROMPT, **GREEDY).tolist() == expected
+    lade.unwrap(model)
+    with alice.open() as mine:
+        assert len(mine) == 4 * len(expected[0])
+
+
+def test_a_named_pool_is_closed_where_a_call_fails(model: Any, store: PoolStore) -> None:
+    def fail(_: lade.Step) -> None:
+        assert len(store._in_use) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lade.generate(model, PROMPT, pool=store.named("alice"), on_step=fail, **GREEDY)
+    assert not store._in_use
+
+
+def test_pools_are_checked_before_anything_is_generated(
+    model: Any, docs: NGramPool, store: PoolStore
+) -> None:
+    def ours(pool: Any, **options: Any) -> Any:
+        return lade.generate(model, PROMPT, pool=pool, **GREEDY, **options)
+
+    two = [NGramPool(), docs, NGramPool()]
+    with pytest.raises(ValueError, match=r"expected at most one pool that learns, got 2: take the"):
+        ours(two)
+    with pytest.raises(ValueError, match="expected at most one pool that learns, got 2"):
+        lade.wrap(model, pool=two)
+    assert [len(pool) for pool in two] == [0, len(docs), 0]
+    for wrong in ("docs", Path("docs.pool"), [docs, None], 5):
+        with pytest.raises(TypeError, match=r"expected pool to be a lade\.NGramPool, a named"):
+            ours(wrong)
+    with pytest.raises(ValueError, match="expected at most one pool that learns, got 2"):
+        ours([NGramPool(), store.named("alice")])
+    assert not store._in_use
+    with pytest.raises(ValueError, match="expected pool or drafter, got both"):
+        ours([docs], drafter=ScriptedDrafter([], np.random.default_rng(0), 1.0))
+
+
+def test_a_copy_of_a_wrapped_model_carries_no_text(
+    model: Any, expected: list[list[int]], docs: NGramPool, store: PoolStore
+) -> None:
+    mine = NGramPool(1000, 3)
+    mine.observe([1, 2, 3])
+    lade.wrap(model, pool=[docs, mine])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        pool = copied.generate.pool
+        assert (len(pool), pool.capacity_tokens, pool.max_ngram_size) == (0, 1000, 3)
+        assert copied.generate(PROMPT, **GREEDY).tolist() == expected
+    for pool in (docs, store.named("alice")):
+        lade.wrap(model, pool=pool)
+        assert copy.deepcopy(model).generate.pool is None
+    lade.unwrap(model)
+
+
+def test_a_drafter_drafts_from_layers(docs: NGramPool, expected: list[list[int]]) -> None:
+    drafter = PoolDrafter(NGramPool(), layers=[docs])
+    sequence = drafter.open(expected[0][:10])
+    draft = drafter.draft(sequence, expected[0][:10], 3)
+    assert draft.token_ids[0] == expected[0][10]
+    drafter.close(sequence)
+    assert drafter.pool.num_open_sequences == 0
+    with pytest.raises(ValueError, match="expected layers that are only read"):
+        PoolDrafter(NGramPool(), layers=[NGramPool()])

@@ -1,0 +1,913 @@
+"""Files of pools: what they keep, what is refused, and that no accident costs a pool."""
+
+import copy
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ngram_pool import NGramPool, PoolFileError, ReadOnlyPoolError, _kernels, files, writing
+from tests.ngram_pool.test_interrupts import interrupted
+from tests.ngram_pool.test_pool import as_tuple, noisy_text
+
+JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
+ROOT = Path(__file__).parents[2]
+TEXT = noisy_text(900, alphabet=12)
+KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
+
+
+def used_pool(capacity: int = 500, max_ngram_size: int = 4, num_tokens: int = 900) -> NGramPool:
+    pool = NGramPool(capacity, max_ngram_size, seed=7)
+    sequence = pool.open_sequence()
+    for start in range(0, num_tokens, 10):  # interleaved
+        pool.observe(TEXT[start : start + 5], sequence)
+        pool.observe(TEXT[start + 5 : min(start + 10, num_tokens)], is_answer=True)
+    pool.harvest(*KNOWN)
+    pool.tokenizer, pool.model = "tokenizer A", 'model "A"'
+    return pool
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "my.pool"
+
+
+@pytest.fixture(params=["read", "mapped"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Arrays that are read, and some that are mapped; blocks as small as such files need."""
+    monkeypatch.setattr(files, "_BLOCK", 256)
+    if request.param == "mapped":
+        monkeypatch.setattr(files, "_MAPPED_FROM", 1)
+    return str(request.param)
+
+
+def arrays_of(pool: NGramPool) -> dict[str, list[Any]]:
+    """What a file has of a pool."""
+    arrays = pool._stored().arrays
+    return {name: arrays[name].tolist() for name in files._DTYPES}
+
+
+def everything_said_by(pool: NGramPool) -> list[Any]:
+    contexts = [TEXT[end - 4 : end] for end in range(4, 200, 9)]
+    drafts: list[Any] = [as_tuple(pool.draft(context, 12, sequence=0)) for context in contexts]
+    sampled = pool.sample(TEXT[:4], 12, np.random.default_rng(0), sequence=0)
+    explored = [array.tolist() for array in pool.explore(20)]
+    return [*drafts, sampled.token_ids.tolist(), sampled.probs.tolist(), *explored]
+
+
+# --- what is kept ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 300, 900])
+@pytest.mark.parametrize(("capacity", "max_ngram_size"), [(1, 1), (500, 4), (10_000, 9)])
+def test_a_loaded_pool_goes_on_like_the_saved_one(
+    path: Path, way: str, capacity: int, max_ngram_size: int, num_tokens: int
+) -> None:
+    pool = used_pool(capacity, max_ngram_size, num_tokens)
+    pool.save(path)
+    loaded = NGramPool.load(path)
+    loaded.check()
+    assert (loaded.capacity_tokens, loaded.max_ngram_size) == (capacity, max_ngram_size)
+    assert (loaded.tokenizer, loaded.model) == ("tokenizer A", 'model "A"')
+    assert (len(loaded), loaded.num_open_sequences) == (len(pool), 0)
+    assert arrays_of(loaded) == arrays_of(pool)
+    for _ in range(2):
+        assert everything_said_by(loaded) == everything_said_by(pool)
+        for each in (pool, loaded):
+            each.observe(TEXT[50:90], is_answer=True)
+            each.harvest([[-1, t] for t in range(40)], [[t] for t in range(40)], [[0.9]] * 40)
+            each.check()
+
+
+def test_positions_lowered_before_are_kept_as_they_are(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngram_pool.pool._POSITION_LIMIT", 1500)
+    pool = used_pool()
+    for _ in range(3):
+        pool.observe(TEXT, is_answer=True)
+    pool.save(path)
+    loaded = NGramPool.load(path)
+    loaded.check()
+    assert everything_said_by(loaded) == everything_said_by(pool)
+
+
+def test_what_is_learned_after_loading_is_in_no_file_until_saved(path: Path, way: str) -> None:
+    pool = used_pool()
+    pool.save(path)
+    content = path.read_bytes()
+    loaded, other = NGramPool.load(path), NGramPool.load(path)
+    loaded.observe(TEXT, is_answer=True)
+    loaded.harvest([[-1, t] for t in range(40)], [[t] for t in range(40)], [[0.9]] * 40)
+    assert arrays_of(loaded) != arrays_of(pool)
+    assert path.read_bytes() == content
+    assert arrays_of(other) == arrays_of(pool)
+    loaded.save(path)
+    assert arrays_of(NGramPool.load(path)) == arrays_of(loaded)
+    # Whoever had the old file goes on with it.
+    assert everything_said_by(other) == everything_said_by(pool)
+    path.unlink()
+    other.observe(TEXT)
+    other.check()
+
+
+def test_a_pool_may_be_saved_to_the_file_it_was_loaded_from(path: Path, way: str) -> None:
+    used_pool().save(path)
+    content = path.read_bytes()
+    NGramPool.load(path).save(path)
+    assert path.read_bytes() == content
+
+
+def test_a_pool_loaded_to_be_read_is_a_layer_and_learns_nothing(path: Path, way: str) -> None:
+    pool = used_pool()
+    pool.save(path)
+    assert not NGramPool.load(path).is_read_only
+    docs = NGramPool.load(path, read_only=True)
+    assert docs.is_read_only
+    assert everything_said_by(docs) == everything_said_by(pool)
+    mine = NGramPool(seed=3)
+    sequences = [mine.open_sequence(layers=[layer]) for layer in (docs, pool.as_read_only())]
+    for end in range(4, 200, 9):
+        drafts = [mine.draft(TEXT[end - 4 : end], 12, sequence=each) for each in sequences]
+        assert len(drafts[0]) == 12
+        assert as_tuple(drafts[0]) == as_tuple(drafts[1])
+    with pytest.raises(ReadOnlyPoolError):
+        docs.observe([1, 2, 3])
+    docs.save(path)
+    assert arrays_of(NGramPool.load(path)) == arrays_of(docs) == arrays_of(pool)
+
+
+def test_any_tool_can_read_the_file(path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    pool = used_pool()
+    pool.save(path)
+    with safetensors.safe_open(path, framework="numpy") as file:
+        found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+        assert file.metadata()["tokenizer"] == "tokenizer A"
+    assert found == arrays_of(pool)
+
+
+def test_a_file_is_for_its_owner_alone_and_its_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "my.pool"
+    used_pool().save(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    used_pool().save(str(path))
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    path, link = tmp_path / "folder" / "my.pool", tmp_path / "link"
+    used_pool().save(path)
+    link.symlink_to(path)
+    used_pool(num_tokens=7).save(link)
+    assert link.is_symlink()
+    assert len(NGramPool.load(path)) == 7
+
+
+def test_a_copy_of_a_loaded_pool_is_independent(path: Path, way: str) -> None:
+    used_pool().save(path)
+    loaded = NGramPool.load(path)
+    copied = copy.deepcopy(loaded)
+    copied.observe(TEXT)
+    assert arrays_of(loaded) == arrays_of(NGramPool.load(path)) != arrays_of(copied)
+
+
+def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
+    pool, done = NGramPool(2000), threading.Event()
+    errors: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            while not done.is_set():
+                sequence = pool.open_sequence()
+                pool.observe(TEXT[: random.randrange(900)], sequence, is_answer=True)
+                pool.harvest(*KNOWN)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(2 if JIT_IS_OFF else 10):
+            pool.save(path)
+            NGramPool.load(path).check()
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def stored_and_written(pool: NGramPool, line: int) -> tuple[files.StoredPool, bool]:
+    """Copy a pool for a file, and write to it at a line; tell whether there is such a line."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_lines
+        if Path(frame.f_code.co_filename).parent.name != "ngram_pool":
+            return None
+        num_lines += event == "line"
+        if num_lines > line:
+            sys.settrace(None)
+            pool.observe(TEXT, is_answer=True)
+            pool.harvest([[9, t] for t in range(99)], [[t] for t in range(99)], [[0.5]] * 99)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return pool._stored(), num_lines > line
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.skipif(JIT_IS_OFF, reason="the lines of kernels that are not compiled are traced, too")
+@pytest.mark.parametrize("capacity", [500, 10_000])  # text is overwritten, or the arrays grow
+def test_a_handler_that_writes_while_a_pool_is_copied_tears_nothing(capacity: int) -> None:
+    """A signal handler of the same thread may write wherever it interrupts."""
+    for line in itertools.count():
+        pool = used_pool(capacity)
+        pool.observe(TEXT * 3, is_answer=True)
+        stored, has_line = stored_and_written(pool, line)
+        files._check_content(stored)
+        entries = files._entries({name: stored.arrays[name].shape for name in files._DTYPES})
+        assert files._shapes(entries, *stored[:4])
+        if not has_line:
+            break
+    assert line > 20
+
+
+# --- whose it is ----------------------------------------------------------------------------
+
+
+def test_another_tokenizers_pool_is_refused_by_name(path: Path) -> None:
+    used_pool().save(path)
+    for tokenizer in ("", "tokenizer A"):
+        assert NGramPool.load(path, tokenizer=tokenizer).tokenizer == "tokenizer A"
+    expected = "expected text of the tokenizer 'B', got text of 'tokenizer A'"
+    with pytest.raises(PoolFileError, match=expected):
+        NGramPool.load(path, tokenizer="B")
+
+
+def test_what_another_model_found_likely_is_left_out_and_said(path: Path) -> None:
+    pool = used_pool()
+    pool.save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for model in ("", 'model "A"'):
+            loaded = NGramPool.load(path, model=model)
+            assert loaded.model == 'model "A"'
+            assert arrays_of(loaded) == arrays_of(pool)
+    with pytest.warns(UserWarning, match="they are of the model 'model \"A\"', not 'B'; the text"):
+        loaded = NGramPool.load(path, model="B")
+    assert loaded.model == "B"
+    loaded.check()
+    found, fresh, saved = arrays_of(loaded), arrays_of(NGramPool(500, 4)), arrays_of(pool)
+    for name in found:
+        is_of_text = name in ("text", "links", "heads", "sequence")
+        assert found[name] == (saved if is_of_text else fresh)[name]
+
+
+def test_a_pool_of_unknown_origin_becomes_that_of_its_user(path: Path) -> None:
+    NGramPool().save(path)
+    loaded = NGramPool.load(path, tokenizer="T", model="M")
+    assert (loaded.tokenizer, loaded.model) == ("T", "M")
+
+
+def test_fingerprints_are_strings_of_some_length(path: Path) -> None:
+    pool = NGramPool(10)
+    pool.tokenizer = 5  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="expected the fingerprint 'tokenizer' to be a string"):
+        pool.save(path)
+    pool.tokenizer, pool.model = "", "x" * 1001
+    with pytest.raises(ValueError, match="'model' to have at most 1000 characters, got 1001"):
+        pool.save(path)
+    assert not path.exists()
+    pool.model = '"crc32.header":"\\\n\0\ud800' * 50  # whatever it has
+    pool.save(path)
+    assert NGramPool.load(path).model == pool.model
+
+
+# --- damage ---------------------------------------------------------------------------------
+
+Header = dict[str, Any]
+Arrays = dict[str, NDArray[Any]]
+DTYPES = {"I64": np.int64, "F64": np.float64, "I32": np.int32, "U16": np.uint16}
+
+
+def forged(content: bytes, change: Callable[[Header, Arrays], None]) -> bytes:
+    """Change a file so that all of its checksums fit again."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8:begin]), bytearray(content[begin:])
+    arrays = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+            arrays[name] = np.frombuffer(memoryview(data)[start:end], dtype).reshape(entry["shape"])
+    change(header, arrays)
+    if isinstance(header["__metadata__"], dict):
+        for name, array in arrays.items():
+            checksums = files._checksums(array)
+            header["__metadata__"].setdefault(f"crc32.{name}", "")
+            header["__metadata__"][f"crc32.{name}"] = "".join(checksums)
+    return sealed(json.dumps(header, separators=(",", ":")).encode()) + data
+
+
+def sealed(text: bytes, pad: int = 64) -> bytes:
+    """Return a header's bytes with a checksum that fits, if it has room for one."""
+    text += b" " * (-(8 + len(text)) % pad)
+    begin = len(text).to_bytes(8, "little") + text
+    before, mark, after = begin.partition(b'"crc32.header":"')
+    if not mark:
+        return begin
+    checksum = zlib.crc32(before + mark + b"00000000" + after[8:])
+    return before + mark + f"{checksum:08x}".encode() + after[8:]
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("pool") / "my.pool"
+    used_pool().save(path)
+    return path.read_bytes()
+
+
+def test_forging_alone_changes_nothing(content: bytes) -> None:
+    assert forged(content, lambda header, arrays: None) == content
+
+
+def no_bytes_of_tensors(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+FOREIGN: dict[str, bytes | None] = {
+    "nothing": b"",
+    "seven bytes": b"1234567",
+    "text": b"To be, or not to be, that is the question" * 9,
+    "zip": b"PK\x03\x04" + bytes(1000),
+    "zeros": bytes(1000),
+    "ones": b"\xff" * 1000,
+    "a long header": (2**20 + 1).to_bytes(8, "little") + bytes(2**20 + 1),
+    "a table": no_bytes_of_tensors(b'{"__metadata__":{"lade_table":"{}"}}'),
+    "an empty header": no_bytes_of_tensors(b"{}"),
+    "no header": no_bytes_of_tensors(b""),
+    "its name alone": sealed(b'{"__metadata__":{"crc32.header":"00000000"}}'),
+    "metadata elsewhere": sealed(b'["crc32.header","crc32.header":"00000000"]'),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_files_are_refused(path: Path, kind: str) -> None:
+    path.write_bytes(FOREIGN[kind] or b"")
+    expected = "expected a file that NGramPool.save wrote, got another|header: expected JSON"
+    with pytest.raises(PoolFileError, match=f"^{path}: ({expected})"):
+        NGramPool.load(path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        NGramPool.load(tmp_path / "none.pool")
+    with pytest.raises(IsADirectoryError):
+        NGramPool.load(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(PoolFileError, match="expected a file"):
+            NGramPool.load(path)
+
+
+def put(name: str, value: Any) -> Callable[[Header, Arrays], None]:
+    """Set an entry of the metadata."""
+    return lambda header, arrays: header["__metadata__"].update({name: value})
+
+
+def say(name: str, **what: Any) -> Callable[[Header, Arrays], None]:
+    """Set what the header says of an array."""
+    return lambda header, arrays: header[name].update(what)
+
+
+def fill(name: str, index: Any, value: Any) -> Callable[[Header, Arrays], None]:
+    """Set an item of an array."""
+
+    def change(header: Header, arrays: Arrays) -> None:
+        arrays[name][index] = value
+
+    return change
+
+
+def drop(name: str) -> Callable[[Header, Arrays], None]:
+    """Say nothing of an array."""
+
+    def change(header: Header, arrays: Arrays) -> None:
+        del header[name], arrays[name]
+
+    return change
+
+
+def replace(value: Any) -> Callable[[Header, Arrays], None]:
+    return lambda header, arrays: header.update(__metadata__=value)
+
+
+# What is changed, so that the checksums fit, and what is said of it. The pool of `content` has 500
+# tokens and rows, the next position 900, N = 4, 256 buckets and 256 harvested rows or so.
+HOSTILE: dict[str, tuple[Callable[[Header, Arrays], None], str]] = {
+    "newer": (put("version", "2"), r"it has format 2, of a newer version of lade \('.*'\); this"),
+    "older": (put("version", "0"), "header: expected version from 1"),
+    "another format": (put("format", "ngrams"), "expected a file that NGramPool.save wrote"),
+    "more metadata": (put("more", ""), "header: expected the strings .* as metadata, got others"),
+    "a fingerprint of numbers": (put("tokenizer", 5), "header: expected the strings"),
+    "no metadata": (replace([]), "expected a file that NGramPool.save wrote, got another"),
+    "no capacity": (put("capacity_tokens", ""), "expected capacity_tokens from 1 to .*, got ''"),
+    "capacity 0": (put("capacity_tokens", "0"), "expected capacity_tokens from 1"),
+    "capacity -1": (put("capacity_tokens", "-1"), "expected capacity_tokens from 1"),
+    "capacity 5e2": (put("capacity_tokens", "5e2"), "expected capacity_tokens from 1"),
+    "other digits": (put("capacity_tokens", "\u0665\u0660"), "expected capacity_tokens from 1"),
+    "capacity 10**9000": (put("capacity_tokens", "1" + "0" * 9000), "expected capacity_tokens"),
+    "capacity 2**31": (put("capacity_tokens", str(2**31)), "expected capacity_tokens from 1"),
+    "capacity 2**30": (put("capacity_tokens", str(2**30)), "part 'text': expected rows for 900"),
+    "capacity too small": (put("capacity_tokens", "499"), "part 'text': expected rows"),
+    "N 5": (put("max_ngram_size", "5"), r"part 'links': expected {.*\[500, 5\].*, got {.*500, 4"),
+    "N 0": (put("max_ngram_size", "0"), "expected max_ngram_size from 1"),
+    "position -1": (put("num_observed", "-1"), "expected num_observed from 0"),
+    "position 899": (put("num_observed", "899"), "part 'text', row [0-9]+: expected token ids and"),
+    "position 2**31": (put("num_observed", str(2**31)), "expected num_observed from 0"),
+    "seed": (put("hash_seed", str(2**60)), "expected hash_seed from 0"),
+    "an array less": (drop("links"), "part 'links': expected .*, got None"),
+    "an array more": (
+        lambda header, arrays: header.update(more=header["text"]),
+        r"header: expected no other parts, got \['more'\]",
+    ),
+    "no shape": (say("text", shape=[]), "part 'text': expected a number from 1"),
+    "a shape of floats": (say("text", shape=[500.0, 3]), "part 'text': expected a number from 1"),
+    "a true shape": (say("text", shape=[True, 3]), "part 'text': expected a number from 1"),
+    "a true column": (say("sequence", shape=[3.0]), "part 'sequence': expected"),
+    "no rows": (say("text", shape=[0, 3]), "part 'text': expected a number from 1"),
+    "rows -1": (say("text", shape=[-1, 3]), "part 'text': expected a number from 1"),
+    "rows 2**62": (say("text", shape=[2**62, 3]), "part 'text': expected rows"),
+    "buckets 3": (say("heads", shape=[4, 3]), "part 'heads': expected a power of two from 1"),
+    "contexts 3": (say("harvested.keys", shape=[3]), "'harvested.keys': expected a power of two"),
+    "contexts 4": (say("harvested.keys", shape=[4]), "expected a power of two from 8"),
+    "another dtype": (say("text", dtype="F32"), "part 'text': expected {'dtype': 'I32'"),
+    "offsets": (say("text", data_offsets=[0, 6000]), "part 'text': expected .* got .*6000"),
+    "offsets 2**63": (say("links", data_offsets=[2**63, 2**64]), "part 'links': expected"),
+    "more of an array": (say("weights", more=1), "part 'weights': expected"),
+    "a token -2": (fill("text", (3, 0), -2), "part 'text', row 3: expected token ids and"),
+    "before itself": (fill("text", (3, 1), 503), "part 'text', row [23]"),
+    "after itself": (fill("text", (3, 2), 503), "part 'text', row [23]"),
+    "after all": (fill("text", (3, 2), 2**31 - 1), "part 'text', row 3"),
+    "before all": (fill("text", (3, 1), -(2**31)), "part 'text', row [23]"),
+    "next that is not": (fill("text", (3, 2), 899), "part 'text', row 3"),
+    "a link to itself": (fill("links", (3, 1), 503), "part 'links', row 3"),
+    "a link below": (fill("links", (3, 0), -2), "part 'links', row 3"),
+    "a head above": (fill("heads", (2, 7), 900), "part 'heads', row 2"),
+    "a head below": (fill("heads", (2, 7), -2), "part 'heads', row 2"),
+    "a tail above": (fill("sequence", 0, 900), "part 'sequence': expected positions, got .900,"),
+    "a tail in the middle": (fill("sequence", 0, 600), "part 'sequence'"),
+    "a tail below": (fill("sequence", 0, -2), "part 'sequence'"),
+    "an answer before its prompt": (fill("sequence", slice(1, 3), [9, 3]), "part 'sequence'"),
+    "weights of nan": (fill("weights", (0, 0), np.nan), "part 'weights': expected values from"),
+    "weights of inf": (fill("weights", (0, 0), -np.inf), "part 'weights': expected values from"),
+    "weights too large": (fill("weights", (0, 0), 1e200), "part 'weights': expected values from"),
+    "counts of nan": (fill("unigrams.counts", 9, np.nan), "part 'unigrams.counts': expected"),
+    "counts below 0": (fill("unigrams.counts", 9, -0.5), "part 'unigrams.counts': expected"),
+    "a unigram -2": (fill("unigrams.token_ids", 9, -2), "part 'unigrams.token_ids': expected"),
+    "a key -2": (fill("harvested.keys", 9, -2), "part 'harvested.keys': expected values from -1"),
+    "a key 2**63": (fill("harvested.keys", 9, 2**63 - 1), "part 'harvested.keys': expected"),
+    "a successor -2": (fill("harvested.token_ids", (9, 0), -2), "'harvested.token_ids': expected"),
+    "put -1 times": (fill("harvested.counts", 9, -1), "part 'harvested.counts': expected"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_a_pool_cannot_be_is_refused_with_its_place(
+    content: bytes, path: Path, kind: str
+) -> None:
+    change, expected = HOSTILE[kind]
+    path.write_bytes(forged(content, change))
+    with pytest.raises(PoolFileError, match=expected) as raised:
+        NGramPool.load(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"__metadata__":{',
+        b'{"a":' + b"[" * 2**19,
+        b'{"a":1,"a":2}',
+        b'{"a":' + b"9" * 10_000 + b"}",
+        b'{"\xff":1}',
+        b'{"\xed\xa0\x80":1}',
+    ],
+    ids=["cut", "deep", "repeated", "long", "not text", "half a character"],
+)
+def test_a_header_that_is_no_json_is_refused(path: Path, text: bytes) -> None:
+    path.write_bytes(sealed(text.replace(b"{", b'{"crc32.header":"00000000",', 1)))
+    with pytest.raises(PoolFileError, match="header: expected JSON"):
+        NGramPool.load(path)
+
+
+def test_a_file_cut_anywhere_is_refused_with_its_sizes(
+    content: bytes, path: Path, way: str
+) -> None:
+    ends = [*range(0, 2500, 7), *range(2500, len(content), 2999), len(content) - 1]
+    for end in ends:
+        path.write_bytes(content[:end])
+        with pytest.raises(PoolFileError, match=f"got {end}|got another"):
+            NGramPool.load(path)
+    path.write_bytes(content + b"\0")
+    with pytest.raises(PoolFileError, match=f"expected {len(content)} bytes, got"):
+        NGramPool.load(path)
+
+
+def test_every_byte_of_the_header_is_held_against_its_checksum(content: bytes, path: Path) -> None:
+    rng, damaged = random.Random(0), bytearray(content)
+    for at in range(8 + int.from_bytes(content[:8], "little")):
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(PoolFileError):
+            NGramPool.load(path)
+        damaged[at] = content[at]
+
+
+def test_a_damaged_block_is_named(path: Path, way: str) -> None:
+    used_pool().save(path)
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    start = begin + json.loads(content[8:begin])["links"]["data_offsets"][0] + 256
+    damaged = bytearray(content)
+    damaged[start + 9] ^= 16
+    path.write_bytes(damaged)
+    expected = f"part 'links', bytes {start} to {start + 256}: it does not match its checksum"
+    with pytest.raises(PoolFileError, match=expected):
+        NGramPool.load(path)
+
+
+def corrupted(content: bytes, rng: random.Random) -> bytes:
+    """Damage a file as disks, copies and transfers do."""
+    data = bytearray(content)
+    # Half of the places in the header, though it is small.
+    end = rng.choice([len(data), 8 + int.from_bytes(data[:8], "little")])
+    at, length = rng.randrange(end), rng.choice([1, 2, 8, 512, 4096])
+    kind = rng.randrange(8)
+    if kind == 0:
+        data[at] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        for _ in range(length):
+            data[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    elif kind == 2:
+        data[at : at + length] = rng.randbytes(len(data[at : at + length]))
+    elif kind == 3:
+        data[at : at + length] = bytes(len(data[at : at + length]))
+    elif kind == 4:
+        del data[at : at + length]
+    elif kind == 5:
+        data[at:at] = rng.randbytes(length)
+    elif kind == 6:  # a block in another's place
+        other = rng.randrange(len(data))
+        data[at : at + length] = data[other : other + len(data[at : at + length])]
+    else:
+        del data[at:]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_no_corruption_goes_unnoticed(content: bytes, path: Path, num: int) -> None:
+    rng, num_changed = random.Random(num), 0
+    for _ in range(num):
+        damaged = corrupted(content, rng)
+        if damaged == content:
+            continue
+        num_changed += 1
+        path.write_bytes(damaged)
+        with pytest.raises(PoolFileError):
+            NGramPool.load(path)
+    assert num_changed > 0.9 * num
+
+
+def noise(array: NDArray[Any], rng: np.random.Generator, most: int) -> None:
+    """Overwrite some items, or all, by values of any size, or by such as positions have."""
+    flat = array.reshape(-1)
+    num = int(rng.choice([1, 3, len(flat)]))
+    info = np.iinfo(array.dtype)
+    low, high = (info.min, info.max) if rng.random() < 0.5 else (max(-2, info.min), most + 2)
+    places = rng.integers(0, len(flat), num)
+    flat[places] = rng.integers(low, high, num, array.dtype, endpoint=True)
+
+
+def forge_at_random(rng: np.random.Generator, header: Header, arrays: Arrays) -> None:
+    for name in rng.choice([*arrays], int(rng.integers(1, 4)), replace=False).tolist():
+        if arrays[name].dtype != np.float64:
+            noise(arrays[name], rng, 900)
+        else:
+            place = rng.integers(arrays[name].size)
+            arrays[name].reshape(-1)[place] = rng.choice([np.nan, np.inf, -1.0, 1e300, 5.0, 1e6])
+    if rng.random() < 0.3:
+        name = str(rng.choice(["max_ngram_size", "capacity_tokens", "num_observed", "hash_seed"]))
+        header["__metadata__"][name] = str(rng.choice([0, 1, 5, 499, 501, 899, 901, 2**31 - 1]))
+    if rng.random() < 0.3:
+        name = str(rng.choice([*arrays]))
+        header[name]["shape"][0] = int(rng.choice([0, 1, 7, 64, 128, 499, 501, 2**40]))
+
+
+def use(pool: NGramPool, layers: Sequence[NGramPool] = ()) -> None:
+    """Do all that can be done with a pool; what it says must be a draft."""
+    sequence = pool.open_sequence(layers=layers)
+    for start in (0, 40, 80):
+        context = TEXT[start : start + 9]
+        draft = pool.draft(context, 30, sequence=sequence)
+        assert ((draft.probs >= 0) & (draft.probs <= 1)).all()
+        sampled = pool.sample(context, 30, np.random.default_rng(start), 4, 0)
+        assert np.isfinite(sampled.probs).all()
+        pool.observe(TEXT[start : start + 20], sequence, is_answer=start > 0)
+        pool.observe(TEXT[start : start + 5])
+        pool.harvest(*KNOWN)
+        pool.explore(10, sequence=sequence)
+        copy.copy(pool).observe(TEXT[:10])
+
+
+@pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_what_is_forged_is_refused_or_serves(content: bytes, path: Path, num: int) -> None:
+    num_refused = 0
+    for seed in range(num):
+        rng = np.random.default_rng([num, seed])
+        path.write_bytes(forged(content, partial(forge_at_random, rng)))
+        try:
+            pool = NGramPool.load(path)
+        except PoolFileError:
+            num_refused += 1
+            continue
+        if seed % (20 if JIT_IS_OFF else 1) == 0:
+            use(pool)
+            draft = pool.draft(TEXT[:9], 50)
+            assert (draft.token_ids >= 0).all()
+            next_position = pool._counts.item(_kernels.NEXT_POSITION)
+            assert _kernels.find_unsound(*pool._held, next_position) == (-1, -1)
+    assert 0.2 * num < num_refused < num
+
+
+# What is mapped may change under a pool, though it must not: kernels stay within the arrays and
+# end. In a process of its own, because Numba's cache does not tell code with checks from other
+# code, and because an endless loop in a kernel cannot be interrupted.
+ON_NOISE = """
+import sys
+import numpy as np
+from ngram_pool import NGramPool, _kernels
+from tests.ngram_pool.test_files import TEXT, noise, use
+
+try:  # whether anything is checked at all
+    few = np.zeros((5, 1), np.int64)
+    _kernels.read_context(few, 7, few[0], few[1])
+except IndexError:
+    print("checked", end=" ")
+
+def noisy_pool(rng, is_read_only):
+    capacity, max_ngram_size = int(rng.choice([1, 2, 7, 64, 100])), int(rng.integers(1, 6))
+    pool = NGramPool(capacity, max_ngram_size)
+    pool.observe(TEXT[:int(rng.integers(0, 200))])
+    pool = pool.as_read_only() if is_read_only else pool
+    for array in (*pool._held, *pool._harvested.held[:4]):
+        if rng.random() < 0.7:
+            noise(array, rng, 200)
+    return pool
+
+for seed in range(int(sys.argv[1])):
+    rng = np.random.default_rng(seed)
+    use(noisy_pool(rng, False), [noisy_pool(rng, True)] * int(rng.integers(0, 3)))
+print("ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "num"),
+    [
+        ("NUMBA_DISABLE_JIT", 6),  # numpy checks every index
+        pytest.param("NUMBA_DISABLE_JIT", 200, marks=pytest.mark.exhaustive),
+        pytest.param("NUMBA_BOUNDSCHECK", 10_000, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_kernels_stay_within_arrays_and_end_whatever_these_hold(
+    tmp_path: Path, variable: str, num: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-c", ON_NOISE, str(num)],
+        env={
+            **os.environ,
+            variable: "1",
+            "NUMBA_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.stdout == "checked ended\n", done.stderr[-3000:]
+
+
+# --- interruptions --------------------------------------------------------------------------
+
+
+class FaultyOs:
+    """The module os, which acts at one of the operations that change files."""
+
+    def __init__(self, act: Callable[[], None], at: int, after: bool) -> None:
+        self.act, self.at, self.after = act, at, after
+        self.done: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in ("open", "write", "fsync", "replace", "close"):
+            return real
+
+        def operation(*args: Any) -> Any:
+            self.done.append(name)
+            is_here = len(self.done) == self.at
+            if is_here and not self.after:
+                self.act()
+            result = real(*args)
+            if is_here and self.after:
+                self.act()
+            return result
+
+        return operation
+
+
+@pytest.fixture
+def old_and_new(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
+    """What the path has, and what `used_pool(num_tokens=50)` is to write there, in pieces."""
+    monkeypatch.setattr(writing, "_PIECE", 2**13)
+    used_pool(num_tokens=50).save(path)
+    new = path.read_bytes()
+    used_pool().save(path)
+    return path.read_bytes(), new
+
+
+def operations(path: Path, pool: NGramPool) -> list[str]:
+    """Return the operations that saving takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        faulty = FaultyOs(lambda: None, 0, False)
+        patch.setattr(writing, "os", faulty)
+        pool.save(path)
+    return faulty.done
+
+
+def test_content_is_on_disk_before_its_name_is(old_and_new: Any, path: Path) -> None:
+    done = operations(path, used_pool())
+    num_writes = done.count("write")
+    assert num_writes > 15
+    written = ["open", *["write"] * num_writes, "fsync"]
+    assert done == [*written, "replace", "open", "fsync", "close"]
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("act", [full_disk, interrupt])
+def test_a_save_that_fails_anywhere_leaves_one_file_whole(
+    old_and_new: tuple[bytes, bytes], path: Path, act: Callable[[], None], after: bool
+) -> None:
+    (old, new), pool = old_and_new, used_pool(num_tokens=50)
+    done = operations(path, pool)
+    for at in range(1, len(done) + 1):
+        path.write_bytes(old)
+        is_new = at > done.index("replace") + (0 if after else 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writing, "os", FaultyOs(act, at, after))
+            try:
+                pool.save(path)
+            except (OSError, KeyboardInterrupt):
+                assert not is_new or after or act is interrupt
+            else:
+                assert is_new
+                assert act is full_disk
+        assert path.read_bytes() == (new if is_new else old)
+        assert [*path.parent.iterdir()] == [path]
+
+
+# Between `open` and `with`, the file is closed without our doing.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_interrupted_at_any_line_leaves_one_file_whole(
+    old_and_new: tuple[bytes, bytes], path: Path
+) -> None:
+    (old, new), pool, line = old_and_new, used_pool(num_tokens=50), 0
+    seen = []
+    while interrupted(lambda: pool.save(path), line):
+        assert [*path.parent.iterdir()] == [path]
+        seen.append(path.read_bytes())
+        path.write_bytes(old)
+        line += 1
+    num_old = seen.count(old)
+    assert seen == [old] * num_old + [new] * (line - num_old)
+    assert 100 < num_old < line
+
+
+def test_short_writes_are_gone_on_with(
+    old_and_new: tuple[bytes, bytes], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:1000]))
+    used_pool(num_tokens=50).save(path)
+    assert path.read_bytes() == old_and_new[1]
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@needs_fork
+@may_fork
+@pytest.mark.parametrize("after", [False, True])
+def test_a_process_killed_at_any_write_leaves_the_old_or_the_new_file(
+    old_and_new: tuple[bytes, bytes], path: Path, after: bool
+) -> None:
+    (old, new), pool = old_and_new, used_pool(num_tokens=50)
+    done = operations(path, pool)
+    for at in range(1, len(done) + 1):
+        path.write_bytes(old)
+        child = os.fork()
+        if child == 0:
+            pytest.MonkeyPatch().setattr(writing, "os", FaultyOs(kill_myself, at, after))
+            try:
+                pool.save(path)
+            finally:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        is_new = at > done.index("replace") + (0 if after else 1)
+        assert path.read_bytes() == (new if is_new else old)
+        for left in {*path.parent.iterdir()} - {path}:
+            assert left.name.startswith("my.making-")
+            left.unlink()
+
+
+@needs_fork
+@may_fork
+@pytest.mark.parametrize("num", [20, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_a_process_killed_at_any_time_leaves_a_whole_file(
+    old_and_new: tuple[bytes, bytes], path: Path, num: int
+) -> None:
+    pools = [used_pool(), used_pool(num_tokens=50)]
+    rng, seen = random.Random(num), set()
+    for _ in range(num):
+        child = os.fork()
+        if child == 0:
+            try:
+                while True:
+                    for pool in pools:
+                        pool.save(path)
+            finally:
+                os._exit(0)
+        time.sleep(rng.random() * 0.03)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        NGramPool.load(path).check()
+        seen.add(path.read_bytes())
+        for left in {*path.parent.iterdir()} - {path}:
+            left.unlink()
+    assert seen <= {*old_and_new}
+
+
+def test_only_old_files_of_killed_saves_are_swept(path: Path) -> None:
+    folder = path.parent
+    stale, recent = folder / f"my.making-{'0' * 16}", folder / f"my.making-{'1' * 16}"
+    other, unrelated = folder / f"yours.making-{'0' * 16}", folder / "my.making-of"
+    long_ago = time.time() - 25 * 60 * 60
+    for each in (stale, recent, other, unrelated):
+        each.write_bytes(b"half")
+        if each is not recent:
+            os.utime(each, (long_ago, long_ago))
+    used_pool().save(path)
+    assert {*folder.iterdir()} == {path, recent, other, unrelated}
+
+
+def test_names_that_look_like_patterns_sweep_nothing_else(tmp_path: Path) -> None:
+    other = tmp_path / f"my.making-{'0' * 16}"
+    other.write_bytes(b"half")
+    os.utime(other, (0, 0))
+    used_pool().save(tmp_path / "[m]?*.pool")
+    assert other.exists()

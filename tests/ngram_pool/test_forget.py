@@ -1,0 +1,213 @@
+"""What was forgotten is nowhere, and nothing else is; what is held can be read back."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import ngram_pool.pool
+from ngram_pool import NGramPool, ReadOnlyPoolError, _kernels
+from tests.ngram_pool.test_pool import noisy_text
+from tests.oracle import OraclePool
+
+SECRET = [70_001, 70_002, 70_003, 70_004]
+OTHER = noisy_text(300, alphabet=12)
+
+
+def arrays_of(thing: Any, seen: set[int]) -> list[NDArray[Any]]:
+    """Every array that an object holds, however deep, by what it is made of."""
+    if id(thing) in seen:
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, np.ndarray):
+        return [thing] if thing.base is None else [thing, *arrays_of(thing.base, seen)]
+    if isinstance(thing, dict):
+        inner = list(thing.values())
+    elif isinstance(thing, list | tuple | set):
+        inner = list(thing)
+    else:
+        slots = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+        inner = [*getattr(thing, "__dict__", {}).values(), *slots]
+    return [array for part in inner for array in arrays_of(part, seen)]
+
+
+def places_of(pool: NGramPool, token_ids: list[int]) -> list[str]:
+    """Where any of the token ids stands in any array of a pool, in whatever width."""
+    found = []
+    for array in arrays_of(pool, set()):
+        values = {int(value) for value in np.unique(array.view(array.dtype)) if value == value}
+        keys = {value >> 31 for value in values} | {value & 2**31 - 1 for value in values}
+        if array.dtype == np.int64:  # of contexts, among others; one more than the token before
+            values |= keys | {key - 1 for key in keys}
+        found += [f"{t} in {array.dtype} {array.shape}" for t in token_ids if t in values]
+    return found
+
+
+def told(secret: list[int]) -> NGramPool:
+    """A pool that was told a secret, had it drafted, and has seen what a target makes of it."""
+    pool = NGramPool(2000)
+    sequence = pool.open_sequence()
+    pool.observe(OTHER[:100])
+    pool.observe([*OTHER[:20], *secret, *OTHER[20:40]], sequence)
+    pool.observe([3, *secret[:2]], sequence, is_answer=True)
+    pool.observe(secret[2:], sequence, is_answer=True)
+    pool.harvest([[secret[0], secret[1]]], [[secret[2], 5]], [[0.9, 0.05]])
+    pool.harvest([[-1, secret[1]], [4, secret[0]]], [[secret[2], 5]] * 2, [[0.9, 0.05]] * 2)
+    pool.harvest([[1, 2], [-1, 2]], [[7, secret[3], 6]] * 2, [[0.5, 0.3, 0.1]] * 2)
+    pool.draft(secret[:2], 30, None, sequence)
+    pool.sample(secret[:2], 30, np.random.default_rng(0), None, sequence)
+    pool.explore(9)
+    return pool
+
+
+def test_a_secret_is_in_no_array_afterwards() -> None:
+    pool = told(SECRET)
+    assert pool.draft(SECRET[:2], 30).candidates()[0][:2] == SECRET[2:]
+    kinds = {place.split(" in ")[1].split()[0] for place in places_of(pool, SECRET)}
+    assert {"int32", "int64"} <= kinds  # the search finds it where it is
+    assert pool.forget(SECRET) == 2
+    assert places_of(pool, SECRET) == []
+    pool.check()
+    assert pool._harvested.get(1, 2)[0].tolist() == [7, 6]  # type: ignore[index]
+    assert len(pool.draft(SECRET[:2], 30)) == 0
+
+
+def test_nothing_else_is_forgotten() -> None:
+    pool = told(SECRET)
+    assert pool.forget(SECRET) == 2
+    texts = [text.tolist() for text in pool.texts()]
+    assert texts == [OTHER[:100], OTHER[:20], [*OTHER[20:40], 3]]
+    assert pool.forget(SECRET) == 0
+    assert [text.tolist() for text in pool.texts()] == texts
+
+
+def test_tokens_that_other_text_has_stay_there() -> None:
+    pool = told(secret := [1, 2, 3, 4])
+    pool.harvest([[9, 8]], [[2, 1]], [[0.5, 0.1]])
+    num_known = sum(secret == OTHER[i : i + 4] for i in range(100))
+    assert pool.forget(secret) >= 2 + num_known
+    assert all(secret != t[i : i + 4] for t in map(list, pool.texts()) for i in range(len(t)))
+    for context in ([-1, 1], [-1, 2], [1, 2], [2, 3], [3, 4]):  # it could have taught these
+        assert pool._harvested.get(*context) is None
+    assert pool._harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
+    pool.check()
+
+
+def test_the_two_across_an_end_of_it_are_dropped() -> None:
+    pool = NGramPool(100)
+    pool.observe([5, 1, 2, 6])
+    contexts = [[5, 1], [2, 6], [1, 6], [5, 6], [-1, 6]]
+    pool.harvest(contexts, [[7]] * 5, [[0.5]] * 5)
+    pool.forget([1, 2])
+    assert sorted(pool._harvested.contexts().tolist()) == [[-1, 6], [5, 6]]
+
+
+def test_what_is_no_longer_in_the_text_is_forgotten_of_the_harvest() -> None:
+    pool = told(SECRET)
+    pool.observe(np.arange(2000) % 50)
+    assert pool.forget(SECRET) == 0
+    assert places_of(pool, SECRET) == []
+
+
+def test_overlapping_occurrences_are_counted_each_and_removed_whole() -> None:
+    pool = NGramPool(100)
+    pool.observe([9, 1, 2, 1, 2, 1, 8])
+    assert pool.forget([1, 2, 1]) == 2
+    assert [text.tolist() for text in pool.texts()] == [[9], [8]]
+
+
+def test_an_occurrence_runs_along_its_own_sequence_alone() -> None:
+    pool = NGramPool(100)
+    one, two = pool.open_sequence(), pool.open_sequence()
+    for token_id in (1, 2, 3):
+        pool.observe([token_id], one)
+        pool.observe([token_id + 5], two)
+    assert pool.forget([2, 7]) == 0
+    assert pool.forget([2, 3]) == 1
+    assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8]]
+    pool.observe([4], one)  # whose last token is gone
+    assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8], [4]]
+    pool.check()
+
+
+def test_a_part_whose_rest_is_no_longer_held_goes_too() -> None:
+    pool = NGramPool(6)
+    pool.observe([1, 2, 3, 4, 7, 8, 1, 2])  # 1 and 2 are overwritten by the last two
+    assert pool.forget([1, 2, 3, 4]) == 0
+    assert [text.tolist() for text in pool.texts()] == [[7, 8]]
+
+
+def test_what_is_observed_later_is_learned_anew() -> None:
+    pool = told(SECRET)
+    pool.forget(SECRET)
+    pool.observe(SECRET)
+    assert pool.draft(SECRET[:2], 30).candidates()[0][0] == SECRET[2]
+    assert pool.forget(SECRET) == 1
+
+
+@pytest.mark.parametrize("capacity", [7, 40])
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), max_size=30), max_size=4),
+    sought=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    more=st.lists(st.integers(0, 2), max_size=20),
+)
+def test_what_is_left_is_what_a_plain_search_leaves(
+    capacity: int, texts: list[list[int]], sought: list[int], more: list[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 2)
+        patch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 90)
+        pool, oracle = NGramPool(capacity, 3), OraclePool(capacity, 3)
+        for text in texts:
+            handle = pool.open_sequence()
+            oracle.open_sequence(handle)
+            for tokens, its in ((text, handle), (text[:5], 0)):
+                pool.observe(tokens, its)
+                oracle.observe(tokens, its)
+        for _ in range(2):
+            assert pool.forget(sought) == oracle.forget(sought)
+            assert [text.tolist() for text in pool.texts()] == oracle.texts()
+            pool.check()
+            pool.observe(more)
+            oracle.observe(more)
+
+
+def test_texts_are_those_of_the_call() -> None:
+    pool = NGramPool(100)
+    pool.observe([1, 2])
+    texts = pool.texts()
+    pool.observe([3])
+    assert [text.tolist() for text in texts] == [[1, 2]]
+    assert list(NGramPool(10).texts()) == []
+
+
+def test_a_long_text_is_forgotten_in_linear_time() -> None:
+    """Of a periodic text each token ends an occurrence; a plain search would take 10^10 steps."""
+    pool = NGramPool(200_000, max_ngram_size=2)
+    if isinstance(_kernels.forget, type(lambda: None)):
+        pytest.skip("without compilation, linear time is too long as well")
+    pool.observe(np.ones(200_000, np.int64))
+    assert pool.forget(np.ones(100_000, np.int64)) == 100_001
+    assert list(pool.texts()) == []
+
+
+def test_a_pool_that_is_only_read_forgets_nothing() -> None:
+    pool = told(SECRET)
+    frozen = pool.as_read_only()
+    with pytest.raises(ReadOnlyPoolError, match="expected a pool that learns for forget"):
+        frozen.forget(SECRET)
+    pool.forget(SECRET)
+    assert sum(text.tolist().count(SECRET[0]) for text in frozen.texts()) == 2
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "error"), [([], ValueError), ([-1], ValueError), ([1.5], TypeError)]
+)
+def test_what_cannot_be_forgotten_is_refused(token_ids: Any, error: type[Exception]) -> None:
+    pool = told(SECRET)
+    with pytest.raises(error, match=r"^expected token_ids"):
+        pool.forget(token_ids)
+    assert sum(map(len, pool.texts())) == len(pool)
