@@ -26,6 +26,12 @@ class Prompt(NamedTuple):
     id: str
     category: str
     text: str
+    later: tuple[str, ...] = ()  # the turns after the first, where whole conversations are held
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """All that is said to the model."""
+        return (self.text, *self.later)
 
 
 class PromptFile(NamedTuple):
@@ -45,8 +51,9 @@ class PromptFile(NamedTuple):
 def read_prompts(path: Path, limit: int | None = None, half: Half | None = None) -> list[Prompt]:
     """Read a prompt file.
 
-    A line is a JSON object with `turns` (the first is used) or `prompt`, and optionally
-    `question_id` and `category`; or it is the prompt itself. Empty lines are skipped.
+    A line is a JSON object with `turns` or `prompt`, and optionally `question_id` and `category`;
+    or it is the prompt itself. Empty lines are skipped. Only servers are asked all turns; elsewhere
+    the first is the prompt.
 
     Args:
         path: the file.
@@ -92,10 +99,13 @@ def _parse(line: str, number: int, name: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise ValueError(f"{expected}; its JSON is broken: {error}") from None
     turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+    if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
         raise ValueError(f"{expected}, got {_shortened(line)}")
     return Prompt(
-        str(entry.get("question_id", number)), str(entry.get("category", "all")), turns[0]
+        str(entry.get("question_id", number)),
+        str(entry.get("category", "all")),
+        turns[0],
+        tuple(turns[1:]),
     )
 
 

@@ -317,6 +317,37 @@ def bench_grid(
     run(loading, names, chosen, grid, passes, config, files)
 
 
+@bench.command("serve", rich_help_panel=_ANSWERS)
+def bench_serve(
+    servers: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=URL…",
+            help="Servers that are running, as plain=http://localhost:8000; the others are "
+            "compared with the first.",
+        ),
+    ],
+    prompts: PromptsOption,
+    max_new_tokens: MaxNewTokensOption = 128,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Compare OpenAI-compatible servers: tokens a second, time to the first token.
+
+    They are asked in turn, greedily, with all turns of each prompt and their own earlier answers.
+    """
+    from lade.bench.prompts import PromptFile
+    from lade.cli.bench import ResultFiles
+    from lade.cli.bench_serve import read_servers, run
+
+    addresses = read_servers(servers)
+    files = ResultFiles(json, markdown)
+    files.check()
+    run(addresses, PromptFile.read(prompts, limit, half), max_new_tokens, files)
+
+
 @bench.command("memory", rich_help_panel=_ANSWERS)
 def bench_memory(
     prompts: PromptsOption,

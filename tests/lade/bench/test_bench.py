@@ -66,7 +66,7 @@ def test_prompt_files_may_be_json_lines_or_text(tmp_path: Path) -> None:
         "plain line\n"
     )
     assert read_prompts(path) == [
-        Prompt("81", "writing", "first"),
+        Prompt("81", "writing", "first", ("second",)),
         Prompt("3", "all", "alone"),
         Prompt("4", "all", "plain line"),
     ]
