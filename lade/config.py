@@ -97,6 +97,12 @@ class Config:
             excluded from the hash; do not modify it. None measures costs while decoding.
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
+        reuses_prefix: Whether to keep keys and values after a call, and to run only the rest of a
+            prompt that begins as a kept one does (`stats.num_reused_tokens`). Kept ones are found
+            only by calls that learn into the same pool, or into none, and as long as the model is
+            not changed; `lade.release` drops them.
+        max_prefix_bytes: Memory for what `reuses_prefix` keeps, in bytes, for each model; the
+            latest used are kept.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.
@@ -115,12 +121,15 @@ class Config:
     lookahead: Lookahead | None = None
     step_costs: Mapping[int, float] | None = field(default=None, hash=False)
     uses_table: bool = True
+    reuses_prefix: bool = False
+    max_prefix_bytes: int = 2**30
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_candidates", 1), ("max_draft_tokens", 0)):
             if getattr(self, name) is not None:
                 _check_integer(f"Config({name}=…)", getattr(self, name), least)
+        _check_integer("Config(max_prefix_bytes=…)", self.max_prefix_bytes, 0)
         if not isinstance(self.lookahead, Lookahead | None):
             raise TypeError(
                 f"expected Config(lookahead=…) to be a Lookahead, got {self.lookahead!r}"
@@ -131,7 +140,7 @@ class Config:
                 raise ValueError(
                     "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
                 )
-        for name in ("uses_table", "stable_text", "strict_drafter"):
+        for name in ("uses_table", "reuses_prefix", "stable_text", "strict_drafter"):
             if not isinstance(getattr(self, name), bool):
                 got = getattr(self, name)
                 raise TypeError(f"expected Config({name}=…) to be a bool, got {got!r}")
@@ -155,6 +164,7 @@ class Config:
             ("verification", (None, "tree")),
             ("execution", (None, "fixed", "graphs")),
             ("step_costs", (None,)),
+            ("reuses_prefix", (False,)),  # kept keys are of other widths than a prompt's
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(

@@ -53,6 +53,8 @@ class DecodeStats:
         num_accepted_tokens: Draft tokens accepted and emitted.
         num_committed_tokens: Accepted and bonus tokens of all steps.
         num_prefills: Prompts run; each commits one more token.
+        num_reused_tokens: Prompt tokens that were not run, since their keys and values were kept
+            (`Config.reuses_prefix`).
         num_drafted_row_steps: Row steps that verified at least one draft token.
         num_corrected_row_steps: Drafted row steps that ended on a rejection; see `Step`.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
@@ -71,6 +73,7 @@ class DecodeStats:
     num_accepted_tokens: int = 0
     num_committed_tokens: int = 0
     num_prefills: int = 0
+    num_reused_tokens: int = 0
     num_drafted_row_steps: int = 0
     num_corrected_row_steps: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
