@@ -39,6 +39,7 @@ from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import Arguments
 from lade.hf.pools import credit, opened
+from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import Told, finish_plainly
 from lade.hf.stopping import StopRule
 from lade.hf.streams import ColumnStream, PlainStream
@@ -114,11 +115,25 @@ class Generation:
             return self._run()
 
     def _run(self) -> Any:
+        self._reuse = self._reused()
         verification, call, target = self._plan()
         if call is None or target is None:
             self._say_why_plain(verification)
             return self._decode_plainly()
         return self._decode(verification, call, target)
+
+    def _reused(self) -> Reuse | None:
+        """Fill the cache with what is kept of the prompt, where that was asked for."""
+        if not self._config.reuses_prefix:
+            return None
+        return reuse_of(
+            self._model,
+            self._profile,
+            self._input_ids,
+            self._options,
+            self._model_kwargs,
+            self._arguments,
+        )
 
     # --- the plan -----------------------------------------------------------------------------
 
@@ -301,6 +316,8 @@ class Generation:
             overlaps,
         )
         try:
+            if self._reuse is not None:
+                decoder.stats.num_reused_tokens = self._reuse.num_tokens
             stats = decoder.run()
         except BaseException:  # an interrupt, or an error of the user's code between two forwards
             with suppress(Exception):  # what cannot be kept for the next call is dropped
@@ -316,8 +333,9 @@ class Generation:
                 )
             self._give_up(verification, decoder.failure)
         stream.end()
-        if limits.fills_cache:
+        if limits.fills_cache or self._reuse is not None:
             self._cache = target.hand_over(self._cache)
+        self._keep(text.token_ids[0])
         if decoder.failure is None:
             target.release()
         self._say_why_eager(verification, target)
@@ -378,7 +396,20 @@ class Generation:
             stream,
             self._model_kwargs,
         )
-        return GenerateOutput(**output, stats=stream.stats) if self._returns_dict else output
+        sequences = output.sequences if self._returns_dict else output
+        self._keep(sequences[0].tolist())
+        if not self._returns_dict:
+            return output
+        if self._reuse is not None:
+            output.past_key_values = None
+            stream.stats.num_reused_tokens = self._reuse.num_tokens
+        return GenerateOutput(**output, stats=stream.stats)
+
+    def _keep(self, token_ids: Sequence[int]) -> None:
+        """Leave the call's cache to later calls, if it is to be kept; the caller gets none then."""
+        if self._reuse is not None:
+            self._reuse.end(token_ids)
+            self._cache = None
 
     # --- options ------------------------------------------------------------------------------
 

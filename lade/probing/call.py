@@ -67,7 +67,7 @@ def examine(
         for verification in verifications if reason is not None else ():
             excluded.setdefault(verification, str(reason))
 
-    lengths = _lengths(input_ids, config, model_kwargs)
+    lengths = lengths_of(input_ids, config, model_kwargs)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")
@@ -149,7 +149,10 @@ def _exclude_by_outputs(
             exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)
 
 
-def _lengths(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Lengths:
+def lengths_of(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Lengths:
+    """Return the extent of a call prepared by `generate`."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     # `generate` drops a mask of ones, but keeps its length.
     whole = getattr(config, "_mask_length", None) or input_ids.shape[1]

@@ -13,6 +13,7 @@ from lade.config import Execution, Verification
 from lade.gpu.workspace import WorkspaceStore
 from lade.probing.structure import Structure
 from lade.probing.watch import Watch
+from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
 
 CacheKind = Literal["dynamic", "static", "none"]
@@ -51,6 +52,8 @@ class Profile:
     draws: list[bool] = field(default_factory=list)
     #: What its layers say of every method, None if nothing; empty until they are asked.
     why_not_exact: list[str | None] = field(default_factory=list)
+    #: Why it cannot go on from a cached beginning, None if it can; empty until that is known.
+    why_not_continued: list[str | None] = field(default_factory=list)
     #: The prewarmed table, or None if there is none; empty until it is looked up.
     prewarmed: list[SuccessorTable | None] = field(default_factory=list)
     #: Memory of the last call, steps recorded on it, and the compiled model.
@@ -98,6 +101,8 @@ class Profiles:
 
     def __init__(self) -> None:
         self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
+        #: Texts whose keys and values are kept, of the model's present state alone.
+        self.prefixes = PrefixStore()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""
@@ -129,8 +134,9 @@ class Profiles:
         return profile
 
     def forget(self) -> None:
-        """Drop all profiles."""
+        """Drop all profiles, and what was computed with the model."""
         self._profiles = []
+        self.prefixes.clear()
 
 
 def _setting(model: Model) -> tuple[object, ...]:
@@ -148,8 +154,12 @@ def release(model: Model) -> None:
     """Free the memory that lade keeps with a model between calls.
 
     With `Config(execution=…)` other than "eager", these are keys and values, and recorded steps.
-    The next call allocates them again.
+    The next call allocates them again. With `Config(reuses_prefix=True)`, they are the texts of
+    earlier calls with their keys and values. The next call runs all of its prompt.
     """
-    for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.workspace_store.clear()
+    profiles: Profiles | None = vars(without_compiler(model)).get("_lade_profiles")
+    if profiles is not None:
+        for profile in profiles:
+            profile.workspace_store.clear()
+        profiles.prefixes.clear()
     free_unused(device_of_inputs(model))  # what recordings held

@@ -8,7 +8,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from lade.compat import INDEXERS_TAKE_MASKS, Model
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.targets.layout import MAX_OVERHANG, rope_of
-from lade.targets.ties import num_chosen
+from lade.targets.ties import applies, num_chosen
 
 
 def refuse_encoder_decoder(model: Model) -> None:
@@ -75,6 +75,17 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
     if kept is not None and num_tokens > kept:
         return f"its dynamic mask changes at {kept} tokens, which this call may cross"
     return None
+
+
+def why_not_reused(model: Model, lengths: Lengths) -> str | None:
+    """Return why keys of a call of these lengths may not be those of another length, or None."""
+    rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
+    if rope is not None:
+        return f"its rotary embedding is {rope[0]}"
+    chosen = num_chosen(model) if applies(model) else None
+    if chosen is not None and lengths.num_slots + lengths.num_new > chosen:
+        return f"beyond {chosen} tokens, rounding may change which keys its attention chooses"
+    return why_not_speculate(model, lengths)
 
 
 def why_no_snapshot(model: Model, lengths: Lengths) -> str | None:

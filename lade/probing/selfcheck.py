@@ -41,7 +41,7 @@ def check(
     if verification == "tree":
         attentions = _attentions_for(model, widths, is_padded)
     execution: Execution = "eager" if widths is None else "fixed"
-    if (reason := _reason_of_layers(model, profile)) is not None:
+    if (reason := reason_of_layers(model, profile)) is not None:
         return CheckResult(reason)
     for attention in attentions:
         try:
@@ -71,7 +71,7 @@ def check(
     return CheckResult(reason)
 
 
-def _reason_of_layers(model: Model, profile: Profile) -> str | None:
+def reason_of_layers(model: Model, profile: Profile) -> str | None:
     """Return why the layers of a model let no method be exact, or None; they are asked once."""
     if not profile.why_not_exact:
         try:
@@ -309,6 +309,18 @@ class _Plain:
             do_sample=False,
             use_cache=self._cache != "none",
             cache_implementation="static" if self._cache == "static" else None,
+            **options,
+        )
+
+    def generate_after(self, input_ids: Tensor, cache: Any, num_new: int, **options: Any) -> Any:
+        """Call the class's `generate` on another prompt, whose first tokens a cache may hold."""
+        return type(self._model).generate(
+            self._model,
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=cache,
+            max_new_tokens=num_new,
+            do_sample=False,
             **options,
         )
 

@@ -1,0 +1,62 @@
+"""Whether a model goes on from keys and values as if it had run the whole text at once."""
+
+import torch
+
+from lade.closeness import distance, limit_of
+from lade.compat import Model, device_of_inputs
+from lade.errors import in_one_line
+from lade.probing.profile import Profile
+from lade.probing.selfcheck import (
+    check_tokens,
+    plain_of,
+    reason_of_layers,
+    unchanged_random_state,
+)
+
+
+def why_not_continued(model: Model, profile: Profile) -> str | None:
+    """Return why keys and values of a text's beginning are not those of the whole, or None.
+
+    The model is asked once, by three short forwards and the check of its layers.
+    """
+    if not profile.why_not_continued:
+        profile.why_not_continued.append(_why_not(model, profile))
+    return profile.why_not_continued[0]
+
+
+@torch.no_grad()
+def _why_not(model: Model, profile: Profile) -> str | None:
+    reason = reason_of_layers(model, profile)
+    if reason is not None:
+        return reason
+    try:
+        with unchanged_random_state(model, profile):
+            error = _error(model)
+        if profile.draws[0]:
+            return "its forwards draw random numbers"
+    except Exception as failure:
+        return f"it cannot go on from a cache ({in_one_line(failure)})"
+    if error <= limit_of(model):
+        return None
+    return (
+        f"its logits after a cached text differ from those of the whole text by {error:.2g} of "
+        f"their standard deviation (expected at most {limit_of(model):.2g})"
+    )
+
+
+def _error(model: Model) -> float:
+    """Return how far logits are off that follow a cached beginning, of several lengths."""
+    device, tokens = device_of_inputs(model), check_tokens(model)
+    whole = torch.tensor([tokens], device=device)
+    wanted = {"output_logits": True, "return_dict_in_generate": True}
+    plain = plain_of(model, "dynamic", False)
+    expected = plain.generate_after(whole, None, num_new=1, **wanted).logits[0]
+    errors = []
+    for num_cached in (3, len(tokens) - 1):
+        first = plain.generate_after(whole[:, :num_cached], None, num_new=1, **wanted)
+        cache = first.past_key_values
+        if cache is None:
+            return float("inf")
+        rest = plain.generate_after(whole, cache, num_new=1, **wanted)
+        errors.append(distance(rest.logits[0], expected))
+    return max(errors)
