@@ -328,14 +328,18 @@ class Generation:
             emit(told.missing(stats))
             if not all(text.is_finished):
                 target.undo()
+                if self._reuse is not None:
+                    self._reuse.undo()
+                    stats.num_reused_tokens = 0
                 return self._go_on_plainly(
                     verification, decoder.failure, stats, text, outputs, told, stream
                 )
             self._give_up(verification, decoder.failure)
         stream.end()
-        if limits.fills_cache or self._reuse is not None:
+        if self._reuse is not None:
+            self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
+        elif limits.fills_cache:
             self._cache = target.hand_over(self._cache)
-        self._keep(text.token_ids[0])
         if decoder.failure is None:
             target.release()
         self._say_why_eager(verification, target)
@@ -382,6 +386,8 @@ class Generation:
         if not self._returns_dict:
             return output
         stats.add(rest)
+        if self._reuse is not None:
+            output.past_key_values = None
         return GenerateOutput(**output, stats=stats)
 
     def _decode_plainly(self) -> Any:
@@ -396,20 +402,41 @@ class Generation:
             stream,
             self._model_kwargs,
         )
-        sequences = output.sequences if self._returns_dict else output
-        self._keep(sequences[0].tolist())
-        if not self._returns_dict:
-            return output
         if self._reuse is not None:
-            output.past_key_values = None
+            sequences = output.sequences if self._returns_dict else output
+            self._keep(self._reuse, sequences[0].tolist())
             stream.stats.num_reused_tokens = self._reuse.num_tokens
-        return GenerateOutput(**output, stats=stream.stats)
+            if self._returns_dict:
+                output.past_key_values = None
+        return GenerateOutput(**output, stats=stream.stats) if self._returns_dict else output
 
-    def _keep(self, token_ids: Sequence[int]) -> None:
-        """Leave the call's cache to later calls, if it is to be kept; the caller gets none then."""
-        if self._reuse is not None:
-            self._reuse.end(token_ids)
-            self._cache = None
+    def _keep(
+        self,
+        reuse: Reuse,
+        token_ids: Sequence[int],
+        is_whole: bool = True,
+        target: Target | None = None,
+    ) -> None:
+        """Keep the keys and values of a text for later calls; the caller gets none.
+
+        What cannot be kept is dropped: the text is complete.
+
+        Args:
+            reuse: of this call.
+            token_ids: the text.
+            is_whole: whether its keys and values are to be trusted.
+            target: holds them; None if the call's cache does.
+        """
+        try:
+            if target is not None and is_whole:
+                target.hand_over(self._cache)
+            if is_whole:
+                reuse.end(token_ids)
+        except Exception:
+            is_whole = False
+        if not is_whole:
+            reuse.undo()
+        self._cache = None
 
     # --- options ------------------------------------------------------------------------------
 

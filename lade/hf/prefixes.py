@@ -1,7 +1,6 @@
 """What a call reuses of the prompts and answers before it, and what it leaves to those after it."""
 
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles
 from lade.probing.rules import why_not_reused
 from lade.probing.weights import stamp_of, switches_of
-from lade.targets.prefixes import KeptText, Origin, PrefixStore
-from lade.targets.rollback import cache_in, length_of, saved
-from ngram_pool import NamedPool, NGramPool
+from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
+from lade.targets.rollback import length_of, saved
+from ngram_pool import NamedPool
 
 # What a call may be given besides its tokens; with anything else, equal tokens may have other keys.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache"}
-_OF_TEXT |= {"logits_to_keep"}
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 class Reuse:
@@ -40,6 +38,7 @@ class Reuse:
         self._origin = origin
         self._max_bytes = max_bytes
         self._cache = cache  # the call's own, filled in place
+        self._empty = saved(cache)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Fill the cache with what is kept of a prompt's first tokens."""
@@ -47,6 +46,12 @@ class Reuse:
         if found is not None:
             text, self.num_tokens = found
             vars(self._cache).update(vars(text.first(self.num_tokens)))
+
+    def undo(self) -> None:
+        """Empty the cache, which may hold what is no more true, and drop all that is kept."""
+        self.num_tokens = 0
+        vars(self._cache).update(vars(self._empty))
+        self._store.clear()
 
     def end(self, token_ids: Sequence[int]) -> None:
         """Keep the call's cache, which holds these tokens but the last, for later calls."""
@@ -77,7 +82,7 @@ def reuse_of(
         arguments: lade's own.
     """
     config = arguments.config or Config()
-    cache = cache_in(model_kwargs)
+    cache = model_kwargs.get("past_key_values")  # `generate` goes on from no other
     if not config.reuses_prefix or not _is_plain_text(model, input_ids, model_kwargs, cache):
         return None
     if options.return_dict_in_generate and (
@@ -88,8 +93,9 @@ def reuse_of(
         return None
     if why_not_continued(model, profile) is not None:
         return None
-    origin = Origin((profile, stamp_of(model)), switches_of(model), _namespace_of(arguments))
     store = Profiles.of(model).prefixes
+    state = (profile.structure, stamp_of(model))
+    origin = Origin(state, switches_of(model), _owner_of(arguments, store))
     reuse = Reuse(store, origin, config.max_prefix_bytes, cache)
     reuse.begin(input_ids[0].tolist())
     return reuse
@@ -119,14 +125,17 @@ def _is_plain_text(
     )
 
 
-def _namespace_of(arguments: Arguments) -> Hashable:
-    """Return whose text the call's is: that of the pool it learns into, or of its drafter."""
+def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
+    """Return whose text the call's is: that of the pool it learns into, or of its drafter.
+
+    None for calls that have neither: they share what is kept of them.
+    """
     for pool in pools_of(arguments.pool):
         if isinstance(pool, NamedPool):
             return str(pool.store.folder), pool.name
-        if isinstance(pool, NGramPool) and not pool.is_read_only:
-            return weakref.ref(pool)
-    return None if arguments.drafter is None else weakref.ref(arguments.drafter)
+        if not pool.is_read_only:
+            return Owner(pool, store)
+    return None if arguments.drafter is None else Owner(arguments.drafter, store)
 
 
 def _copied(cache: DynamicCache) -> DynamicCache:

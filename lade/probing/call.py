@@ -21,6 +21,7 @@ from lade.probing.rules import (
 )
 from lade.probing.selfcheck import has_usual_outputs
 from lade.targets import ties
+from lade.targets.inputs import num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 
@@ -154,12 +155,7 @@ def lengths_of(
 ) -> Lengths:
     """Return the extent of a call prepared by `generate`."""
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
-    # `generate` drops a mask of ones, but keeps its length.
-    whole = getattr(config, "_mask_length", None) or input_ids.shape[1]
-    num_slots = max(whole, input_ids.shape[1]) if mask is None else mask.shape[1]
-    embeds = model_kwargs.get("inputs_embeds")
-    if embeds is not None:
-        num_slots = max(num_slots, embeds.shape[1])
+    num_slots = num_slots_of(input_ids, config, model_kwargs)
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
     num_new = math.ceil(config.max_length) - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())

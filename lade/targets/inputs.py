@@ -5,10 +5,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
 # Arguments with a value per token.
 CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
+
+
+def num_slots_of(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> int:
+    """Return the number of tokens of prompts, those included that only a cache holds."""
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    # `generate` drops a mask of ones, but keeps its length.
+    whole = getattr(config, "_mask_length", None) or input_ids.shape[1]
+    num_slots: int = max(whole, input_ids.shape[1]) if mask is None else mask.shape[1]
+    return num_slots if embeds is None else max(num_slots, embeds.shape[1])
 
 
 def extended(model_kwargs: Mapping[str, Any], num_new: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ calls may go on from the same text at once, and none that fails can damage it. N
 `lade/hf/prefixes.py`, which calls may.
 """
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,12 +25,41 @@ _MOST_LOST = 1 / 8
 _MOST_ROOM = 1.5
 
 
+class Owner:
+    """An object whose texts nobody else may find; equal to others of the same object as it lives.
+
+    Args:
+        owner: a pool, for instance; not kept alive.
+        store: drops what it has of the owner with it.
+    """
+
+    def __init__(self, owner: object, store: "PrefixStore") -> None:
+        known = weakref.ref(store)  # which holds this, by what it keeps
+
+        def drop(_: object) -> None:
+            kept = known()
+            if kept is not None:
+                kept.drop_ownerless()
+
+        self._owner = weakref.ref(owner, drop)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the object is no more."""
+        return self._owner() is None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owner) and not self.is_gone and self._owner() is other._owner()
+
+    __hash__ = None  # type: ignore[assignment]  # it changes as the object goes
+
+
 class Origin(NamedTuple):
     """Of which model keys and values are, and who may find them."""
 
-    model: Hashable  # the model in one state; what is kept of any other is of no more use
+    model: object  # the model in one state; what is kept of any other is of no more use
     setting: Hashable  # of the model, between which it may switch back and forth
-    namespace: Hashable  # of those who may know of each other's text
+    owner: object  # of those who may know of each other's text: an `Owner`, or a name
 
 
 class KeptText:
@@ -60,12 +90,9 @@ class KeptText:
         num_shared = self.num_shared(prompt_ids[:-1])
         return num_shared if self.is_cuttable or num_shared == len(self.token_ids) else 0
 
-    def is_superseded_by(self, later: "KeptText") -> bool:
-        """Return whether another text makes this one (nearly) useless."""
-        if self.origin != later.origin:
-            return False
-        num_lost = len(self.token_ids) - self.num_shared(later.token_ids)
-        return num_lost <= (len(self.token_ids) * _MOST_LOST if later.is_cuttable else 0)
+    def num_lost_to(self, later: "KeptText") -> int:
+        """Return how many of this text's last tokens another lacks."""
+        return len(self.token_ids) - self.num_shared(later.token_ids)
 
     def first(self, num_tokens: int) -> DynamicCache:
         """Return a cache of the first tokens, to be written to; it shares memory with this one."""
@@ -112,15 +139,31 @@ class PrefixStore:
 
     def keep(self, text: KeptText, max_bytes: int) -> None:
         """Keep a text, in place of those that it supersedes and of those not used for longest."""
-        for kept in [*self._kept]:
-            if kept.is_superseded_by(text):
-                self._has_removed(kept)
+        for kept in self._superseded_by(text):
+            self._has_removed(kept)
         if text.num_bytes <= max_bytes:
             self._kept.append(text)
         num_bytes = 0
         for kept in reversed([*self._kept]):
             num_bytes += kept.num_bytes
             if num_bytes > max_bytes:
+                self._has_removed(kept)
+
+    def _superseded_by(self, text: KeptText) -> list[KeptText]:
+        """Return the texts that are of (nearly) no more use once another is kept."""
+        others = [kept for kept in [*self._kept] if kept.origin == text.origin]
+        if text.is_cuttable:
+            most = _MOST_LOST
+            return [k for k in others if k.num_lost_to(text) <= most * len(k.token_ids)]
+        # Its beginnings are found only as long as they are kept themselves. The longest stays: who
+        # has an answer written anew goes on from there.
+        begun = [kept for kept in others if not kept.num_lost_to(text)]
+        return sorted(begun, key=lambda kept: len(kept.token_ids))[:-1]
+
+    def drop_ownerless(self) -> None:
+        """Drop the texts whose owner is no more."""
+        for kept in [*self._kept]:
+            if isinstance(kept.origin.owner, Owner) and kept.origin.owner.is_gone:
                 self._has_removed(kept)
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError
 from lade.targets import ties
 from lade.targets.base import Alone, Forward
-from lade.targets.inputs import TOKEN_TYPES, extended
+from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row
@@ -77,9 +77,7 @@ class TreeTarget:
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
         past = model_kwargs.get("past_key_values")
         self._is_users_cache = may_be_users(past)
-        embeds = model_kwargs.get("inputs_embeds")
-        num_slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
-        num_slots += past.get_seq_length() if past is not None else 0
+        num_slots = num_slots_of(input_ids, self._generation_config, model_kwargs)
         self.cache = self._make_cache(
             _kinds_held(layout.kinds, past), num_slots, num_slots + max_new_tokens + MAX_OVERHANG
         )
