@@ -386,9 +386,7 @@ class Generation:
         if not self._returns_dict:
             return output
         stats.add(rest)
-        if self._reuse is not None:
-            output.past_key_values = None
-        return GenerateOutput(**output, stats=stats)
+        return self._plain_result(output, stats)
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
@@ -406,9 +404,12 @@ class Generation:
             sequences = output.sequences if self._returns_dict else output
             self._keep(self._reuse, sequences[0].tolist())
             stream.stats.num_reused_tokens = self._reuse.num_tokens
-            if self._returns_dict:
-                output.past_key_values = None
-        return GenerateOutput(**output, stats=stream.stats) if self._returns_dict else output
+        return self._plain_result(output, stream.stats) if self._returns_dict else output
+
+    def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
+        """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
+        kept = {} if self._reuse is None else {"past_key_values": None}
+        return GenerateOutput(**{**output, **kept, "stats": stats})
 
     def _keep(
         self,

@@ -177,6 +177,11 @@ def with_steps(target: Any, family: str = "llama", **options: Any) -> Use:
     return _greedy(lade.Config(verification=target, max_draft_tokens=4), model)
 
 
+def kept() -> Use:
+    """A prompt whose keys and values were kept by the calls before."""
+    return _greedy(lade.Config(reuses_prefix=True, max_draft_tokens=4))
+
+
 USES: dict[str, Callable[[], Use]] = {
     "tree": lambda: _greedy(None),
     "sampled": sampled,
@@ -191,4 +196,5 @@ USES: dict[str, Callable[[], Use]] = {
     "sparse": sparse,
     "plain": lambda: _greedy(lade.Config(verification="plain")),
     "first call": first_call,
+    "kept": kept,
 }

@@ -1,0 +1,743 @@
+"""Chats that do not prefill again: the text of plain `generate`, from what earlier calls left."""
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import lade
+from lade.decoder import VerificationError
+from lade.errors import VerificationWarning
+from lade.probing.profile import Profiles
+from lade.support.tiny import tiny_model as tiny_architecture
+from lade.targets.prefixes import PrefixStore
+from ngram_pool import PoolStore
+from tests.grids import thinned
+from tests.lade.shared import shared_model
+from tests.lade.tiny import BatchDrafter, byte_tokenizer, tiny_model
+
+KEPT = lade.Config(reuses_prefix=True, max_draft_tokens=6)
+OPENING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 5, 3]
+NEXT = [11, 12, 5, 6]
+
+
+def kept_of(model: Any) -> PrefixStore:
+    return Profiles.of(model).prefixes
+
+
+def model_of(family: str = "llama", **options: Any) -> Any:
+    model = tiny_model(family, seed=1, **options)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Chat:
+    """A growing text; each turn is compared with plain `generate` from scratch, seed for seed."""
+
+    def __init__(self, model: Any, config: lade.Config = KEPT, pool: Any = None, **options: Any):
+        self.model = model
+        self.config = config
+        self.pool = lade.NGramPool() if pool is None else pool
+        self.options = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0, **options}
+        self.options.setdefault("eos_token_id", None)
+        self.ids: list[int] = []
+        self.num_calls = 0
+
+    def say(self, *token_ids: int) -> int:
+        """Add to the text and have it answered; return the number of reused tokens."""
+        return self.ask([*self.ids, *token_ids])
+
+    def ask(self, token_ids: list[int]) -> int:
+        prompt = torch.tensor([token_ids])
+        options = {"attention_mask": torch.ones_like(prompt), **self.options}
+        self.num_calls += 1
+        torch.manual_seed(self.num_calls)
+        expected = self.model.generate(prompt, **options)
+        state = torch.get_rng_state()
+        torch.manual_seed(self.num_calls)
+        got = lade.generate(
+            self.model,
+            prompt,
+            config=self.config,
+            pool=self.pool,
+            return_dict_in_generate=True,
+            **options,
+        )
+        assert got.sequences.tolist() == expected.tolist()
+        assert torch.equal(torch.get_rng_state(), state)
+        self.ids = expected[0].tolist()
+        num_reused: int = got.stats.num_reused_tokens
+        return num_reused
+
+
+# --- exact in every way of verifying ----------------------------------------------------------
+
+WAYS: list[tuple[str, Any]] = [
+    *(("llama", each) for each in ("tree", "rows", "chain", "snapshot", "plain")),
+    *((name, "tree") for name in ("gpt2", "opt", "phi3", "qwen3", "deepseek_v3", "gpt_neox")),
+    *((name, "tree") for name in ("mistral", "gemma3_text", "llama4_text")),
+    *((name, each) for name in ("mistral", "gemma3_text") for each in ("chain", "snapshot")),
+    *(("mistral", "plain"), ("gemma3_text", "rows"), ("bloom", "rows")),
+]
+QUICK = (*WAYS[:5], ("gemma3_text", "tree"), ("mistral", "chain"), ("deepseek_v3", "tree"))
+
+
+def _name(way: Any) -> str:
+    return "-".join(way)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("way", thinned(WAYS, *QUICK), ids=_name)
+def test_a_growing_chat_runs_only_what_is_new(way: tuple[str, Any], is_sampled: bool) -> None:
+    family, verification = way
+    attention = "eager" if family == "bloom" else "sdpa"
+    model = shared_model(family, seed=1, attention=attention)
+    config = lade.Config(reuses_prefix=True, max_draft_tokens=6, verification=verification)
+    chat = Chat(model, config, do_sample=is_sampled)
+    assert chat.say(*OPENING) == 0
+    for _ in range(3):
+        length = len(chat.ids)
+        assert chat.say(*NEXT) == length - 1
+
+
+@pytest.mark.parametrize("name", thinned(["bamba", "qwen3_next", "deepseek_v4"], "bamba"))
+def test_models_with_states_go_on_from_whole_texts(name: str) -> None:
+    model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float64)
+    chat = Chat(model, do_sample=True)
+    assert chat.say(*OPENING) == 0
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == length - 1
+    assert chat.ask([*OPENING, 40, 41]) == 0  # no state can be taken back to there
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_in_float32_the_text_is_the_same_too(is_sampled: bool) -> None:
+    for family in ("llama", "gemma3_text"):
+        chat = Chat(shared_model(family, seed=1, dtype=torch.float32), do_sample=is_sampled)
+        reused = [chat.say(*OPENING), *(chat.say(*NEXT) for _ in range(3))]
+        assert reused == [0, 19, 32, 45]
+
+
+def test_a_model_that_goes_on_wrongly_is_asked_anew() -> None:
+    model = tiny_architecture("cpmant", seed=0, attention=None, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        chat = Chat(model)
+        assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+    (profile,) = Profiles.of(model)
+    assert "differ from those of the whole text" in str(profile.why_not_continued[0])
+    assert len(kept_of(model)) == 0
+
+
+def test_a_model_whose_forwards_draw_is_asked_anew() -> None:
+    model = model_of(attention_dropout=0.5).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        chat = Chat(model)
+        assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+    assert len(kept_of(model)) == 0
+
+
+def test_positions_whose_angles_follow_the_length_are_not_reused_beyond_their_limit() -> None:
+    factors = [1.0] * 4
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors}
+    parameters |= {"long_factor": [2.0] * 4, "original_max_position_embeddings": 40}
+    model = model_of("phi3", rope_parameters=parameters, original_max_position_embeddings=40)
+    chat = Chat(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        reused = [chat.say(*OPENING), chat.say(*NEXT), chat.say(*NEXT), chat.say(*NEXT)]
+    assert reused == [0, 19, 0, 0]
+
+
+# --- branches, chats side by side, and what stays ---------------------------------------------
+
+
+def test_the_same_prompt_runs_its_last_token() -> None:
+    chat = Chat(shared_model(seed=1))
+    assert chat.ask(OPENING) == 0
+    assert chat.ask(OPENING) == len(OPENING) - 1
+    assert chat.ask(OPENING[:6]) == 5
+    assert chat.ask(OPENING[:1]) == 0
+
+
+def test_an_edited_turn_goes_on_from_where_it_was_edited() -> None:
+    model = shared_model(seed=1)
+    chat = Chat(model)
+    chat.say(*OPENING)
+    first = [*chat.ids]
+    chat.say(*NEXT)
+    chat.say(*NEXT)
+    whole = [*chat.ids]
+    assert chat.ask([*first, 40, 41, 42]) == len(first)
+    assert chat.ask([*whole, *NEXT]) == len(whole) - 1  # the other branch is still there
+    assert len(kept_of(model)) == 2
+
+
+def test_windows_go_on_from_whole_texts_and_answer_again_from_the_turn_before() -> None:
+    model = shared_model("mistral", seed=1)  # a window of 8 tokens
+    chat = Chat(model)
+    chat.say(*OPENING)
+    first = [*chat.ids]
+    chat.say(*NEXT)
+    whole = [*chat.ids]
+    assert chat.ask([*first, 40, 41, 42]) == len(first) - 1
+    assert chat.ask(whole[:-3]) == len(first) - 1
+    assert chat.ask([*OPENING, 40]) == 0  # what had left the window is gone
+
+
+def test_short_texts_of_windows_can_be_cut() -> None:
+    chat = Chat(shared_model("mistral", seed=1), max_new_tokens=2)
+    assert chat.ask([5, 6, 7, 8]) == 0
+    assert chat.ask([5, 6, 7, 9]) == 3
+
+
+def test_chats_side_by_side_keep_a_text_each() -> None:
+    model = shared_model(seed=1)
+    pool = lade.NGramPool()
+    chats = [Chat(model, pool=pool) for _ in range(3)]
+    for number, chat in enumerate(chats):
+        # Later ones go on from the opening they share.
+        assert chat.say(*OPENING, 20 + number, 30) == (len(OPENING) if number else 0)
+    for _ in range(3):
+        for chat in chats:
+            length = len(chat.ids)
+            assert chat.say(*NEXT) == length - 1
+    assert len(kept_of(model)) == 3
+
+
+def test_many_chats_stay_within_the_budget() -> None:
+    model = model_of()
+    first = Chat(model)
+    first.say(*OPENING)
+    most = 3 * kept_of(model).num_bytes
+    config = lade.Config(reuses_prefix=True, max_draft_tokens=6, max_prefix_bytes=most)
+    chats = [Chat(model, config, first.pool) for _ in range(8)]
+    for number, chat in enumerate(chats):
+        chat.say(20 + number, *OPENING)
+        assert kept_of(model).num_bytes <= most
+    assert 2 <= len(kept_of(model)) <= 3
+    assert chats[-1].say(*NEXT) > 0
+    assert chats[0].say(*NEXT) == 0
+
+
+def test_a_text_that_is_too_large_is_not_kept() -> None:
+    model = model_of()
+    config = lade.Config(reuses_prefix=True, max_prefix_bytes=1000)
+    chat = Chat(model, config)
+    assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+    assert len(kept_of(model)) == 0
+
+
+def test_over_many_turns_memory_follows_the_text() -> None:
+    model = model_of()
+    chat = Chat(model)
+    for _ in range(12):
+        chat.say(*NEXT)
+    (text,) = kept_of(model)
+    per_token = 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, dimensions, bytes
+    assert len(text.token_ids) == len(chat.ids) - 1
+    assert text.num_bytes <= 1.6 * (per_token + 8) * len(text.token_ids)
+
+
+def test_kept_memory_is_freed_with_the_model_and_by_release() -> None:
+    model = model_of()
+    chat = Chat(model)
+    chat.say(*OPENING)
+    tensor = weakref.ref(next(iter(kept_of(model)))._cache.layers[0].keys)
+    lade.release(model)
+    gc.collect()
+    assert tensor() is None
+    assert len(kept_of(model)) == 0
+    chat = Chat(model)
+    chat.say(*OPENING)
+    tensor = weakref.ref(next(iter(kept_of(model)))._cache.layers[0].keys)
+    del model, chat
+    gc.collect()
+    assert tensor() is None
+
+
+# --- privacy ----------------------------------------------------------------------------------
+
+SECRET = [*OPENING, 77, 78, 79, 80]
+
+
+def test_a_secret_of_one_pool_is_found_by_no_other() -> None:
+    model = shared_model(seed=1)
+    alice, bob = Chat(model), Chat(model)
+    alice.ask(SECRET)
+    for pool in (lade.NGramPool().as_read_only(), [lade.NGramPool()]):
+        assert Chat(model, pool=pool).ask(SECRET) == 0
+    assert bob.ask(SECRET) == 0
+    assert Chat(model, pool=alice.pool).ask(SECRET) == len(SECRET) - 1
+    assert Chat(model, pool=[alice.pool, bob.pool.as_read_only()]).ask(SECRET) == len(SECRET) - 1
+
+
+def test_calls_without_a_pool_of_their_own_share_what_is_kept() -> None:
+    model = shared_model(seed=1)
+    for expected in (0, len(SECRET) - 1):
+        chat = Chat(model)
+        chat.pool = None
+        assert chat.ask(SECRET) == expected
+    chat.pool = lade.NGramPool().as_read_only()
+    assert chat.ask(SECRET) == len(SECRET) - 1
+
+
+def test_named_pools_are_told_apart_by_folder_and_name(tmp_path: Path) -> None:
+    model = shared_model(seed=1)
+    with PoolStore(tmp_path / "a") as store, PoolStore(tmp_path / "b") as another:
+        assert Chat(model, pool=store.named("alice")).ask(SECRET) == 0
+        assert Chat(model, pool=store.named("bob")).ask(SECRET) == 0
+        assert Chat(model, pool=another.named("alice")).ask(SECRET) == 0
+        assert Chat(model, pool=store.named("alice")).ask(SECRET) == len(SECRET) - 1
+
+
+def test_drafters_are_told_apart() -> None:
+    import numpy as np
+
+    model, prompt = model_of(), torch.tensor([SECRET])
+    answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5)
+    drafters = [BatchDrafter(answer.tolist() * 2, np.random.default_rng(0), 0.8) for _ in range(2)]
+    reused = []
+    for drafter in (drafters[0], drafters[1], drafters[0]):
+        got = lade.generate(
+            model,
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            drafter=drafter,
+            config=KEPT,
+            max_new_tokens=5,
+            return_dict_in_generate=True,
+        )
+        assert got.sequences.tolist() == answer.tolist()
+        reused.append(got.stats.num_reused_tokens)
+    assert reused == [0, 0, len(SECRET) - 1]
+
+
+def test_a_text_goes_with_its_pool() -> None:
+    model = shared_model(seed=1)
+    chat = Chat(model)
+    chat.ask(SECRET)
+    other = Chat(model)
+    other.ask(OPENING)
+    chat.pool = None
+    gc.collect()
+    (left,) = kept_of(model)
+    assert left.token_ids.tolist()[: len(OPENING)] == OPENING
+    assert len(left.token_ids) == len(other.ids) - 1
+
+
+def test_copies_of_a_model_carry_no_text() -> None:
+    model = model_of()
+    chat = Chat(model)
+    chat.say(*OPENING)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(kept_of(other)) == 0
+        assert Chat(other, pool=chat.pool).ask(chat.ids) == 0
+    assert len(kept_of(model)) == 1
+
+
+# --- models that change -----------------------------------------------------------------------
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3] += 0.5
+
+
+def _through_data(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data += 0.05
+
+
+def _loaded(model: Any) -> None:
+    model.load_state_dict({name: 0.9 * each for name, each in model.state_dict().items()})
+
+
+def _replaced(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.9)
+
+
+def _hooked(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda *call: call[-1] * 1.1)
+
+
+def _converted(model: Any) -> None:
+    model.float()
+
+
+def _trained(model: Any) -> None:
+    loss = model(torch.tensor([OPENING]), labels=torch.tensor([OPENING])).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+CHANGES = [_in_place, _through_data, _loaded, _replaced, _hooked, _converted, _trained]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_nothing_is_reused_of_a_model_that_was_changed(change: Callable[[Any], None]) -> None:
+    model = model_of()
+    chat = Chat(model)
+    chat.say(*OPENING)
+    change(model)
+    assert chat.say(*NEXT) == 0  # and the text is that of plain
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == length - 1
+    assert len(kept_of(model)) == 1  # nothing is left of the model as it was
+
+
+def test_each_adapter_has_texts_of_its_own() -> None:
+    model = model_of()
+    model._hf_peft_config_loaded = True
+    layer = model.model.layers[0].mlp.up_proj
+    layer._active_adapter, layer._disable_adapters = ["a"], False
+    chat = Chat(model)
+    chat.ask(OPENING)
+    layer._active_adapter = ["b"]
+    assert chat.ask(OPENING) == 0
+    layer._active_adapter = ["a"]
+    assert chat.ask(OPENING) == len(OPENING) - 1
+    layer._disable_adapters = True
+    assert chat.ask(OPENING) == 0
+
+
+def test_a_new_check_begins_with_no_text() -> None:
+    model = model_of()
+    Chat(model).say(*OPENING)
+    lade.recheck(model)
+    assert len(kept_of(model)) == 0
+
+
+# --- calls that fail, and threads -------------------------------------------------------------
+
+
+def test_a_call_that_is_broken_off_takes_nothing_along() -> None:
+    model = shared_model(seed=1)
+    chat = Chat(model)
+    chat.say(*OPENING)
+    length, calls = len(chat.ids), 0
+
+    def fail(_: lade.Step) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    prompt = torch.tensor([[*chat.ids, *NEXT]])
+    for verification in ("tree", "chain", "rows", "snapshot", "plain"):
+        config = lade.Config(reuses_prefix=True, max_draft_tokens=2, verification=verification)
+        calls = 0
+        with pytest.raises(KeyboardInterrupt):
+            lade.generate(
+                model,
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                pool=chat.pool,
+                config=config,
+                on_step=fail,
+                max_new_tokens=20,
+                eos_token_id=None,
+            )
+        assert len(kept_of(model)) == 1
+    assert chat.say(*NEXT) == length - 1
+
+
+@pytest.mark.parametrize("verification", ["tree", "chain"])
+def test_drafts_that_fail_on_the_way_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, verification: Any
+) -> None:
+    from lade.decoder import Decoder
+
+    config = lade.Config(reuses_prefix=True, max_draft_tokens=6, verification=verification)
+    model = model_of()
+    chat = Chat(model, config)
+    chat.say(*OPENING)
+    step = Decoder._step
+
+    def fail(self: Decoder, emitting: Any) -> None:
+        if self.stats.num_steps == 1:
+            raise VerificationError("planted", is_doubt=True)
+        step(self, emitting)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "_step", fail)
+        with pytest.warns(VerificationWarning, match="planted"):
+            num_reused = chat.say(*NEXT)
+    assert num_reused == 0
+    assert len(kept_of(model)) == 0
+    chat.say(*NEXT)
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == length - 1
+
+
+def test_what_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    chat = Chat(model)
+    chat.say(*OPENING)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixStore, "keep", fail)
+        chat.say(*NEXT)
+    assert len(kept_of(model)) == 0
+
+
+@pytest.mark.parametrize("execution", ["eager", "fixed"])
+def test_threads_may_go_on_from_the_same_text(execution: Any) -> None:
+    model = model_of()
+    config = lade.Config(reuses_prefix=True, max_draft_tokens=6, execution=execution)
+    chat = Chat(model, config)
+    chat.say(*OPENING)
+    begun = [*chat.ids]
+    prompts = [torch.tensor([[*begun, 20 + number, *NEXT]]) for number in range(8)]
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    masks = [torch.ones_like(prompt) for prompt in prompts]
+    expected = [
+        model.generate(prompt, attention_mask=mask, **options).tolist()
+        for prompt, mask in zip(prompts, masks, strict=True)
+    ]
+    found: dict[int, Any] = {}
+
+    def answer(number: int) -> None:
+        for _ in range(3):
+            found[number] = lade.generate(
+                model,
+                prompts[number],
+                attention_mask=masks[number],
+                pool=chat.pool,
+                config=config,
+                return_dict_in_generate=True,
+                **options,
+            )
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number].sequences.tolist() for number in range(8)] == expected
+    assert all(found[number].stats.num_reused_tokens >= len(begun) - 1 for number in range(8))
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"execution": "fixed"},
+        {"lookahead": lade.Lookahead(2, 3)},
+        {"max_draft_tokens": 0},
+        {"step_costs": {1: 1.0, 8: 1.1}, "max_draft_tokens": None},
+        {"uses_table": False, "max_candidates": 1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_setting_goes_with_it(options: dict[str, Any]) -> None:
+    config = lade.Config(**{"reuses_prefix": True, "max_draft_tokens": 6, **options})
+    for family in ("llama", "gemma3_text"):
+        chat = Chat(shared_model(family, seed=1), config, do_sample=True)
+        assert [chat.say(*OPENING), *(chat.say(*NEXT) for _ in range(2))] == [0, 19, 32]
+
+
+def test_drafts_accepted_at_random_go_with_it() -> None:
+    config = lade.Config(reuses_prefix=True, acceptance="rejection", max_draft_tokens=4)
+    model = shared_model(seed=1)
+    pool, ids, reused = lade.NGramPool(), torch.tensor([OPENING]), []
+    for _ in range(3):
+        got = lade.generate(
+            model,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            config=config,
+            pool=pool,
+            do_sample=True,
+            eos_token_id=None,
+            max_new_tokens=6,
+            return_dict_in_generate=True,
+        )
+        reused.append(got.stats.num_reused_tokens)
+        ids = got.sequences
+    assert reused == [0, 16, 22]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_chunk_size": 3},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"output_scores": True, "output_logits": True},
+        {"eos_token_id": [*range(30, 60)], "max_new_tokens": 30},
+        {"min_new_tokens": 4, "temperature": 0.7, "top_k": 5, "do_sample": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_generate_go_with_it(options: dict[str, Any]) -> None:
+    chat = Chat(shared_model(seed=1), **options)
+    chat.say(*OPENING)
+    for _ in range(3):
+        length = len(chat.ids)
+        assert chat.say(*NEXT) == length - 1
+
+
+def test_stop_strings_go_with_it() -> None:
+    model = model_of(vocab_size=256)
+    chat = Chat(model, tokenizer=byte_tokenizer(), stop_strings=["a", "e", "Q"], max_new_tokens=40)
+    chat.say(*OPENING)
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == length - 1
+
+
+def test_scores_are_those_of_plain_decoding() -> None:
+    model, prompt = shared_model(seed=1), torch.tensor([[*OPENING, *NEXT]])
+    pool = lade.NGramPool()
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt),
+        "do_sample": False,
+        "max_new_tokens": 6,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    expected = model.generate(prompt, **options)
+    for _ in range(2):
+        got = lade.generate(model, prompt, pool=pool, config=KEPT, **options)
+        assert len(got.scores) == len(expected.scores)
+        for mine, plain in zip(got.scores, expected.scores, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    assert got.stats.num_reused_tokens == prompt.shape[1] - 1
+
+
+def test_whoever_has_texts_kept_gets_no_cache() -> None:
+    model, prompt = shared_model(seed=1), torch.tensor([OPENING])
+    for verification in ("tree", "chain", "plain"):
+        config = lade.Config(reuses_prefix=True, verification=verification)
+        got = lade.generate(
+            model, prompt, config=config, max_new_tokens=4, return_dict_in_generate=True
+        )
+        assert got.past_key_values is None
+
+
+def test_without_the_option_nothing_is_kept() -> None:
+    model = shared_model(seed=1)
+    chat = Chat(model, lade.Config())
+    assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+    assert len(kept_of(model)) == 0
+
+
+def _two_rows(model: Any) -> dict[str, Any]:
+    ids = torch.tensor([OPENING, OPENING])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _samples(model: Any) -> dict[str, Any]:
+    return {**_ordinary(model), "num_return_sequences": 2, "do_sample": True}
+
+
+def _ordinary(model: Any) -> dict[str, Any]:
+    ids = torch.tensor([OPENING])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _padded(model: Any) -> dict[str, Any]:
+    ids = torch.tensor([[0, 0, *OPENING]])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def _moved(model: Any) -> dict[str, Any]:
+    return {**_ordinary(model), "position_ids": torch.arange(len(OPENING))[None] + 2}
+
+
+def _embedded(model: Any) -> dict[str, Any]:
+    embeds = model.get_input_embeddings()(torch.tensor([OPENING])).detach()
+    return {"inputs_embeds": embeds, "attention_mask": torch.ones(1, len(OPENING)).long()}
+
+
+def _in_own_cache(model: Any) -> dict[str, Any]:
+    return {**_ordinary(model), "past_key_values": DynamicCache(config=model.config)}
+
+
+def _in_static_cache(model: Any) -> dict[str, Any]:
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    return {**_ordinary(model), "past_key_values": cache}
+
+
+def _without_cache(model: Any) -> dict[str, Any]:
+    return {**_ordinary(model), "use_cache": False}
+
+
+def _with_states(model: Any) -> dict[str, Any]:
+    return {**_ordinary(model), "output_hidden_states": True}
+
+
+AS_EVER = [
+    *(_two_rows, _samples, _padded, _moved, _embedded, _in_own_cache, _in_static_cache),
+    *(_without_cache, _with_states),
+]
+
+
+@pytest.mark.parametrize("asked", AS_EVER, ids=lambda asked: asked.__name__)
+def test_other_calls_are_decoded_as_without_the_option(asked: Callable[[Any], Any]) -> None:
+    model = shared_model(seed=1)
+    Chat(model, pool=None).ask(OPENING)
+    pool = lade.NGramPool()
+    Chat(model, pool=pool).ask(OPENING)
+    options: dict[str, Any] = {
+        "max_new_tokens": 6,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "do_sample": False,
+    }
+    torch.manual_seed(0)
+    expected = model.generate(**options | asked(model))
+    torch.manual_seed(0)
+    got = lade.generate(model, pool=pool, config=KEPT, **options | asked(model))
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert got.stats.num_reused_tokens == 0
+    assert (got.past_key_values is None) == (expected.past_key_values is None)
+    if expected.hidden_states is not None:
+        shapes = [[layer.shape for layer in step] for step in expected.hidden_states]
+        assert [[layer.shape for layer in step] for step in got.hidden_states] == shapes
+
+
+def test_every_door_keeps_and_finds_texts() -> None:
+    model, pool, prompt = model_of(), lade.NGramPool(), torch.tensor([OPENING])
+    options: dict[str, Any] = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "do_sample": False}
+    more: dict[str, Any] = {"pool": pool, "config": KEPT}
+    first = lade.generate(model, prompt, **options, **more)
+    second = model.generate(prompt, custom_generate=lade.decode, **options, **more)
+    lade.wrap(model, **more)
+    third = model.generate(prompt, **options)
+    reused = [each.stats.num_reused_tokens for each in (first, second, third)]
+    assert reused == [0, len(OPENING) - 1, len(OPENING) - 1]
+    lade.unwrap(model)
+    assert torch.equal(third.sequences, model.generate(prompt, **options).sequences)
+
+
+def test_texts_kept_in_inference_mode_serve_outside_of_it() -> None:
+    for family in ("llama", "gemma3_text"):
+        chat = Chat(shared_model(family, seed=1))
+        with torch.inference_mode():
+            chat.say(*OPENING)
+        length = len(chat.ids)
+        assert chat.say(*NEXT) == length - 1
+        with torch.inference_mode():
+            assert chat.say(*NEXT) == length + 12
+
+
+def test_summed_stats_add_reused_tokens() -> None:
+    total = lade.DecodeStats(num_reused_tokens=3)
+    total.add(lade.DecodeStats(num_reused_tokens=4))
+    assert total.as_dict()["num_reused_tokens"] == 7

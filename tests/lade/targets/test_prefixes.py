@@ -1,0 +1,185 @@
+"""Kept texts: which one is found, what makes room, and that none is ever changed."""
+
+import copy
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
+
+ORIGIN = Origin("model", None, None)
+PER_TOKEN = 2 * 4 * 8 + 8  # keys and values of one layer, and the token
+
+
+def cache_of(token_ids: Sequence[int], room: int = 0) -> DynamicCache:
+    """Return a cache whose keys and values are the tokens themselves."""
+    states = (
+        torch.tensor([*token_ids, *[0] * room]).float()[None, None, :, None].expand(1, 2, -1, 4)
+    )
+    cache = DynamicCache()
+    cache.update(states.clone(), states.clone() + 0.5, 0)
+    layer: Any = cache.layers[0]
+    layer.keys, layer.values = (each[:, :, : len(token_ids)] for each in (layer.keys, layer.values))
+    return cache
+
+
+def text_of(token_ids: Sequence[int], origin: Origin = ORIGIN, room: int = 0) -> KeptText:
+    return KeptText(origin, token_ids, cache_of(token_ids, room))
+
+
+def found(store: PrefixStore, prompt_ids: Sequence[int], origin: Origin = ORIGIN) -> int:
+    """Look a prompt up, look at the keys of what was found, and return how many tokens it has."""
+    hit = store.find(origin, prompt_ids)
+    if hit is None:
+        return 0
+    text, num_tokens = hit
+    layer: Any = text.first(num_tokens).layers[0]
+    assert layer.keys[0, 1, :, 3].tolist() == [*map(float, prompt_ids[:num_tokens])]
+    assert layer.values.shape == layer.keys.shape
+    return num_tokens
+
+
+def store_of(*texts: Sequence[int], max_bytes: int = 2**20) -> PrefixStore:
+    store = PrefixStore()
+    for text in texts:
+        store.keep(text_of(text), max_bytes)
+    return store
+
+
+def held(store: PrefixStore) -> list[list[int]]:
+    return [text.token_ids.tolist() for text in store]
+
+
+def test_the_longest_beginning_is_found_whatever_was_used_last() -> None:
+    store = store_of([1, 2, 3, 4, 5], [1, 2, 9, 9, 9], [7, 8])
+    assert found(store, [1, 2, 3, 4, 6, 6]) == 4
+    assert found(store, [1, 2, 9, 9, 9, 4]) == 5
+    assert found(store, [1, 2]) == 1  # the last token of a prompt is always run
+    assert found(store, [7, 8, 1]) == 2
+    assert found(store, [6, 6, 6]) == 0
+    assert found(store, [1]) == 0
+    assert found(store, []) == 0
+
+
+def test_a_text_makes_room_for_one_that_has_nearly_all_of_it() -> None:
+    sixteen = [*range(1, 17)]
+    assert held(store_of(sixteen, [*sixteen, 20, 21])) == [[*sixteen, 20, 21]]
+    assert held(store_of(sixteen, [*sixteen[:14], 20, 21])) == [[*sixteen[:14], 20, 21]]
+    both = [sixteen, [*sixteen[:13], 20, 21]]
+    assert held(store_of(*both)) == both
+    assert held(store_of(sixteen, sixteen)) == [sixteen]
+
+
+def test_the_text_not_used_for_longest_goes_first() -> None:
+    texts = [[number] * 10 for number in range(1, 5)]
+    most = 3 * (10 * 4 * 2 * 2 * 4 + 80)
+    assert text_of(texts[0]).num_bytes == most // 3
+    store = store_of(*texts[:3], max_bytes=most)
+    assert found(store, [*texts[0], 1]) == 10
+    store.keep(text_of(texts[3]), most)
+    assert held(store) == [texts[2], texts[0], texts[3]]
+    store.keep(text_of([9] * 11), most)  # takes the room of two
+    assert held(store) == [texts[3], [9] * 11]
+    assert store.num_bytes <= most
+    store.keep(text_of([8] * 40), most)  # no room at all: the others stay
+    assert held(store) == [texts[3], [9] * 11]
+    store.keep(text_of([7]), 0)
+    assert len(store) == 0
+
+
+def test_room_beyond_a_text_counts_or_is_left_behind() -> None:
+    assert text_of([1] * 10, room=4).num_bytes == 14 * 64 + 80
+    assert text_of([1] * 10, room=10).num_bytes == 10 * 64 + 80
+
+
+def test_other_owners_and_settings_find_nothing_and_other_models_leave_nothing() -> None:
+    store = store_of([1, 2, 3])
+    for number, name in enumerate(("owner", "setting")):
+        origin = ORIGIN._replace(**{name: "other"})
+        assert found(store, [1, 2, 3, 4], origin) == 0
+        assert len(store) == 1 + number
+        store.keep(text_of([1, 2, 3, 4], origin), 2**20)
+        assert found(store, [1, 2, 3, 4, 5]) == 3
+    assert len(store) == 3
+    assert found(store, [1, 2, 3, 4], ORIGIN._replace(model="changed")) == 0
+    assert len(store) == 0
+
+
+def test_whoever_goes_on_from_a_text_does_not_change_it() -> None:
+    store = store_of([1, 2, 3, 4])
+    for _ in range(2):
+        hit = store.find(ORIGIN, [1, 2, 3, 9, 9])
+        assert hit is not None
+        cache = hit[0].first(hit[1])
+        cache.update(torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4), 0)
+        cache.crop(-4)
+        assert cache.get_seq_length() == 1
+    assert found(store, [1, 2, 3, 4, 5]) == 4
+
+
+def test_windows_are_cut_as_long_as_nothing_has_left_them() -> None:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    for length, expected in ((4, 2), (7, 2), (8, 0), (12, 0)):
+        layer = DynamicSlidingWindowLayer(8)
+        states = torch.arange(float(length))[None, None, :, None].expand(1, 2, -1, 4)
+        layer.update(states, states)
+        cache = DynamicCache()
+        cache.layers = [layer]
+        store = PrefixStore()
+        store.keep(KeptText(ORIGIN, [*range(length)], cache), 2**20)
+        hit = store.find(ORIGIN, [0, 1, 90, 91])
+        assert (0 if hit is None else hit[1]) == expected
+        whole = store.find(ORIGIN, [*range(length), 90])
+        assert whole is not None
+        assert whole[1] == length
+
+
+class _Pool:
+    """Equal to all others, as a careless class may be."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_owner_is_an_object_and_ends_with_it() -> None:
+    store = PrefixStore()
+    mine, other = _Pool(), _Pool()
+    assert Owner(mine, store) == Owner(mine, store)
+    assert Owner(mine, store) != Owner(other, store)
+    store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(mine, store))), 2**20)
+    store.keep(text_of([1, 2, 3], ORIGIN._replace(owner=Owner(other, store))), 2**20)
+    gone = Owner(mine, store)
+    del mine
+    gc.collect()
+    assert len(store) == 1
+    assert gone != gone
+
+
+def test_a_copy_is_empty() -> None:
+    assert len(copy.deepcopy(store_of([1, 2, 3]))) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_the_longest_beginning_that_is_held_is_found(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    store = PrefixStore()
+    for _ in range(60):
+        length = int(torch.randint(1, 12, (), generator=generator))
+        ids = torch.randint(0, 2, (length,), generator=generator).tolist()
+        texts = [text[:-1] if text == ids[: len(text)] == ids else text for text in held(store)]
+        longest = 0
+        for text in texts:
+            shared = 0
+            while shared < min(len(text), len(ids) - 1) and text[shared] == ids[shared]:
+                shared += 1
+            longest = max(longest, shared)
+        assert found(store, ids) == longest
+        store.keep(text_of(ids), 2000)
+        assert store.num_bytes <= 2000
