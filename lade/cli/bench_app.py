@@ -1,5 +1,6 @@
 """`lade bench …`: commands, their options and help texts. Next file: `bench.py`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -346,6 +347,48 @@ def bench_serve(
     files = ResultFiles(json, markdown)
     files.check()
     run(addresses, PromptFile.read(prompts, limit, half), max_new_tokens, files)
+
+
+@bench.command("turns", rich_help_panel=_ANSWERS)
+def bench_turns(
+    dtypes: Annotated[
+        str, typer.Option(metavar="NAMES", help="Comma-separated: number formats, as for --dtype.")
+    ] = "float32,bfloat16",
+    turns: Annotated[
+        int, typer.Option("--turns", metavar="N", min=2, help="Turns of each chat.")
+    ] = 10,
+    history_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Tokens of the chat before its last question."),
+    ] = 4000,
+    max_new_tokens: MaxNewTokensOption = 24,
+    passes: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Hold N chats; show medians.")
+    ] = 3,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    verification: VerificationOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Measure how long each turn of a growing chat waits for its first token.
+
+    Plain generate runs the whole conversation at every turn; lade, whose Config(reuses_prefix=True)
+    keeps it, what is new.
+    """
+    from lade.cli.bench import ResultFiles
+    from lade.cli.grid import choose_dtypes
+    from lade.cli.turns import run
+
+    files = ResultFiles(json, markdown)
+    files.check()
+    loading = (model, device, threads, trust_remote_code)
+    config = replace(make_config(max_draft_tokens, verification), reuses_prefix=True)
+    names = choose_dtypes(dtypes)
+    run(loading, names, turns, history_tokens, max_new_tokens, passes, config, files)
 
 
 @bench.command("memory", rich_help_panel=_ANSWERS)
