@@ -286,6 +286,34 @@ def same_texts(file: str) -> str:
 
 
 @_figure
+def turns(file: str, dtype: str, turn: str) -> str:
+    """Return how many times sooner the first token of a turn comes."""
+    return f"{_turns(file, dtype)[int(turn) - 1]['ratio']:.1f}x"
+
+
+@_figure
+def turns_table(file: str) -> str:
+    """Return the time to the first token of every turn of growing chats."""
+    dtypes = [run["dtype"] for run in _read(file)["runs"]]
+    rows = []
+    for of_formats in zip(*(_turns(file, dtype) for dtype in dtypes), strict=True):
+        first = of_formats[0]
+        cells = [str(first["turn"]), f"{first['num_prompt_tokens']:,}"]
+        for turn in of_formats:
+            times = (turn["plain_first_sec"], turn["first_sec"])
+            cells += [*(f"{sec:.2f}" for sec in times), f"{turn['ratio']:.1f}x"]
+        rows.append(cells)
+    headings = [f"{what}, {dtype}" for dtype in dtypes for what in ("`generate`", "lade", "ratio")]
+    return _table(("turn", "tokens of the prompt", *headings), 0, rows)
+
+
+def _turns(file: str, dtype: str) -> list[dict[str, Any]]:
+    (run,) = [run for run in _read(file)["runs"] if run["dtype"] == dtype]
+    found: list[dict[str, Any]] = run["turns"]
+    return found
+
+
+@_figure
 def pool(file: str = "results/pool") -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""
     timings = _read(file)["timings"]
@@ -409,10 +437,13 @@ def source(*files: str) -> str:
         parts.append(f"{_model(files[0])} in {settings['dtype']}")
         if "max_new_tokens" in settings and len({_decoding(file) for file in files}) == 1:
             parts.append(f"{_decoding(files[0])}, {settings['max_new_tokens']} new tokens")
-        num = settings["prompts"]["num"]
         times = settings.get("passes", 1)
         kept = ", pools kept from one to the next" if settings.get("keep") else ""
-        parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
+        if "prompts" in settings:
+            num = settings["prompts"]["num"]
+            parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
+        else:
+            parts.append(f"{times} chats of {settings['turns']} turns")
     made = content.get("environment")
     if made is None:  # the fuzzer's files, and those of `make stress`
         made = content if "versions" in content else next(iter(content.values()))

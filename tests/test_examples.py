@@ -107,6 +107,14 @@ class TestWithTheDefaultModel:
         assert "Paris" in output
         assert "Rome" in output
 
+    def test_growing_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
+        output = run("growing_chat.py", capsys)
+        assert "Paris" in output
+        numbers = [line.split() for line in output.splitlines() if line.startswith("-> ran")]
+        ran, lengths = ([int(each[place]) for each in numbers] for place in (2, 4))
+        assert ran[0] == lengths[0]
+        assert all(0 < num < 25 < length for num, length in zip(ran[1:], lengths[1:], strict=True))
+
     @pytest.mark.usefixtures("own_remote_code")
     def test_decode_from_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("decode_from_folder.py", capsys).split()) > 20

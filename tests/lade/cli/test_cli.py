@@ -64,6 +64,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         *(["pool"], ["pool", "build"], ["pool", "info"], ["pool", "merge"], ["pool", "prune"]),
         *(["pool", "forget"], ["pool", "export"]),
         *(["bench", "arena"], ["bench", "fit"], ["bench", "grid"]),
+        ["bench", "turns"],
     ],
 )
 def test_each_command_has_help_that_fits_a_terminal(command: list[str]) -> None:
@@ -224,6 +225,27 @@ def test_bench_grid_measures_every_setting(folder: str, tmp_path: Path) -> None:
         *((1, 1), (2, 1), (1, 8)),
     ]
     assert content["settings"]["interrupted"] is False
+
+
+def test_bench_turns_holds_growing_chats(folder: str, tmp_path: Path) -> None:
+    path, markdown = tmp_path / "turns.json", tmp_path / "turns.md"
+    options = ["--turns", "4", "--history-tokens", "120", "--max-new-tokens", "4", "--passes", "2"]
+    options += ["--dtypes", "float32", "--model", folder, "--json", str(path)]
+    result = run("bench", "turns", *options, "--markdown", str(markdown))
+    assert result.exit_code == 0
+    assert "Time to the first token" in result.stdout
+    content = json.loads(path.read_text())
+    (measured,) = content["runs"]
+    turns = measured["turns"]
+    assert [turn["turn"] for turn in turns] == [1, 2, 3, 4]
+    assert turns[0]["num_reused_tokens"] == 0
+    assert turns[-1]["num_prompt_tokens"] >= 120
+    assert all(turn["num_reused_tokens"] > 0 for turn in turns[1:])
+    assert all(turn["is_same"] for turn in turns)
+    assert all(0 < turn["first_sec"] <= turn["sec"] for turn in turns)
+    assert len(measured["chats"]) == 2
+    assert content["settings"]["config"]["reuses_prefix"] is True
+    assert len(markdown.read_text().splitlines()) > 6
 
 
 def test_bench_run_keeps_pools_and_writes_markdown_and_plots(folder: str, tmp_path: Path) -> None:
