@@ -126,14 +126,19 @@ class Generation:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix:
             return None
-        return reuse_of(
-            self._model,
-            self._profile,
-            self._input_ids,
-            self._options,
-            self._model_kwargs,
-            self._arguments,
-        )
+        try:
+            return reuse_of(
+                self._model,
+                self._profile,
+                self._input_ids,
+                self._options,
+                self._model_kwargs,
+                self._arguments,
+            )
+        except Exception as failure:  # unusual weights: only the reuse is lost
+            what = f"{type(failure).__name__}: {failure}"
+            self._warn_once(f"lade reuses no prefix of this model ({what})", RuntimeWarning)
+            return None
 
     # --- the plan -----------------------------------------------------------------------------
 

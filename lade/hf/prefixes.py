@@ -17,8 +17,8 @@ from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles
 from lade.probing.rules import why_not_reused
 from lade.probing.weights import stamp_of, switches_of
-from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore
-from lade.targets.rollback import length_of, saved
+from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore, is_cuttable
+from lade.targets.rollback import crop, length_of, saved
 from ngram_pool import NamedPool
 
 # What a call may be given besides its tokens; with anything else, equal tokens may have other keys.
@@ -56,11 +56,15 @@ class Reuse:
     def end(self, token_ids: Sequence[int]) -> None:
         """Keep the call's cache, which holds these tokens but the last, for later calls."""
         cache, num_tokens = self._cache, len(token_ids) - 1
-        length = length_of(cache)
-        if length != num_tokens:
+        num_more = (length_of(cache) or 0) - num_tokens
+        if num_more < 0:
             return  # some models go on in a cache of their own
+        if num_more and not is_cuttable(cache):
+            return  # on a device, `generate` itself may have run beyond the end
         # Where nobody can tell whether the cache is the caller's, it is not kept itself.
         kept = saved(cache) if MARKS_CACHES else _copied(cache)
+        if num_more:
+            crop(kept, num_more)
         self._store.keep(KeptText(self._origin, token_ids[:-1], kept), self._max_bytes)
 
 
@@ -129,6 +133,9 @@ def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
     """Return whose text the call's is: that of the pool it learns into, or of its drafter.
 
     None for calls that have neither: they share what is kept of them.
+
+    Raises:
+        TypeError: the drafter's class allows no weak references.
     """
     for pool in pools_of(arguments.pool):
         if isinstance(pool, NamedPool):

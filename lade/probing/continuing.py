@@ -20,7 +20,10 @@ def why_not_continued(model: Model, profile: Profile) -> str | None:
     The model is asked once, by three short forwards and the check of its layers.
     """
     if not profile.why_not_continued:
-        profile.why_not_continued.append(_why_not(model, profile))
+        try:
+            profile.why_not_continued.append(_why_not(model, profile))
+        except torch.OutOfMemoryError:  # next time there may be enough
+            return "no memory was left to check it"
     return profile.why_not_continued[0]
 
 
@@ -34,6 +37,8 @@ def _why_not(model: Model, profile: Profile) -> str | None:
             error = _error(model)
         if profile.draws[0]:
             return "its forwards draw random numbers"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as failure:
         return f"it cannot go on from a cache ({in_one_line(failure)})"
     if error <= limit_of(model):

@@ -75,7 +75,7 @@ class KeptText:
         _fit(cache)
         self.origin = origin
         self.token_ids: NDArray[np.int64] = np.array(token_ids, np.int64)
-        self.is_cuttable = all(map(_is_cuttable, cache.layers))
+        self.is_cuttable = is_cuttable(cache)
         self.num_bytes = self.token_ids.nbytes + _num_bytes(cache)
         self._cache = cache
 
@@ -192,12 +192,15 @@ class PrefixStore:
         return True
 
 
-def _is_cuttable(layer: Any) -> bool:
-    """Return whether a layer still holds every token apart, so that any number can be dropped."""
-    kind = kind_of(layer)
-    if kind is None:  # a recurrent state, or a layer that only its model knows
-        return False
-    return kind.window is None or bool(layer.get_seq_length() < kind.window)
+def is_cuttable(cache: DynamicCache) -> bool:
+    """Return whether a cache still holds every token apart, so that any number can be dropped."""
+    for layer in cache.layers:
+        kind = kind_of(layer)
+        if kind is None:  # a recurrent state, or a layer that only its model knows
+            return False
+        if kind.window is not None and layer.get_seq_length() >= kind.window:
+            return False
+    return True
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import lade
+from lade.compat import decode_plainly
 from lade.decoder import VerificationError
 from lade.errors import VerificationWarning
 from lade.probing.profile import Profiles
@@ -480,6 +481,20 @@ def test_drafts_that_fail_on_the_way_leave_nothing(
     assert chat.say(*NEXT) == length - 1
 
 
+def test_weights_that_cannot_be_read_cost_the_reuse_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: Any) -> None:
+        raise NotImplementedError("no such values")
+
+    monkeypatch.setattr("lade.hf.prefixes.stamp_of", fail)
+    chat = Chat(model_of())
+    with pytest.warns(RuntimeWarning, match="reuses no prefix of this model .*no such values"):
+        num_reused = chat.say(*OPENING)
+    assert num_reused == 0
+    assert chat.say(*NEXT) == 0  # and says so once
+
+
 def test_what_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     chat = Chat(model)
@@ -617,6 +632,28 @@ def test_scores_are_those_of_plain_decoding() -> None:
         for mine, plain in zip(got.scores, expected.scores, strict=True):
             torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
     assert got.stats.num_reused_tokens == prompt.shape[1] - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_what_plain_decoding_ran_beyond_the_end_is_cut(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """As `generate` does on a device, where it looks for the end while the next token is run."""
+    plainly = decode_plainly
+
+    def beyond(model: Any, *args: Any) -> Any:
+        output = plainly(model, *args)
+        cache = args[-1]["past_key_values"]
+        with torch.no_grad():
+            model(output.sequences[:, -1:], past_key_values=cache)
+        return output
+
+    monkeypatch.setattr("lade.hf.generation.decode_plainly", beyond)
+    model = model_of(family)
+    chat = Chat(model, lade.Config(reuses_prefix=True, verification="plain"))
+    chat.say(*OPENING)
+    length = len(chat.ids)
+    assert chat.say(*NEXT) == (length - 1 if family == "llama" else 0)
 
 
 def test_whoever_has_texts_kept_gets_no_cache() -> None:
