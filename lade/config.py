@@ -98,11 +98,13 @@ class Config:
         uses_table: Whether to use the table that `lade.prewarm` made for the model, if there is
             one.
         reuses_prefix: Whether to keep keys and values after a call, and to run only the rest of a
-            prompt that begins as a kept one does (`stats.num_reused_tokens`). Kept ones are found
-            only by calls that learn into the same pool, or into none, and as long as the model is
-            not changed; `lade.release` drops them.
-        max_prefix_bytes: Memory for what `reuses_prefix` keeps, in bytes, for each model; the
-            latest used are kept.
+            prompt that begins as an earlier text did (`stats.num_reused_tokens`). Kept texts are
+            found only by calls that learn into the same pool; calls that learn into none share
+            theirs. They are dropped once the model is changed, and by `lade.release`. The result's
+            `past_key_values` is then None. Calls other than of one prompt of plain text are decoded
+            as without this. Not beside `stable_text`.
+        max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
+            the texts used last stay. 0 keeps nothing.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.
