@@ -12,11 +12,18 @@ def test_config_refuses_what_it_cannot_mean() -> None:
     wrong: list[dict[str, Any]] = [
         {"max_candidates": 0},
         {"max_draft_tokens": -1},
+        {"max_prefix_bytes": -1},
     ]
     for options in wrong:
         with pytest.raises(ValueError, match=r"expected Config\(max_"):
             Config(**options)
     with pytest.raises(TypeError, match=r"expected Config\(max_candidates=…\) to be an integer"):
         Config(max_candidates=2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected Config\(reuses_prefix=…\) to be a bool, got 1"):
+        Config(reuses_prefix=1)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"expected no Config\(reuses_prefix=True\) beside stable_t"
+    ):
+        Config(reuses_prefix=True, stable_text=True)
     with pytest.raises(ValueError, match="of 'exact', 'rejection', got 'typical'"):
         Config(acceptance="typical")  # type: ignore[arg-type]
