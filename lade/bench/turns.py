@@ -140,12 +140,12 @@ def _extended(
     loaded: LoadedModel, messages: Sequence[Message], question: str, share: int, words: Any
 ) -> str:
     """Return a question with words added until the prompt has so many tokens."""
-    num_missing = share
-    while num_missing > 0:
-        question += " " + " ".join(words.choices(_WORDS, k=max(1, num_missing * 3 // 4)))
+    while True:
         inputs = _encoded(loaded, [*messages, {"role": "user", "content": question}])
         num_missing = share - inputs["input_ids"].shape[1]
-    return question
+        if num_missing <= 0:
+            return question
+        question += " " + " ".join(words.choices(_WORDS, k=max(1, num_missing * 3 // 4)))
 
 
 def _encoded(loaded: LoadedModel, messages: Sequence[Message]) -> dict[str, Any]:
