@@ -145,7 +145,8 @@ def _extended(
         num_missing = share - inputs["input_ids"].shape[1]
         if num_missing <= 0:
             return question
-        question += " " + " ".join(words.choices(_WORDS, k=max(1, num_missing * 3 // 4)))
+        # A word may be several tokens.
+        question += " " + " ".join(words.choices(_WORDS, k=max(1, num_missing // 8)))
 
 
 def _encoded(loaded: LoadedModel, messages: Sequence[Message]) -> dict[str, Any]:

