@@ -37,6 +37,10 @@ class KernelWarning(UserWarning):
     """Kernels for a GPU cannot be compiled or run there; plain torch is slower, and as exact."""
 
 
+class ContextLengthError(LadeError, ValueError):
+    """A prompt has more tokens than the model has positions for; nothing was generated."""
+
+
 class ModelFetchError(LadeError):
     """An embedded model could not be fetched, checked, converted or stored."""
 

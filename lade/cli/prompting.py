@@ -9,6 +9,7 @@ from typing import Any
 
 from lade.cli.loading import note
 from lade.models.loading import LoadedModel, encode
+from lade.models.prompts import check_system, num_positions, room_after
 
 # Names of position tables in models; tables of distances have fewer rows than positions.
 _POSITIONS = re.compile(r"position|pos_|wpe")
@@ -90,36 +91,19 @@ def encode_prompt(loaded: LoadedModel, asked: Asked | str) -> dict[str, Any]:
     if isinstance(asked, str):
         asked = Asked(asked)
     if asked.system is not None:
-        return _encode_with_system(loaded, asked.text, asked.system)
-    inputs = encode(loaded.tokenizer, asked.text, loaded.model.device, is_raw=asked.is_raw)
+        check_system(loaded, asked.system)
+    inputs = encode(
+        loaded.tokenizer,
+        asked.text,
+        loaded.model.device,
+        system=asked.system,
+        is_raw=asked.is_raw,
+    )
     if inputs["input_ids"].shape[1] == 0:
         why = f"the tokenizer of {loaded.name} makes no token of {asked.text!r}"
         if not asked.text and not asked.is_raw:
             why = f"{loaded.name} has no chat template, and nothing to go on from"
         raise ValueError(f"expected a prompt of one token or more, got none: {why}")
-    return inputs
-
-
-def _encode_with_system(loaded: LoadedModel, text: str, system: str) -> dict[str, Any]:
-    """Encode a prompt after a system prompt.
-
-    Raises:
-        ValueError: there is no chat template, or it has no place for a system prompt.
-    """
-    from jinja2 import TemplateError
-
-    tokenizer, device = loaded.tokenizer, loaded.model.device
-    if not tokenizer.chat_template:
-        raise ValueError(f"expected no --system: {loaded.name} has no chat template")
-    try:
-        inputs = encode(tokenizer, text, device, system=system)
-    except TemplateError as error:
-        raise ValueError(
-            f"expected no --system: the chat template of {loaded.name} refuses it ({error})"
-        ) from None
-    without = encode(tokenizer, text, device)["input_ids"]
-    if inputs["input_ids"].tolist() == without.tolist():
-        raise ValueError(f"expected no --system: the chat template of {loaded.name} leaves it out")
     return inputs
 
 
@@ -132,7 +116,7 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
     Raises:
         ValueError: the prompt alone is too long for the table.
     """
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = num_positions(model)
     # The last new token is never fed.
     if limit is None or num_prompt_tokens + max_new_tokens - 1 <= limit:
         return max_new_tokens
@@ -143,12 +127,8 @@ def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:
             f"up to {max_new_tokens} new ones are more, and may come to make no sense"
         )
         return max_new_tokens
-    if num_prompt_tokens > limit:
-        raise ValueError(
-            f"expected a prompt of at most {limit} tokens, as {name} has positions for no more; "
-            f"got {num_prompt_tokens}"
-        )
-    room: int = limit - num_prompt_tokens + 1
+    room = room_after(model, num_prompt_tokens)
+    assert room is not None, "there is a limit"
     note(f"{name} has positions for {limit} tokens: the answer ends after {room} at the latest")
     return room
 

@@ -801,7 +801,7 @@ def test_a_system_prompt_that_has_no_place_is_refused(folder: str, tmp_path: Pat
         (templated(folder, tmp_path / "refusing", refusing), r"refuses it \(no system\)"),
         (templated(folder, tmp_path / "deaf", "{{ messages[-1]['content'] }}"), "leaves it out"),
     ):
-        with pytest.raises(ValueError, match=f"expected no --system: .*{message}"):
+        with pytest.raises(ValueError, match=f"expected no system prompt: .*{message}"):
             run("generate", "ab", "--model", model, "--system", "be brief", *SHORT)
 
 

@@ -1,0 +1,106 @@
+"""Encode conversations, and tell how many tokens a model has positions for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lade.errors import ContextLengthError
+from lade.models.loading import LoadedModel
+
+
+def encode_messages(
+    loaded: LoadedModel, messages: Sequence[Mapping[str, str]], *, asks: bool = True
+) -> dict[str, Any]:
+    """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of messages.
+
+    Without a chat template they are one text, which the model is to go on with.
+
+    Args:
+        loaded: the model and its tokenizer.
+        messages: as chat templates take them.
+        asks: whether the begin of an answer follows.
+
+    Raises:
+        ValueError: there is no token, or the chat template refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = loaded.tokenizer
+    if tokenizer.chat_template:
+        try:
+            encoded = tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=asks,
+                return_tensors="pt",
+                return_dict=True,
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template of {loaded.name} refuses the messages ({error})"
+            ) from None
+    else:
+        encoded = tokenizer(_as_text(messages), return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise ValueError(
+            f"expected a prompt of one token or more, got none: {loaded.name} has no chat template"
+        )
+    # Some tokenizers add inputs, such as token types, that causal LMs do not need.
+    names = ("input_ids", "attention_mask")
+    return {name: encoded[name].to(loaded.model.device) for name in names}
+
+
+def check_system(loaded: LoadedModel, system: str) -> None:
+    """Check that the model's chat template has a place for a system prompt.
+
+    Raises:
+        ValueError: there is no chat template, or it refuses a system prompt or leaves it out.
+    """
+    from jinja2 import TemplateError
+
+    if not loaded.tokenizer.chat_template:
+        raise ValueError(f"expected no system prompt: {loaded.name} has no chat template")
+    user = {"role": "user", "content": "?"}
+    render = loaded.tokenizer.apply_chat_template
+    try:
+        text = render([{"role": "system", "content": system}, user], tokenize=False)
+    except TemplateError as error:
+        raise ValueError(
+            f"expected no system prompt: the chat template of {loaded.name} refuses it ({error})"
+        ) from None
+    if text == render([user], tokenize=False):
+        raise ValueError(
+            f"expected no system prompt: the chat template of {loaded.name} leaves it out"
+        )
+
+
+def num_positions(model: Any) -> int | None:
+    """Return the most tokens that a model was made for; None if it names no limit."""
+    config = model.config.get_text_config(decoder=True)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    return limit
+
+
+def room_after(model: Any, num_prompt_tokens: int) -> int | None:
+    """Return how many new tokens have positions after a prompt; None for any number.
+
+    Raises:
+        ContextLengthError: the prompt alone is too long.
+    """
+    limit = num_positions(model)
+    if limit is None:
+        return None
+    if num_prompt_tokens > limit:
+        raise ContextLengthError(
+            f"expected a prompt of at most {limit:,} tokens, as {type(model).__name__} has "
+            f"positions for no more; got {num_prompt_tokens:,}"
+        )
+    return limit - num_prompt_tokens + 1  # the last new token is never fed
+
+
+def _as_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Return what was said as one text; each answer follows its question at once."""
+    texts: list[str] = []
+    for message in messages:
+        if texts and message["role"] == "user":
+            texts.append("\n")
+        texts.append(message["content"])
+    return "".join(texts)
