@@ -44,7 +44,7 @@ class Turn:
         seed: of torch's generator when it began.
         is_plain: whether the model's own `generate` made it.
         num_prompt_tokens: of the whole conversation before it.
-        num_reused_tokens: those of them that were not run again.
+        num_reused_tokens: those of them that were not run again; known once the answer has ended.
         pieces: what was said, thinking included.
         steps: what each forward committed, the prompt's first.
         token_times: seconds from the begin to each token.
@@ -127,7 +127,7 @@ class Conversation:
     Args:
         loaded: the model and its tokenizer.
         settings: of answers; may be replaced between two of them.
-        config: of drafts; None for all that is automatic, and for kept prefixes.
+        config: of drafts; None for what is automatic, and to run only what is new of each prompt.
         pool: as for `lade.generate`; None for a new one.
         system: a system prompt.
 
@@ -155,7 +155,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.turns: list[Turn] = []
         self.plain_tokens_per_sec: float | None = None
-        self._config = Config() if config is None else config
+        self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._num_answers = 0
         self._is_answering = False
@@ -425,6 +425,7 @@ class _Worker:
             turn.is_interrupted = self._stop.was_asked or isinstance(taken, BaseException)
             if isinstance(taken, _Done):
                 turn.sec, turn.stats = taken.at - self._begin, taken.stats
+                turn.num_reused_tokens = taken.stats.num_reused_tokens if taken.stats else 0
             yield from rest
             if isinstance(taken, BaseException):
                 raise taken

@@ -11,6 +11,7 @@ import torch
 
 from lade.chat.conversation import Conversation
 from lade.chat.settings import Settings
+from lade.config import Config
 from lade.errors import ContextLengthError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages
@@ -75,6 +76,20 @@ def test_a_turn_has_the_figures_of_its_answer(loaded: LoadedModel) -> None:
     num_drafted = sum(piece.is_drafted for piece in pieces)
     assert 0 < num_drafted <= turn.stats.num_accepted_tokens
     assert conversation.plain_tokens_per_sec is None
+
+
+def test_what_was_run_once_is_not_run_again(loaded: LoadedModel) -> None:
+    conversation = Conversation(loaded, settings=SHORT)
+    said(conversation, "abc")
+    said(conversation, "def")
+    first, second = conversation.turns
+    assert first.num_reused_tokens == 0
+    assert second.num_reused_tokens >= first.num_prompt_tokens
+    each_anew = Conversation(loaded, settings=SHORT, config=Config())
+    said(each_anew, "abc")
+    said(each_anew, "def")
+    assert each_anew.turns[1].num_reused_tokens == 0
+    assert each_anew.messages == conversation.messages
 
 
 def test_a_plain_answer_has_one_token_a_step_and_tells_plains_speed(loaded: LoadedModel) -> None:
