@@ -13,10 +13,11 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-all test-oldest test-oldest-all coverage check format docs fuzz stress dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
+	@echo "make chat         chat with the default model in the terminal"
 	@echo "make test         run the tests in a few minutes, without the long grids"
 	@echo "make test-all     run all tests, the pool's also without compilation"
 	@echo "make test-oldest  run the quick tests of lade on the oldest supported transformers"
@@ -32,6 +33,9 @@ help:
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/lade demo
+
+chat: $(VENV)/.demo
+	$(VENV)/bin/lade chat
 
 test: $(VENV)/.dev
 	$(VENV)/bin/$(COMPILE)

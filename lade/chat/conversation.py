@@ -341,6 +341,11 @@ class Conversation:
         return learning[0] if learning else None
 
     @property
+    def read_pools(self) -> list[NGramPool]:
+        """The pools that are only read."""
+        return [pool for pool in self._pools if isinstance(pool, NGramPool) and pool.is_read_only]
+
+    @property
     def pool_fill(self) -> PoolFill | None:
         """How full the pool is that learns; None where there is none."""
         pool = self.pool

@@ -1,4 +1,4 @@
-"""The command line: generate, prewarm, demo, bench, check, support.
+"""The command line: generate, chat, prewarm, demo, bench, check, support.
 
 `app.py` and `bench_app.py` define commands and options. The implementations are in other modules,
 imported with their heavy dependencies only when a command runs.

@@ -11,7 +11,6 @@ import typer
 from lade.cli.bench_app import bench
 from lade.cli.options import (
     MODEL_HELP,
-    SAMPLING,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -23,6 +22,8 @@ from lade.cli.options import (
     PoolsOption,
     PrewarmOption,
     SavePoolOption,
+    SeedOption,
+    SystemOption,
     TemperatureOption,
     ThreadsOption,
     TopPOption,
@@ -67,10 +68,7 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="What to ask; - reads it from standard input.")
     ],
     max_new_tokens: MaxNewTokensOption = 256,
-    system: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Put a system prompt before it."),
-    ] = None,
+    system: SystemOption = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -88,16 +86,7 @@ def generate(
     trust_remote_code: TrustOption = False,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Random seed, to sample the same text again. Without it, another one each time; "
-            "it is shown with the answer's speed.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None,
+    seed: SeedOption = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
     pools: PoolsOption = None,
@@ -117,6 +106,50 @@ def generate(
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
     run(asked, loaded, settings, config, pools or [], save_pool, learns)
+
+
+@app.command(rich_help_panel=_USE)
+def chat(
+    max_new_tokens: MaxNewTokensOption = 1024,
+    system: SystemOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    verification: VerificationOption = None,
+    pools: PoolsOption = None,
+    save_pool: SavePoolOption = None,
+    learns: LearnOption = True,
+) -> None:
+    """Chat with a model in this terminal.
+
+    Answers appear as they come, with their speed; /help lists what else one can type, such as
+    /plain, which answers by plain generate as well and compares. In a pipe, all of standard input
+    is one question, and the answer is plain text.
+    """
+    from lade.cli.chat import read_question, run
+    from lade.cli.prompting import new_seed, read_typed
+
+    question = read_question()
+    if temperature == 0 and top_p < 1:
+        raise ValueError(
+            f"expected a temperature above 0 with top_p={top_p}, as greedy decoding has no use for "
+            "it; got temperature 0"
+        )
+    system = None if system is None else read_typed(system)
+    config = make_config(max_draft_tokens, verification)
+    check_pools(pools, save_pool, verification)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    from lade.chat.settings import Settings
+
+    seed = new_seed() if seed is None else seed
+    settings = Settings(max_new_tokens, temperature, top_p, seed)
+    run(question, loaded, settings, config, system, pools or [], save_pool, learns)
 
 
 @app.command(rich_help_panel=_USE)

@@ -34,7 +34,7 @@ def run(
     options = replace(settings, max_new_tokens=room).options()
     if asked.stops:
         options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
-    _check(loaded.model, inputs, config)
+    check_verification(loaded.model, inputs, config)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     with open_pools(loaded, pool_paths, save_path) as pools:
         torch.manual_seed(settings.seed)
@@ -64,7 +64,7 @@ def run(
         learn_after(loaded, sec)
 
 
-def _check(model: Any, inputs: dict[str, Any], config: Config) -> None:
+def check_verification(model: Any, inputs: dict[str, Any], config: Config) -> None:
     """Do the work now that is done once per model, so that the answer's time is the answer's own.
 
     It is checking how drafts are verified, reading the table of `lade prewarm` and compiling the

@@ -114,6 +114,20 @@ TopPOption = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Random seed, to sample the same text again. Without it, another one each time; "
+        "it is shown with the answer's speed.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Put a system prompt before it."),
+]
 
 
 # --- drafts ---------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""Figures of answers, as words."""
+
+from collections.abc import Sequence
+
+from lade.chat.conversation import Context, PoolFill, Turn
+
+_SEPARATOR = " · "
+
+
+def figures_of(turn: Turn, plain_tokens_per_sec: float | None) -> list[str]:
+    """Return what is said of an answer, the most important first."""
+    noun = "token" if turn.num_tokens == 1 else "tokens"
+    parts = [f"{turn.num_tokens:,} {noun}", *speed_of(turn, plain_tokens_per_sec)]
+    if turn.first_token_sec is not None:
+        parts.append(f"the first after {turn.first_token_sec:.1f} s")
+    if turn.num_reused_tokens:
+        parts.append(f"{turn.num_reused_tokens:,} of {turn.num_prompt_tokens:,} not run again")
+    if turn.is_plain:
+        parts.insert(0, "plain")
+    if turn.is_interrupted:
+        parts.insert(0, "stopped")
+    return parts
+
+
+def speed_of(turn: Turn, plain_tokens_per_sec: float | None) -> list[str]:
+    """Return how fast an answer came, in parts."""
+    parts = [f"{turn.tokens_per_sec:.1f} a second", f"{turn.mean_accepted_tokens:.2f} a step"]
+    if plain_tokens_per_sec and not turn.is_plain:
+        parts.append(f"{turn.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
+    return parts
+
+
+def fill_of(context: Context, pool: PoolFill | None) -> list[str]:
+    """Return how full context and pool are, in parts."""
+    used, limit = context
+    parts = [f"context {used:,}" + (f" of {limit:,}" if limit else "")]
+    if pool is not None:
+        parts.append(f"pool {_percent(pool.num_tokens / pool.capacity_tokens)}")
+    return parts
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """Return as many parts as fit into a line, the first ones."""
+    line = ""
+    for part in parts:
+        longer = f"{line}{_SEPARATOR}{part}" if line else part
+        if len(longer) > width:
+            break
+        line = longer
+    return line or "".join(parts[:1])[:width]
+
+
+def _percent(share: float) -> str:
+    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"

@@ -1,0 +1,293 @@
+"""How an answer appears in a terminal: finished parts are printed once, only the last one changes.
+
+A terminal cannot take back what has scrolled out of its window, so no more than a window's height
+is ever drawn anew: lines above it are printed for good as they are.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
+from time import monotonic
+from types import TracebackType
+from typing import ClassVar
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
+from rich.markdown import Heading, Markdown, MarkdownElement
+from rich.segment import Segment
+from rich.spinner import Spinner
+from rich.text import Text
+
+from lade.chat.pieces import Piece
+
+DRAFTED = "green"
+DRAFTED_WITHOUT_COLOUR = "underline"
+THINKING = "dim"
+
+_REFRESHES_PER_SEC = 12
+# Characters that would move the cursor or change the terminal: all controls but newline and tab.
+_CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
+# As rich's own parser, but with HTML as text, which it would leave out.
+_parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+_Line = list[Segment]
+
+
+@dataclass(slots=True)
+class _Open:
+    """The part of an answer that may still change."""
+
+    is_thinking: bool
+    width: int
+    has_gap: bool  # whether an empty line stands before it
+    pieces: list[Piece] = field(default_factory=list)
+    num_printed: int = 0  # lines of it that are printed for good
+
+
+class AnswerView:
+    """Shows an answer while it comes, as Markdown, or as text with drafted tokens marked.
+
+    Use it as a context manager, and add pieces as they come.
+
+    Args:
+        console: of the terminal.
+        shows_drafted: whether to show who wrote each token, instead of Markdown.
+    """
+
+    def __init__(self, console: Console, shows_drafted: bool = False) -> None:
+        self._console = console
+        self._shows_drafted = shows_drafted
+        self._open: _Open | None = None
+        self._has_printed = False  # anything of the answer
+        self._last_print = 0.0
+        # A recording would hold every state that it went through.
+        is_live = console.is_terminal and not console.is_dumb_terminal and not console.record
+        self._live = (
+            Live(get_renderable=self._tail, console=console, auto_refresh=False, transient=True)
+            if is_live
+            else None
+        )
+
+        # Of all that draws. Live's own thread would know nothing of what is printed meanwhile.
+        self._lock = threading.Lock()
+        self._has_ended = threading.Event()
+        self._ticker = threading.Thread(target=self._refresh_regularly, daemon=True)
+
+    def __enter__(self) -> "AnswerView":
+        if self._live is not None:
+            self._live.start(refresh=True)
+            self._ticker.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._has_ended.set()
+        if self._live is not None:
+            self._ticker.join()
+        try:
+            self._finish()
+        finally:
+            if self._live is not None:
+                self._live.stop()
+
+    def add(self, piece: Piece) -> None:
+        """Show a piece more."""
+        with self._lock:
+            self._add(piece)
+
+    def _add(self, piece: Piece) -> None:
+        piece = piece._replace(text=piece.text.translate(_CONTROLS))
+        opened = self._open
+        if opened is None or opened.is_thinking != piece.is_thinking:
+            self._finish()
+            piece = piece._replace(text=piece.text.lstrip("\n"))
+            if not piece.text:
+                return
+            opened = self._open = _Open(piece.is_thinking, self._console.width, self._has_printed)
+        opened.pieces.append(piece)
+        if "\n" in piece.text:
+            self._settle(opened)
+        if monotonic() - self._last_print > 1 / _REFRESHES_PER_SEC:
+            self._last_print = monotonic()
+            self._print_what_is_too_high()
+
+    # --- what is printed for good -------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Print all of the open part."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            self._print(self._lines(opened)[opened.num_printed :])
+
+    def _settle(self, opened: _Open) -> None:
+        """Print what no later text can change: all blocks but the last, or all whole lines."""
+        text = "".join(piece.text for piece in opened.pieces)
+        is_markdown = self._is_markdown(opened)
+        cuts = _begins_of_blocks(text)[1:] if is_markdown else [text.rfind("\n") + 1]
+        at = 0
+        for cut in cuts:
+            before, after = _split(opened.pieces, cut - at)
+            settled = replace(opened, pieces=before)
+            lines = self._lines(settled)[settled.num_printed :]
+            # First this, as printing draws the open part anew.
+            opened = _Open(opened.is_thinking, self._console.width, is_markdown, after)
+            self._open, at = opened, cut
+            self._print(lines)
+
+    def _print_what_is_too_high(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        lines = self._lines(opened)
+        num_high = len(lines) - self._height
+        if num_high > opened.num_printed:
+            printed, opened.num_printed = opened.num_printed, num_high
+            self._print(lines[printed:num_high])
+
+    def _print(self, lines: Sequence[_Line]) -> None:
+        if not lines:
+            return
+        self._has_printed = True
+        with self._console:  # in one write
+            if self._live is not None:
+                self._live.refresh()  # else printing repeats what was drawn last
+            self._console.print(_Lines(lines), end="")
+
+    # --- what changes -------------------------------------------------------------------------
+
+    @property
+    def _height(self) -> int:
+        """Lines that may be drawn anew; the last of the window is the cursor's."""
+        return max(1, self._console.height - 2)
+
+    def _refresh_regularly(self) -> None:
+        while not self._has_ended.wait(1 / _REFRESHES_PER_SEC):
+            with self._lock:
+                if self._live is not None and not self._has_ended.is_set():
+                    self._live.refresh()
+
+    def _tail(self) -> RenderableType:
+        """Return the end of the open part."""
+        opened = self._open
+        if opened is None:
+            return "" if self._has_printed else Spinner("line", style="dim")
+        return _Lines(self._lines(opened)[opened.num_printed :][-self._height :])
+
+    def _lines(self, opened: _Open) -> list[_Line]:
+        pieces = [*opened.pieces]
+        text = "".join(piece.text for piece in pieces)
+        options = self._console.options.update(width=opened.width, height=None)
+        if not text:
+            lines: list[_Line] = []
+        elif self._is_markdown(opened):
+            rendered = self._console.render_lines(_as_markdown(text), options, pad=False)
+            lines = _without_blanks(rendered)
+        else:
+            shown = self._as_text(pieces, opened.is_thinking)
+            # The last newline ends a line, as all lines do here.
+            parts = shown.split("\n", allow_blank=not text.endswith("\n"))
+            rows = [self._console.render_lines(part, options, pad=False) for part in parts]
+            lines = [line for row in rows for line in row or [[]]]
+        return [[], *lines] if opened.has_gap and lines else lines
+
+    def _is_markdown(self, opened: _Open) -> bool:
+        return not opened.is_thinking and not self._shows_drafted
+
+    def _as_text(self, pieces: Sequence[Piece], is_thinking: bool) -> Text:
+        text = Text(style=THINKING if is_thinking else "", end="")
+        for is_drafted, group in groupby(pieces, key=lambda piece: piece.is_drafted):
+            part = "".join(piece.text for piece in group)
+            if not (is_drafted and self._shows_drafted):
+                text.append(part)
+            elif self._console.color_system is None:  # no styles at all
+                text.append(f"[{part}]")
+            else:
+                text.append(part, drafted_style(self._console))
+        return text
+
+
+def drafted_style(console: Console) -> str:
+    """Return the style of drafted tokens, which is no colour where there are none."""
+    return DRAFTED_WITHOUT_COLOUR if console.no_color else DRAFTED
+
+
+class _Lines:
+    """Lines as they were rendered."""
+
+    def __init__(self, lines: Sequence[_Line]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines:
+            yield from line
+            yield Segment.line()
+
+
+class _Heading(Heading):
+    """A heading on the left, where those of a chat are expected."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.text.justify = "left"
+        yield self.text
+
+
+class _Markdown(Markdown):
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
+        **Markdown.elements,
+        "heading_open": _Heading,
+    }
+
+
+def _as_markdown(text: str) -> Markdown:
+    shown = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    shown.parsed = _parser.parse(text)
+    return shown
+
+
+def _begins_of_blocks(text: str) -> list[int]:
+    """Return where the blocks of a Markdown text begin; those before the last are complete."""
+    ends = [0, *accumulate(len(line) + 1 for line in text.split("\n"))]
+    return [
+        ends[token.map[0]]
+        for token in _parser.parse(text)
+        if token.level == 0 and token.nesting >= 0 and token.map
+    ]
+
+
+def _split(pieces: Sequence[Piece], cut: int) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces before and after some number of characters."""
+    before: list[Piece] = []
+    for i, piece in enumerate(pieces):
+        if len(piece.text) > cut:
+            if cut:
+                before.append(piece._replace(text=piece.text[:cut]))
+            return before, [piece._replace(text=piece.text[cut:]), *pieces[i + 1 :]]
+        before.append(piece)
+        cut -= len(piece.text)
+    return before, []
+
+
+def _without_blanks(lines: Sequence[_Line]) -> list[_Line]:
+    """Return lines without blanks at their ends, and without empty ones around them."""
+    stripped = []
+    for line in lines:
+        line = [*line]
+        while line and not _has_background(line[-1]):
+            text, style, control = line.pop()
+            if text.rstrip():
+                line.append(Segment(text.rstrip(), style, control))
+                break
+        stripped.append(line)
+    filled = [i for i, line in enumerate(stripped) if line]
+    return stripped[filled[0] : filled[-1] + 1] if filled else []
+
+
+def _has_background(segment: Segment) -> bool:
+    colour = segment.style.bgcolor if segment.style else None
+    return colour is not None and not colour.is_default

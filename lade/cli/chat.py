@@ -1,0 +1,103 @@
+"""`lade chat`: a conversation in a terminal, or one question from a pipe."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lade.cli.loading import console, note
+from lade.cli.prompting import read_prompt
+from lade.config import Config
+from lade.errors import MissingExtraError
+from lade.models.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from lade.chat.conversation import Conversation
+    from lade.chat.settings import Settings
+
+
+def read_question() -> str | None:
+    """Return all of standard input as a question; None where it is a terminal to chat in.
+
+    Raises:
+        ValueError: it is empty or not UTF-8, or answers would not appear in the terminal.
+    """
+    if sys.stdin.isatty():
+        if not sys.stdout.isatty():
+            raise ValueError(
+                "expected a terminal on standard output, or a question on standard input; lade "
+                "generate answers one question into a file"
+            )
+        return None
+    question = read_prompt("-").strip()
+    if not question:
+        raise ValueError("expected a question on standard input, got nothing")
+    return question
+
+
+def run(
+    question: str | None,
+    loaded: LoadedModel,
+    settings: "Settings",
+    config: Config,
+    system: str | None,
+    pool_paths: Sequence[Path],
+    save_path: Path | None,
+    learns: bool,
+) -> None:
+    """Chat until the user leaves, or answer one question."""
+    from lade.chat.conversation import Conversation
+    from lade.cli.generate import check_verification
+    from lade.cli.pool import open_pools
+    from lade.models.loading import encode
+
+    config = replace(config, reuses_prefix=True)
+    learns = learns and config.verification != "plain"
+    check_verification(loaded.model, encode(loaded.tokenizer, "Hi", loaded.model.device), config)
+    with open_pools(loaded, pool_paths, save_path) as pools:
+        conversation = Conversation(
+            loaded, settings=settings, config=config, pool=pools, system=system
+        )
+        if question is None:
+            _chat(conversation, learns)
+            return
+        _answer(conversation, question)
+    if learns and conversation.turn is not None:
+        from lade.cli.prewarm import learn_after
+
+        learn_after(loaded, conversation.turn.sec)
+
+
+def _chat(conversation: "Conversation", learns: bool) -> None:
+    """Chat in the terminal."""
+    try:
+        from lade.chat.terminal import Terminal, history_in
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "prompt_toolkit", "cli") from None
+    from platformdirs import user_data_path
+    from rich.console import Console
+
+    from lade.chat.learning import IdleLearner
+
+    history = history_in(user_data_path("lade", appauthor=False))
+    learner = IdleLearner(conversation.loaded.model, note) if learns else None
+    Terminal(conversation, Console(highlight=False), history, learner).run()
+
+
+def _answer(conversation: "Conversation", question: str) -> None:
+    """Print an answer as plain text, without its thinking, and its figures to standard error."""
+    from lade.chat.figures import figures_of
+
+    try:
+        for piece in conversation.answer(question):
+            if not piece.is_thinking:
+                print(piece.text, end="", flush=True)
+    finally:
+        print(flush=True)
+    turn = conversation.turn
+    assert turn is not None, "it was answered"
+    figures = ", ".join(figures_of(turn, None))
+    if conversation.settings.temperature > 0:
+        figures += f", seed {turn.seed}"
+    console.print(f"[dim]{figures}[/dim]")
