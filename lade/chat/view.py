@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
-from time import monotonic
+from time import perf_counter
 from types import TracebackType
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ DRAFTED_WITHOUT_COLOUR = "underline"
 THINKING = "dim"
 
 _REFRESHES_PER_SEC = 12
+_SHARE_OF_DRAWING = 0.1  # of one core's time, at most; long code takes long to draw
 # Characters that would move the cursor or change the terminal: all controls but newline and tab.
 _CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
 # As rich's own parser, but with HTML as text, which it would leave out.
@@ -61,7 +62,8 @@ class AnswerView:
         self._shows_drafted = shows_drafted
         self._open: _Open | None = None
         self._has_printed = False  # anything of the answer
-        self._last_print = 0.0
+        self._drawn: list[_Line] = []  # of the open part
+        self._spinner = Spinner("line", style="dim")
         # A recording would hold every state that it went through.
         is_live = console.is_terminal and not console.is_dumb_terminal and not console.record
         self._live = (
@@ -73,7 +75,7 @@ class AnswerView:
         # Of all that draws. Live's own thread would know nothing of what is printed meanwhile.
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
-        self._ticker = threading.Thread(target=self._refresh_regularly, daemon=True)
+        self._ticker = threading.Thread(target=self._draw_regularly, daemon=True)
 
     def __enter__(self) -> "AnswerView":
         if self._live is not None:
@@ -113,9 +115,6 @@ class AnswerView:
         opened.pieces.append(piece)
         if "\n" in piece.text:
             self._settle(opened)
-        if monotonic() - self._last_print > 1 / _REFRESHES_PER_SEC:
-            self._last_print = monotonic()
-            self._print_what_is_too_high()
 
     # --- what is printed for good -------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class AnswerView:
         """Print all of the open part."""
         opened, self._open = self._open, None
         if opened is not None:
-            self._print(self._lines(opened)[opened.num_printed :])
+            self._print(self._lines(opened)[opened.num_printed :], then=[])
 
     def _settle(self, opened: _Open) -> None:
         """Print what no later text can change: all blocks but the last, or all whole lines."""
@@ -131,33 +130,25 @@ class AnswerView:
         is_markdown = self._is_markdown(opened)
         cuts = _begins_of_blocks(text)[1:] if is_markdown else [text.rfind("\n") + 1]
         at = 0
+        lines: list[_Line] = []
         for cut in cuts:
             before, after = _split(opened.pieces, cut - at)
             settled = replace(opened, pieces=before)
-            lines = self._lines(settled)[settled.num_printed :]
-            # First this, as printing draws the open part anew.
+            lines += self._lines(settled)[settled.num_printed :]
             opened = _Open(opened.is_thinking, self._console.width, is_markdown, after)
             self._open, at = opened, cut
-            self._print(lines)
+        if lines:
+            self._print(lines, then=self._lines(opened))
 
-    def _print_what_is_too_high(self) -> None:
-        opened = self._open
-        if opened is None:
-            return
-        lines = self._lines(opened)
-        num_high = len(lines) - self._height
-        if num_high > opened.num_printed:
-            printed, opened.num_printed = opened.num_printed, num_high
-            self._print(lines[printed:num_high])
-
-    def _print(self, lines: Sequence[_Line]) -> None:
-        if not lines:
-            return
-        self._has_printed = True
+    def _print(self, lines: Sequence[_Line], then: Sequence[_Line]) -> None:
+        """Print lines for good, and draw others below them."""
+        self._has_printed |= bool(lines)
         with self._console:  # in one write
             if self._live is not None:
+                self._drawn = [*then[-self._height :]]
                 self._live.refresh()  # else printing repeats what was drawn last
-            self._console.print(_Lines(lines), end="")
+            if lines:
+                self._console.print(_Lines(lines), end="")
 
     # --- what changes -------------------------------------------------------------------------
 
@@ -166,18 +157,30 @@ class AnswerView:
         """Lines that may be drawn anew; the last of the window is the cursor's."""
         return max(1, self._console.height - 2)
 
-    def _refresh_regularly(self) -> None:
-        while not self._has_ended.wait(1 / _REFRESHES_PER_SEC):
+    def _draw_regularly(self) -> None:
+        """Draw what is new, as often as it takes but a small part of the time."""
+        pause = 1 / _REFRESHES_PER_SEC
+        while not self._has_ended.wait(pause):
+            begin = perf_counter()
             with self._lock:
-                if self._live is not None and not self._has_ended.is_set():
-                    self._live.refresh()
+                self._draw()
+            pause = max(1 / _REFRESHES_PER_SEC, (perf_counter() - begin) / _SHARE_OF_DRAWING)
+
+    def _draw(self) -> None:
+        """Draw the open part anew; what is higher than the window is printed for good."""
+        opened = self._open
+        lines = [] if opened is None else self._lines(opened)
+        num_printed = 0 if opened is None else opened.num_printed
+        num_high = max(num_printed, len(lines) - self._height)
+        if opened is not None:
+            opened.num_printed = num_high
+        self._print(lines[num_printed:num_high], then=lines[num_high:])
 
     def _tail(self) -> RenderableType:
-        """Return the end of the open part."""
-        opened = self._open
-        if opened is None:
-            return "" if self._has_printed else Spinner("line", style="dim")
-        return _Lines(self._lines(opened)[opened.num_printed :][-self._height :])
+        """Return what is drawn below all that is printed."""
+        if self._drawn or self._has_printed:
+            return _Lines(self._drawn)
+        return self._spinner
 
     def _lines(self, opened: _Open) -> list[_Line]:
         pieces = [*opened.pieces]

@@ -42,10 +42,9 @@ def shown(console: Console, pieces: Sequence[Piece], shows_drafted: bool = False
     with AnswerView(console, shows_drafted) as view:
         for piece in pieces:
             view.add(piece)
-            view._last_print = 0.0  # as if time had passed
             if view._live is not None:
                 with view._lock:
-                    view._live.refresh()
+                    view._draw()  # as if time had passed
 
 
 @pytest.mark.parametrize("width", [20, 33, 80])
@@ -138,8 +137,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 def test_before_the_first_piece_something_moves() -> None:
     console, screen = screen_console(60, 12)
     with AnswerView(console) as view, view._lock:
-        assert view._live is not None
-        view._live.refresh()
+        view._draw()
         assert screen.shown() in ("-", "\\", "|", "/")
     assert screen.shown() == ""
 
