@@ -58,7 +58,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *([], ["generate"], ["prewarm"], ["demo"], ["check"], ["support"], ["bench"]),
+        *([], ["generate"], ["chat"], ["prewarm"], ["demo"], ["check"], ["support"], ["bench"]),
         *(["bench", "run"], ["bench", "show"], ["bench", "memory"], ["bench", "pool"]),
         *(["bench", "record"], ["bench", "replay"], ["bench", "project"], ["bench", "gpu"]),
         *(["pool"], ["pool", "build"], ["pool", "info"], ["pool", "merge"], ["pool", "prune"]),

@@ -1,0 +1,73 @@
+"""Pictures of what one sees, made of the real thing: `python docs/screenshots.py [terminal] [web]`.
+
+Each function draws one picture, dark and light, into `docs/images`, from a conversation with the
+default model that takes place while it is drawn.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME, TerminalTheme
+from rich.text import Text
+
+IMAGES = Path(__file__).parent / "images"
+THEMES: dict[str, TerminalTheme] = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
+_WIDTH = 92
+_LINES = (
+    "Write a Python function that adds two numbers.",
+    "/show",
+    "/plain Now write one that multiplies two numbers.",
+)
+# Without fonts from elsewhere, which a page of documentation has no need to fetch.
+_SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+
+
+def terminal() -> None:
+    """Draw a chat in a terminal."""
+    import lade
+    from lade.chat.conversation import Conversation
+    from lade.chat.settings import Settings
+    from lade.chat.terminal import PROMPT, Terminal
+
+    loaded = lade.models.load()
+    conversation = Conversation(loaded, settings=Settings(max_new_tokens=4))
+    for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
+        for _ in conversation.answer("Hi", is_plain=is_plain):
+            pass
+        conversation.clear()
+    conversation.settings = Settings(max_new_tokens=100)
+    console = Console(
+        record=True, file=io.StringIO(), force_terminal=True, width=_WIDTH, highlight=False
+    )
+    chat = Terminal(conversation, console)
+    for line in _LINES:
+        console.print(Text.assemble((PROMPT, "bold"), line))
+        chat.take(line)
+    console.print(Text(PROMPT, style="bold"))
+    console.print(Text(chat.status(_WIDTH), style="dim"))
+    for name, theme in THEMES.items():
+        svg = console.export_svg(
+            title="lade chat", theme=theme, clear=False, code_format=_SVG_FORMAT, unique_id="chat"
+        )
+        IMAGES.mkdir(exist_ok=True)
+        (IMAGES / f"chat-{name}.svg").write_text(svg)
+
+
+PICTURES: dict[str, Callable[[], None]] = {"terminal": terminal}
+
+
+def main(names: Sequence[str]) -> None:
+    """Draw the pictures of these names, or all."""
+    for name in names or PICTURES:
+        if name not in PICTURES:
+            raise SystemExit(f"expected {', '.join(PICTURES)}, got {name}")
+        PICTURES[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
