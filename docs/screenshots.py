@@ -20,8 +20,8 @@ THEMES: dict[str, TerminalTheme] = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_T
 _WIDTH = 92
 _LINES = (
     "Write a Python function that adds two numbers.",
-    "/show",
     "/plain Now write one that multiplies two numbers.",
+    "/show",
 )
 # Without fonts from elsewhere, which a page of documentation has no need to fetch.
 _SVG_FORMAT = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
@@ -35,12 +35,10 @@ def terminal() -> None:
     from lade.chat.terminal import PROMPT, Terminal
 
     loaded = lade.models.load()
-    conversation = Conversation(loaded, settings=Settings(max_new_tokens=4))
     for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
-        for _ in conversation.answer("Hi", is_plain=is_plain):
+        for _ in Conversation(loaded, settings=Settings(8)).answer("Hi", is_plain=is_plain):
             pass
-        conversation.clear()
-    conversation.settings = Settings(max_new_tokens=100)
+    conversation = Conversation(loaded, settings=Settings(max_new_tokens=200))
     console = Console(
         record=True, file=io.StringIO(), force_terminal=True, width=_WIDTH, highlight=False
     )

@@ -154,10 +154,10 @@ class Conversation:
         self.settings = settings or Settings()
         self.messages: list[dict[str, str]] = []
         self.turns: list[Turn] = []
-        self.plain_tokens_per_sec: float | None = None
         self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._num_answers = 0
+        self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
         self._system: str | None = None
         self.system = system
@@ -246,8 +246,9 @@ class Conversation:
     def _keep(self, turn: Turn) -> None:
         self._num_answers += 1
         self.messages.append({"role": "assistant", "content": _content_of(turn)})
-        if turn.is_plain and turn.num_tokens > 1:
-            self.plain_tokens_per_sec = turn.tokens_per_sec
+        if turn.is_plain:
+            self._num_plain_tokens += turn.num_tokens
+            self._plain_sec += turn.sec
 
     # --- messages -----------------------------------------------------------------------------
 
@@ -322,6 +323,11 @@ class Conversation:
         self._num_answers = len(messages) // 2
 
     # --- figures ------------------------------------------------------------------------------
+
+    @property
+    def plain_tokens_per_sec(self) -> float | None:
+        """Tokens per second of all plain answers so far; None before there was one."""
+        return self._num_plain_tokens / self._plain_sec if self._plain_sec else None
 
     @property
     def context(self) -> Context:

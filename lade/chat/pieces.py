@@ -88,9 +88,7 @@ class PieceStream:
         # Special tokens are no text, but for those that marks are made of.
         self._marking = {
             token_id: token
-            for token_id, token in zip(
-                tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True
-            )
+            for token_id, token in _special_tokens_of(tokenizer).items()
             if any(token in mark for pair in self._marks for mark in pair)
         }
         end_of_prompt = tokenizer.decode(list(prompt_ids[-_END_OF_PROMPT:])).rstrip()
@@ -168,6 +166,16 @@ class PieceStream:
     def _drop(self, num_characters: int) -> None:
         for _ in self._take(num_characters, is_thinking=True):
             pass
+
+
+def _special_tokens_of(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens that decoding leaves out, by id."""
+    added = {
+        token_id: token.content
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def _marks_of(tokenizer: Any) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from lade.bench.methods import Lade
 from lade.bench.report import write_json
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
+from lade.chat.pieces import TextStream
 from lade.cli.bench import check_writable, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
@@ -147,32 +148,18 @@ def _answer_all(
 class TokenPrinter:
     """Printer of tokens as text as they come, drafted ones in a colour of their own."""
 
-    # Number of tokens decoded before a new one: tokenizers join and space neighbours.
-    _CONTEXT = 6
-
     def __init__(self, tokenizer: Any, out: Console) -> None:
-        self._tokenizer = tokenizer
+        self._stream = TextStream(tokenizer)
         self._out = out
-        self._token_ids: list[int] = []
-        self._num_printed = 0
 
     def show(self, step: Step) -> None:
         """Print what a step committed."""
         for i, token_id in enumerate(step.token_ids):
-            self._token_ids.append(token_id)
-            start = max(0, self._num_printed - self._CONTEXT)
-            before = self._decode(self._token_ids[start : self._num_printed])
-            text = self._decode(self._token_ids[start:])
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                continue  # an incomplete character: wait for the rest
-            style = _DRAFTED if i < step.num_accepted else _OWN
-            self._out.print(Text(text[len(before) :], style=style), end="", soft_wrap=True)
-            self._num_printed = len(self._token_ids)
+            text = self._stream.put(token_id)
+            if text:
+                style = _DRAFTED if i < step.num_accepted else _OWN
+                self._out.print(Text(text, style=style), end="", soft_wrap=True)
         sys.stdout.flush()
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
 
 
 def find_difference(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from lade.chat.pieces import Piece, PieceStream, TextStream
 from tests.lade.tiny import byte_tokenizer
@@ -148,6 +148,9 @@ def test_marks_that_are_special_tokens_are_found_and_others_are_no_text() -> Non
     assert len(tokenizer("<think>")["input_ids"]) == 1
     found = pieces_of("<think>hm</think>yes<|im_end|>", tokenizer=tokenizer)
     assert joined(found) == ("hm", "yes")
+    alike = byte_tokenizer()  # as Qwen's, which names none of them but the end
+    alike.add_tokens([AddedToken(mark, special=True) for mark in marks])
+    assert joined(pieces_of("<think>hm</think>yes<|im_end|>", tokenizer=alike)) == ("hm", "yes")
     found = pieces_of("<|channel>thought\nhm<channel|>yes<|im_end|>", tokenizer=tokenizer)
     assert joined(found) == ("hm", "yes")
 

@@ -1,4 +1,4 @@
-"""`lade chat` as users run it: in a pseudo-terminal, and in a pipe."""
+"""`lade chat` as users run it, in a pseudo-terminal."""
 
 import fcntl
 import os
@@ -178,26 +178,3 @@ def test_a_chat_in_a_narrow_window(open_window: Callable[..., Window]) -> None:
     window.type("\x04")
     assert window.end() == 0
     assert "Traceback" not in window.text
-
-
-def piped(
-    folder: str, home: Path, question: str, *options: str
-) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lade", "chat", "--model", folder, "--dtype", "float32"]
-    return subprocess.run(
-        [*command, "--no-learn", *options],
-        input=question,
-        capture_output=True,
-        text=True,
-        timeout=_WAIT_SEC,
-        env={**os.environ, "XDG_CACHE_HOME": str(home / "cache")},
-    )
-
-
-def test_a_chat_in_a_pipe(folder: str, home: Path) -> None:
-    done = piped(folder, home, "abc\nand more\n", "--max-new-tokens", "12")
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout) > 5
-    assert "\x1b" not in done.stdout
-    assert "12 tokens, " in done.stderr
-    assert "12 tokens, " not in done.stdout
