@@ -19,6 +19,7 @@ from lade.chat.conversation import Conversation
 from lade.chat.figures import fitted
 from lade.chat.settings import Settings
 from lade.chat.terminal import Terminal, _Completer, history_in
+from lade.config import Config
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 from tests.lade.chat.screen import Screen, screen_console
@@ -267,7 +268,8 @@ def test_system_and_temperature_are_shown_and_set(chat: Chat) -> None:
 def test_show_tells_drafted_tokens_apart_and_begins_with_the_last_answer(
     loaded: LoadedModel,
 ) -> None:
-    chat = Chat(loaded, settings=Settings(max_new_tokens=40))
+    drafting = Config(max_draft_tokens=6)  # whatever the machine's costs are
+    chat = Chat(loaded, settings=Settings(max_new_tokens=100), config=drafting)
     chat.terminal.console = screen_console(80, 400, color_system=None)[0]
     screen: Any = chat.terminal.console.file
     chat.take("abcabc")
