@@ -19,8 +19,7 @@ IMAGES = Path(__file__).parent / "images"
 THEMES: dict[str, TerminalTheme] = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
 _WIDTH = 92
 _LINES = (
-    "Write a Python function that adds two numbers.",
-    "/plain Now write one that multiplies two numbers.",
+    "/plain Write a Python function that adds two numbers.",
     "/show",
 )
 # Without fonts from elsewhere, which a page of documentation has no need to fetch.
@@ -33,14 +32,20 @@ def terminal() -> None:
     from lade.chat.conversation import Conversation
     from lade.chat.settings import Settings
     from lade.chat.terminal import PROMPT, Terminal
+    from lade.chat.view import THEME
 
     loaded = lade.models.load()
     for is_plain in (True, False):  # checks of the model and compiling are no part of an answer
         for _ in Conversation(loaded, settings=Settings(8)).answer("Hi", is_plain=is_plain):
             pass
-    conversation = Conversation(loaded, settings=Settings(max_new_tokens=200))
+    conversation = Conversation(loaded, settings=Settings(max_new_tokens=128))
     console = Console(
-        record=True, file=io.StringIO(), force_terminal=True, width=_WIDTH, highlight=False
+        record=True,
+        file=io.StringIO(),
+        force_terminal=True,
+        width=_WIDTH,
+        highlight=False,
+        theme=THEME,
     )
     chat = Terminal(conversation, console)
     for line in _LINES:

@@ -19,12 +19,15 @@ from rich.markdown import Heading, Markdown, MarkdownElement
 from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
+from rich.theme import Theme
 
 from lade.chat.pieces import Piece
 
 DRAFTED = "green"
 DRAFTED_WITHOUT_COLOUR = "underline"
 THINKING = "dim"
+# Without rich's black behind inline code, which stands out of light windows.
+THEME = Theme({"markdown.code": "bold cyan"})
 
 _REFRESHES_PER_SEC = 12
 _SHARE_OF_DRAWING = 0.1  # of one core's time, at most; long code takes long to draw

@@ -73,6 +73,7 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
     """Chat in the terminal."""
     try:
         from lade.chat.terminal import Terminal, history_in
+        from lade.chat.view import THEME
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "prompt_toolkit", "cli") from None
     from platformdirs import user_data_path
@@ -82,7 +83,7 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
 
     history = history_in(user_data_path("lade", appauthor=False))
     learner = IdleLearner(conversation.loaded.model, note) if learns else None
-    Terminal(conversation, Console(highlight=False), history, learner).run()
+    Terminal(conversation, Console(highlight=False, theme=THEME), history, learner).run()
 
 
 def _answer(conversation: "Conversation", question: str) -> None:

@@ -159,7 +159,7 @@ def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) ->
     window.wait_for_more(500)
     window.type("\x03")
     window.wait_for("stopped, ")
-    window.wait_for("> ")
+    window.wait_for("\n>")  # the prompt
     window.type("\x03")
     assert window.end() == 0
     assert (home / "chat.json").exists()
@@ -174,7 +174,7 @@ def test_a_chat_in_a_narrow_window(open_window: Callable[..., Window]) -> None:
     window.wait_for("leaves")
     window.type("abc\r")
     window.wait_for("50 tokens")
-    window.wait_for("> ")
+    window.wait_for("\n>")  # the prompt
     window.type("\x04")
     assert window.end() == 0
     assert "Traceback" not in window.text
