@@ -1,0 +1,403 @@
+"""`lade chat --web`: the chat, a race against plain generate, and live charts, as one page.
+
+Begin here; `web_sessions.py` has what happens in a session, `web_html.py` and `web_charts.py` have
+what it looks like. Gradio brings page and server.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lade.errors import LadeError, MissingExtraError
+
+try:
+    import gradio as gr
+except ModuleNotFoundError as error:
+    raise MissingExtraError(error.name or "gradio", "web") from None
+
+from lade.chat.conversation import Conversation, Turn
+from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
+from lade.chat.web_html import (
+    answer_html,
+    escaped,
+    lane_html,
+    note_html,
+    question_html,
+)
+from lade.chat.web_sessions import Choices, Desk, Exchange, Race, Session, Sessions
+
+_SETTLE_SEC = 0.02
+_FRAME_SEC = 0.1  # between two looks at an answer that is being given
+_FOLDER = Path(__file__).parent
+# System fonts only: Gradio's own themes fetch theirs from Google.
+_FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
+_FONT_MONO = ("ui-monospace", "Consolas", "monospace")
+
+_EMPTY = '<p class="empty">No messages yet. Answers are kept only until this tab is closed.</p>'
+_LEGEND = (
+    '<p class="legend"><mark class="drafted">Underlined</mark> text was drafted by the pool and '
+    "accepted by the model; the rest the model wrote itself. Enter sends, Shift+Enter begins a "
+    "new line, Escape stops.</p>"
+)
+
+Outputs = tuple[Any, ...]
+
+
+class Page:
+    """The page and its server.
+
+    Args:
+        new_conversation: makes the conversation of a session, and those of a race, each with a pool
+            of its own.
+        title: what the page is headed by, such as the model's name.
+        choices: what the options are set to at first.
+    """
+
+    def __init__(
+        self, new_conversation: Callable[[], Conversation], title: str, choices: Choices
+    ) -> None:
+        self._desk = Desk()
+        self.sessions = Sessions(self._desk, new_conversation)
+        self._blocks = self._build(title, choices)
+
+    def launch(self, host: str = "127.0.0.1", port: int | None = None, share: bool = False) -> str:
+        """Serve the page and return its address; the caller keeps the process running.
+
+        Args:
+            host: address to listen at; others than the default let other machines in.
+            port: to listen at; None for the first free one from 7860 on.
+            share: whether to have Gradio's servers forward a public address to it.
+
+        Raises:
+            OSError: the port is taken.
+            LadeError: there is no public address.
+        """
+        theme = gr.themes.Default(primary_hue="blue", font=_FONT, font_mono=_FONT_MONO).set(
+            # White on the theme's own blue is hard to read.
+            button_primary_background_fill="*primary_600",
+            button_primary_background_fill_hover="*primary_700",
+        )
+        self._blocks.launch(
+            server_name=host,
+            server_port=port,
+            share=share,
+            prevent_thread_lock=True,
+            inbrowser=False,
+            inline=False,
+            quiet=True,
+            show_error=True,
+            footer_links=[],
+            run_history=False,  # else browsers keep what was asked
+            enable_monitoring=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            max_file_size="1kb",  # nothing is uploaded
+            theme=theme,
+            css_paths=[_FOLDER / "web.css"],
+            js=(_FOLDER / "web.js").read_text(),
+        )
+        if share and not self._blocks.share_url:
+            self.close()
+            raise LadeError("the page could not be shared: Gradio's servers gave no address")
+        address: str = self._blocks.share_url or self._blocks.local_url
+        return address
+
+    def close(self) -> None:
+        """Stop answers and server."""
+        self._desk.close()
+        self._blocks.close(verbose=False)
+
+    # --- what it consists of ----------------------------------------------------------------
+
+    def _build(self, title: str, choices: Choices) -> Any:
+        with gr.Blocks(title=f"lade: {title}", analytics_enabled=False) as blocks:
+            gr.HTML(f'<h1 class="title">lade <small>{escaped(title)}</small></h1>')
+            with gr.Row(elem_id="columns"):
+                with gr.Column(scale=3, min_width=300), gr.Tabs():
+                    with gr.Tab("Chat"):
+                        chat = self._chat_tab()
+                    with gr.Tab("Race"):
+                        race = self._race_tab()
+                with gr.Column(scale=2, min_width=280):
+                    options = self._options(choices)
+                    charts = gr.HTML(_charts_html(None, None), elem_id="charts")
+            self._connect(chat, race, options, charts)
+            blocks.unload(self._closed)
+        # Answers stand in a line of their own, which the page can show.
+        return blocks.queue(default_concurrency_limit=None)
+
+    def _chat_tab(self) -> dict[str, Any]:
+        with gr.Column(elem_id="log"):
+            history = gr.HTML(_EMPTY, elem_id="history")
+            current = gr.HTML("", elem_id="current")
+        note = gr.HTML("", elem_id="note")
+        with gr.Row(elem_id="composer"):
+            message = gr.Textbox(
+                label="Message",
+                placeholder="Ask something",
+                lines=1,
+                max_lines=8,
+                elem_id="message",
+                scale=5,
+                min_width=160,
+                autofocus=True,
+            )
+            send = gr.Button("Send", variant="primary", elem_id="send", scale=0, min_width=80)
+        with gr.Row(elem_id="actions"):
+            names = ("Stop", "Retry", "Undo", "Clear")
+            buttons = {
+                name: gr.Button(name, size="sm", elem_id=name.lower(), min_width=60)
+                for name in names
+            }
+        gr.HTML(_LEGEND)
+        shown = {"history": history, "current": current, "note": note, "message": message}
+        return {**shown, "Send": send, **buttons}
+
+    def _race_tab(self) -> dict[str, Any]:
+        gr.HTML(
+            '<p class="hint">The same question, answered by plain <code>generate</code> and then '
+            "by lade. Each begins knowing nothing of the chat or of earlier races.</p>"
+        )
+        with gr.Row(elem_id="race-composer"):
+            question = gr.Textbox(
+                label="Question",
+                placeholder="Ask something",
+                lines=1,
+                max_lines=8,
+                elem_id="race-question",
+                scale=5,
+                min_width=160,
+            )
+            start = gr.Button("Start", variant="primary", elem_id="start", scale=0, min_width=80)
+        stop = gr.Button("Stop", size="sm", elem_id="race-stop")
+        note = gr.HTML("", elem_id="race-note")
+        result = gr.HTML("", elem_id="race")
+        return {"question": question, "start": start, "stop": stop, "note": note, "result": result}
+
+    def _options(self, choices: Choices) -> list[Any]:
+        with gr.Accordion("Options", open=False, elem_id="options"):
+            return [
+                gr.Textbox(
+                    choices.system,
+                    label="System prompt",
+                    placeholder="None",
+                    lines=2,
+                    elem_id="system",
+                ),
+                gr.Slider(
+                    0.0,
+                    2.0,
+                    choices.temperature,
+                    step=0.05,
+                    label="Temperature",
+                    info="0 always takes the likeliest token",
+                    elem_id="temperature",
+                ),
+                gr.Slider(
+                    16,
+                    max(4096, choices.max_new_tokens),
+                    choices.max_new_tokens,
+                    step=1,
+                    label="Longest answer, in tokens",
+                    elem_id="longest",
+                ),
+            ]
+
+    def _connect(
+        self, chat: dict[str, Any], race: dict[str, Any], options: list[Any], charts: Any
+    ) -> None:
+        shared = {"show_progress": "hidden", "api_visibility": "private"}
+        outputs = [chat["history"], chat["current"], chat["note"], charts]
+        asked = {"inputs": [chat["message"], *options], "outputs": [*outputs, chat["message"]]}
+        # "multiple": a question during an answer gets an explanation instead of nothing.
+        for asks in (chat["message"].submit, chat["Send"].click):
+            asks(self._send, **asked, **shared, trigger_mode="multiple")
+        chat["Retry"].click(self._retry, options, outputs, **shared)
+        chat["Undo"].click(self._undo, None, outputs, **shared)
+        chat["Clear"].click(self._clear, None, outputs, **shared)
+        raced = [race["result"], race["note"], charts]
+        for starts in (race["question"].submit, race["start"].click):
+            starts(
+                self._race,
+                [race["question"], *options],
+                raced,
+                **shared,
+                trigger_mode="multiple",
+            )
+        for button in (chat["Stop"], race["stop"]):
+            button.click(self._stop, None, None, **shared, queue=False)
+
+    # --- what it does -----------------------------------------------------------------------
+
+    async def _send(
+        self, text: str, system: str, temperature: float, longest: float, request: gr.Request
+    ) -> AsyncIterator[Outputs]:
+        session = self._session(request)
+        skip = gr.skip()
+        if not text.strip():
+            yield (*[skip] * 4, skip)
+            return
+        try:
+            session.ask(text, Choices(system, temperature, int(longest)))
+        except LadeError as error:
+            yield skip, skip, note_html(str(error), is_error=True), skip, skip
+            return
+        box: Any = ""  # what the message box is set to
+        async for shown in self._watch(session, question=text):
+            yield *shown, box
+            box = skip
+        if session.task is not None and not session.task.has_run:  # give back what was not asked
+            yield skip, "", note_html("Stopped before its turn."), skip, text
+
+    async def _retry(
+        self, system: str, temperature: float, longest: float, request: gr.Request
+    ) -> AsyncIterator[Outputs]:
+        session = self._session(request)
+        choices = Choices(system, temperature, int(longest))
+        await self._settle(session)
+        async for shown in self._attempt(session, lambda: session.retry(choices)):
+            yield shown
+
+    async def _undo(self, request: gr.Request) -> AsyncIterator[Outputs]:
+        session = self._session(request)
+        await self._settle(session)
+        async for shown in self._attempt(session, session.undo):
+            yield shown
+
+    async def _clear(self, request: gr.Request) -> AsyncIterator[Outputs]:
+        session = self._session(request)
+        await self._settle(session)
+        async for shown in self._attempt(session, session.clear):
+            yield shown
+
+    def _stop(self, request: gr.Request) -> None:
+        self._session(request).stop()
+
+    def _closed(self, request: gr.Request) -> None:
+        self.sessions.close(_name_of(request))
+
+    async def _race(
+        self, question: str, system: str, temperature: float, longest: float, request: gr.Request
+    ) -> AsyncIterator[Outputs]:
+        session = self._session(request)
+        if not question.strip():
+            yield gr.skip(), note_html("Type a question first."), gr.skip()
+            return
+        try:
+            session.start_race(question, Choices(system, temperature, int(longest)))
+        except LadeError as error:
+            yield gr.skip(), note_html(str(error), is_error=True), gr.skip()
+            return
+        race = session.race
+        assert race is not None
+        changed = _Changes()
+        async for note in self._progress(session):
+            yield changed(_race_html(race), note, _charts_html(race.lade, session))
+
+    # --- sessions ---------------------------------------------------------------------------
+
+    def _session(self, request: gr.Request) -> Session:
+        return self.sessions.of(_name_of(request))
+
+    async def _settle(self, session: Session) -> None:
+        """Stop a session's answer and wait for its end, a step of the model at most."""
+        session.stop()
+        while session.is_busy:
+            await asyncio.sleep(_SETTLE_SEC)
+
+    async def _attempt(self, session: Session, act: Callable[[], None]) -> AsyncIterator[Outputs]:
+        """Do something to a settled session, and show what comes of it."""
+        try:
+            act()
+        except LadeError as error:
+            yield gr.skip(), gr.skip(), note_html(str(error), is_error=True), gr.skip()
+            return
+        async for shown in self._watch(session):
+            yield shown
+
+    async def _watch(self, session: Session, question: str | None = None) -> AsyncIterator[Outputs]:
+        """Yield the chat as it changes, until the session rests.
+
+        Args:
+            session: whose chat.
+            question: one that waits for its turn, shown until the session has it.
+        """
+        changed = _Changes()
+        async for note in self._progress(session):
+            exchanges = session.exchanges
+            running = exchanges.pop() if exchanges and session.is_answering else None
+            current = question_html(question) if question and session.is_waiting else ""
+            if running is not None:
+                current = question_html(running.question) + answer_html(
+                    running.turn, is_running=True
+                )
+            last = running or (exchanges[-1] if exchanges else None)
+            charts = _charts_html(last.turn if last else None, session)
+            yield changed(_history_html(exchanges) or _EMPTY * (not current), current, note, charts)
+
+    async def _progress(self, session: Session) -> AsyncIterator[str]:
+        """Yield what happens as a line of HTML, again and again until the session rests."""
+        while True:
+            task = session.task
+            is_over = task is None or task.is_done
+            if task is None:
+                yield ""
+            elif task.error:
+                yield note_html(task.error, is_error=True)
+            elif is_over:
+                yield note_html("Stopped." if task.cancelled.is_set() else "Answered.")
+            elif not task.num_before:
+                yield note_html("Answering …")
+            else:
+                waits = "answer" if task.num_before == 1 else "answers"
+                yield note_html(f"Waiting for {task.num_before} other {waits} …")
+            if is_over:
+                return
+            await asyncio.sleep(_FRAME_SEC)
+
+
+class _Changes:
+    """Leaves out of each frame what is as it was in the frame before."""
+
+    def __init__(self) -> None:
+        self._before: Sequence[Any] = ()
+
+    def __call__(self, *values: Any) -> Outputs:
+        before, self._before = self._before, values
+        if not before:
+            return values
+        return tuple(
+            gr.skip() if new == old else new for new, old in zip(values, before, strict=True)
+        )
+
+
+def _name_of(request: gr.Request) -> str:
+    name: str | None = request.session_hash
+    if name is None:
+        raise LadeError("expected a request of a page, got one without a session")
+    return name
+
+
+def _history_html(exchanges: Sequence[Exchange]) -> str:
+    return "".join(question_html(each.question) + answer_html(each.turn) for each in exchanges)
+
+
+def _race_html(race: Race) -> str:
+    sides = (("generate", "lade-plain", race.plain), ("lade", "lade-line", race.lade))
+    chart = race_chart(
+        [Timeline(name, style, [*turn.token_times]) for name, style, turn in sides if turn]
+    )
+    lanes = "".join(lane_html(*side) for side in sides)
+    return f'{chart}{note_html(race.result)}<div class="lanes">{lanes}</div>'
+
+
+def _charts_html(turn: Turn | None, session: Session | None) -> str:
+    """Return the charts of an answer and of how full a session's pool is."""
+    fill = session.conversation.pool_fill if session is not None else None
+    times, steps = ([*turn.token_times], [*turn.steps]) if turn else ([], [])
+    parts = [rate_chart(times), steps_chart(steps)]
+    if fill is not None:
+        parts.append(fill_chart("Pool, in tokens", fill.num_tokens, fill.capacity_tokens))
+    return "".join(parts)

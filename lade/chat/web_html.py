@@ -1,0 +1,81 @@
+"""Turns of a chat and the sides of a race as HTML.
+
+Everything that a model or a user wrote passes through `escaped`.
+"""
+
+import html
+from collections.abc import Iterable
+from itertools import groupby
+
+from lade.chat.conversation import Turn
+from lade.chat.pieces import Piece
+
+# Gradio takes values of `gr.HTML` for templates, in which these have a meaning.
+_TEMPLATE = str.maketrans({mark: f"&#{ord(mark)};" for mark in "$`{}\\"})
+
+
+def escaped(text: str) -> str:
+    """Return text that is shown as it is, whatever it contains."""
+    return html.escape(text).translate(_TEMPLATE)
+
+
+def pieces_html(pieces: Iterable[Piece]) -> str:
+    """Return an answer, each run of pieces in an element that tells who wrote it."""
+    parts = []
+    for is_thinking, thought in groupby(pieces, key=lambda piece: piece.is_thinking):
+        runs = []
+        for is_drafted, run in groupby(thought, key=lambda piece: piece.is_drafted):
+            text = escaped("".join(piece.text for piece in run))
+            runs.append(f'<mark class="drafted">{text}</mark>' if is_drafted else text)
+        style = "thinking" if is_thinking else "said"
+        parts.append(f'<span class="{style}">{"".join(runs)}</span>')
+    return "".join(parts)
+
+
+def question_html(text: str) -> str:
+    """Return a message of the user."""
+    return f'<div class="question"><span class="who">You</span><p>{escaped(text)}</p></div>'
+
+
+def answer_html(turn: Turn, *, is_running: bool = False) -> str:
+    """Return a message of the model, with a line of figures below it."""
+    style = "answer running" if is_running else "answer"
+    return (
+        f'<div class="{style}"><span class="who">Model</span><p>{pieces_html([*turn.pieces])}</p>'
+        f'<p class="note">{escaped(figures_of(turn))}</p></div>'
+    )
+
+
+def lane_html(name: str, style: str, turn: Turn | None) -> str:
+    """Return one side of a race; without a turn it has not begun."""
+    said = pieces_html([*turn.pieces]) if turn else ""
+    note = figures_of(turn) if turn else "waits"
+    return (
+        f'<section class="lane {style}"><h3>{escaped(name)}</h3><p class="note">{escaped(note)}</p>'
+        f"<p>{said}</p></section>"
+    )
+
+
+def figures_of(turn: Turn) -> str:
+    """Return the figures of an answer in words."""
+    parts = [
+        f"{turn.num_tokens} {'token' if turn.num_tokens == 1 else 'tokens'}",
+        f"{turn.tokens_per_sec:.1f} per second",
+    ]
+    if not turn.is_plain:
+        parts.append(f"{turn.mean_accepted_tokens:.2f} per step")
+    if turn.first_token_sec is not None:
+        parts.append(f"first after {turn.first_token_sec:.2f} s")
+    if turn.num_reused_tokens:
+        parts.append(f"{turn.num_reused_tokens} of the prompt's {turn.num_prompt_tokens} kept")
+    if turn.is_interrupted:
+        parts.append("stopped")
+    return ", ".join(parts)
+
+
+def note_html(text: str, *, is_error: bool = False) -> str:
+    """Return a line that says what happens, or what went wrong."""
+    if not text:
+        return ""
+    style, role = ("error", "alert") if is_error else ("status", "status")
+    return f'<p class="{style}" role="{role}">{escaped(text)}</p>'

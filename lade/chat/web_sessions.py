@@ -1,0 +1,342 @@
+"""Sessions of the page: a conversation and a pool for each browser tab, one answer at a time.
+
+Knows nothing of Gradio: `web.py` shows what stands here.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from lade.chat.conversation import Conversation, Turn
+from lade.closeness import is_exact_in
+from lade.errors import LadeError, in_one_line
+
+# Conversations kept at once. A pool takes some megabytes; tabs that are closed are gone at once.
+_MAX_SESSIONS = 32
+
+
+class BusyError(LadeError):
+    """A session has not ended what it was asked before."""
+
+
+# --- one at a time --------------------------------------------------------------------------
+
+
+class Task:
+    """Work that waits for its turn, runs, or is done."""
+
+    def __init__(self, desk: "Desk") -> None:
+        self.cancelled = threading.Event()  # looked at by the work
+        self._desk = desk
+        self._future: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, failed or will never run."""
+        return self._future is not None and self._future.done()
+
+    @property
+    def num_before(self) -> int:
+        """How many other tasks end before this one begins."""
+        return self._desk.num_before(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._future is not None and self._future.running()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it is done and was begun."""
+        return self.is_done and not self._begun_future().cancelled()
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong, in one line."""
+        if not self.has_run:
+            return None
+        error = self._begun_future().exception()
+        if error is None:
+            return None
+        return str(error) if isinstance(error, LadeError | ValueError) else in_one_line(error)
+
+    def cancel(self) -> None:
+        """Let it end soon, or never begin."""
+        self.cancelled.set()
+        self._begun_future().cancel()
+
+    def _begun_future(self) -> Future[None]:
+        assert self._future is not None
+        return self._future
+
+
+class Desk:
+    """Does one task after the other in the order they came: one model computes for all."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lade-chat")
+        self._lock = threading.Lock()
+        self._tasks: list[Task] = []  # not done when last looked at
+
+    def submit(self, work: Callable[[Task], None]) -> Task:
+        """Put work at the end of the line."""
+        task = Task(self)
+        with self._lock:
+            task._future = self._executor.submit(work, task)
+            self._tasks = [each for each in self._tasks if not each.is_done] + [task]
+        return task
+
+    def num_before(self, task: Task) -> int:
+        """Return how many tasks are to be done before this one; 0 if it runs or is done."""
+        with self._lock:
+            if task not in self._tasks:
+                return 0
+            before = self._tasks[: self._tasks.index(task)]
+        return sum(not each.is_done for each in before)
+
+    def close(self) -> None:
+        """Stop what runs, drop what waits, and wait for the end."""
+        with self._lock:
+            for task in self._tasks:
+                task.cancel()
+        self._executor.shutdown(cancel_futures=True)
+
+
+# --- one browser tab ------------------------------------------------------------------------
+
+
+class Choices(NamedTuple):
+    """What the user can set on the page."""
+
+    system: str
+    temperature: float
+    max_new_tokens: int
+
+    def apply(self, conversation: Conversation) -> None:
+        """Let the next answer of a conversation be given with these.
+
+        Raises:
+            ValueError: the model has no place for a system prompt.
+        """
+        system = self.system.strip() or None
+        if system != conversation.system:
+            conversation.system = system
+        conversation.settings = replace(
+            conversation.settings,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+
+class Exchange(NamedTuple):
+    """A question and its answer, which may still grow."""
+
+    question: str
+    turn: Turn
+
+
+class Session:
+    """What one browser tab asked and was answered; its conversation and pool are its own.
+
+    Answers are given by tasks at the desk. Only one of a session is there at a time, and nothing
+    else touches the conversation until it is done.
+    """
+
+    def __init__(self, desk: Desk, new_conversation: Callable[[], Conversation]) -> None:
+        self._desk = desk
+        self._new_conversation = new_conversation
+        self.conversation = new_conversation()
+        self.task: Task | None = None  # the last one
+        self.race: Race | None = None
+        self._is_closed = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of this session waits or runs."""
+        return self.task is not None and not self.task.is_done
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something of this session waits for others."""
+        return self.is_busy and self.task is not None and not self.task.is_running
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the last exchange is being answered."""
+        last = self.conversation.messages[-1:]
+        return self.is_busy and bool(last) and last[0]["role"] == "user"
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """Questions and answers so far, the one that is being given included."""
+        messages, turns = [*self.conversation.messages], [*self.conversation.turns]
+        questions = [each["content"] for each in messages if each["role"] == "user"]
+        return [*map(Exchange, questions, turns)]
+
+    def ask(self, question: str, choices: Choices) -> None:
+        """Answer a question.
+
+        Raises:
+            BusyError: the answer before has not ended.
+        """
+        self._check_idle()
+        self._submit(lambda task: self._answer(question, choices, task))
+
+    def retry(self, choices: Choices) -> None:
+        """Answer the last question again.
+
+        Raises:
+            BusyError: the answer before has not ended.
+            LadeError: there was no question.
+        """
+        self._check_idle()
+        self._check_asked()
+        self._submit(lambda task: self._answer(None, choices, task))
+
+    def undo(self) -> None:
+        """Take the last question and its answer back.
+
+        Raises:
+            BusyError: the answer has not ended.
+            LadeError: there was no question.
+        """
+        self._check_idle()
+        self._check_asked()
+        self.conversation.undo()
+
+    def clear(self) -> None:
+        """Begin anew: no messages, and a pool that knows nothing of those there were.
+
+        Raises:
+            BusyError: the last answer has not ended.
+        """
+        self._check_idle()
+        self.conversation = self._new_conversation()
+
+    def start_race(self, question: str, choices: Choices) -> None:
+        """Answer a question with plain generate, then with lade, outside the conversation.
+
+        Raises:
+            BusyError: the answer before has not ended.
+        """
+        self._check_idle()
+        race = self.race = Race(question)
+        self._submit(lambda task: race.run(self._new_conversation, choices, task))
+
+    def stop(self) -> None:
+        """End what runs, keeping what was said, or drop what waits."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def close(self) -> None:
+        """End what runs and let nothing begin any more."""
+        self._is_closed = True
+        self.stop()
+
+    def _check_idle(self) -> None:
+        if self.is_busy:
+            raise BusyError("an answer is being given: wait for its end, or stop it")
+
+    def _check_asked(self) -> None:
+        if not self.conversation.messages:
+            raise LadeError("there is no question to go back to")
+
+    def _submit(self, work: Callable[[Task], None]) -> None:
+        if self._is_closed:
+            raise BusyError("this session was closed: reload the page")
+        self.task = self._desk.submit(work)
+
+    def _answer(self, question: str | None, choices: Choices, task: Task) -> None:
+        choices.apply(self.conversation)
+        for _ in self.conversation.answer(question, cancelled=task.cancelled):
+            pass  # its turn has them
+
+
+class Race:
+    """One question answered twice: by plain generate, then by lade with an empty pool.
+
+    Neither knows anything of the conversation. With the session's own pool, the second race of a
+    question would be run from memory.
+    """
+
+    def __init__(self, question: str) -> None:
+        self.question = question
+        self.result = ""  # who was faster, in words; once both answers are complete
+        self._conversations: list[Conversation] = []
+
+    def run(
+        self, new_conversation: Callable[[], Conversation], choices: Choices, task: Task
+    ) -> None:
+        """Give both answers."""
+        for is_plain in (True, False):
+            if task.cancelled.is_set():
+                return
+            conversation = new_conversation()
+            choices.apply(conversation)
+            answer = conversation.answer(self.question, is_plain=is_plain, cancelled=task.cancelled)
+            self._conversations.append(conversation)
+            for _ in answer:
+                pass  # its turn has them
+        self.result = self._compared()
+
+    @property
+    def plain(self) -> Turn | None:
+        """The answer of plain generate, as far as it is given."""
+        return self._turn(0)
+
+    @property
+    def lade(self) -> Turn | None:
+        """The answer of lade, as far as it is given."""
+        return self._turn(1)
+
+    def _compared(self) -> str:
+        plain, lade = self.plain, self.lade
+        if plain is None or lade is None or plain.is_interrupted or lade.is_interrupted:
+            return ""
+        is_same = [plain.text, plain.thinking] == [lade.text, lade.thinking]
+        texts = "the text is the same" if is_same else "the texts differ"
+        model = self._conversations[0].loaded.model
+        if not is_same and not is_exact_in(model):
+            dtype = str(model.dtype).removeprefix("torch.")
+            texts += f", as near-ties may fall the other way in {dtype}"
+        ratio = lade.tokens_per_sec / plain.tokens_per_sec
+        return f"lade had {ratio:.2f} times the tokens per second of generate; {texts}."
+
+    def _turn(self, place: int) -> Turn | None:
+        conversations = [*self._conversations]
+        return conversations[place].turn if place < len(conversations) else None
+
+
+class Sessions:
+    """Sessions by the hash that Gradio gives each tab; the one not used for longest goes first."""
+
+    def __init__(self, desk: Desk, new_conversation: Callable[[], Conversation]) -> None:
+        self._desk = desk
+        self._new_conversation = new_conversation
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def of(self, name: str) -> Session:
+        """Return the session of that name, begun if there is none."""
+        with self._lock:
+            session = self._sessions.pop(name, None)
+            if session is None:
+                session = Session(self._desk, self._new_conversation)
+            self._sessions[name] = session
+            while len(self._sessions) > _MAX_SESSIONS:
+                _, oldest = self._sessions.popitem(last=False)
+                oldest.close()
+            return session
+
+    def close(self, name: str) -> None:
+        """End a session: its answer stops, its conversation and pool are gone."""
+        with self._lock:
+            session = self._sessions.pop(name, None)
+        if session is not None:
+            session.close()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
