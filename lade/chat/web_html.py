@@ -11,12 +11,15 @@ from lade.chat.conversation import Turn
 from lade.chat.pieces import Piece
 
 # Gradio takes values of `gr.HTML` for templates, in which these have a meaning.
-_TEMPLATE = str.maketrans({mark: f"&#{ord(mark)};" for mark in "$`{}\\"})
+_MARKS = {mark: f"&#{ord(mark)};" for mark in "$`{}\\"}
+# HTML has no control characters: they are shown by their pictures.
+_CONTROLS = {chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
+_SHOWN = str.maketrans(_MARKS | _CONTROLS | {"\x7f": "\u2421"})
 
 
 def escaped(text: str) -> str:
     """Return text that is shown as it is, whatever it contains."""
-    return html.escape(text).translate(_TEMPLATE)
+    return html.escape(text.replace("\r\n", "\n")).translate(_SHOWN)
 
 
 def pieces_html(pieces: Iterable[Piece]) -> str:
