@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError(error.name or "gradio", "web") from None
 
-from lade.chat.conversation import Conversation, Turn
+from lade.chat.conversation import Turn
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
 from lade.chat.web_html import (
     answer_html,
@@ -25,7 +25,17 @@ from lade.chat.web_html import (
     note_html,
     question_html,
 )
-from lade.chat.web_sessions import Choices, Desk, Exchange, Race, Session, Sessions
+from lade.chat.web_sessions import (
+    Choices,
+    Desk,
+    Exchange,
+    Race,
+    Rest,
+    Session,
+    Sessions,
+    Setup,
+    no_rest,
+)
 
 _SETTLE_SEC = 0.02
 _FRAME_SEC = 0.1  # between two looks at an answer that is being given
@@ -48,18 +58,14 @@ class Page:
     """The page and its server.
 
     Args:
-        new_conversation: makes the conversation of a session, and those of a race, each with a pool
-            of its own.
-        title: what the page is headed by, such as the model's name.
-        choices: what the options are set to at first.
+        setup: what conversations are made of, and what the page's options are set to at first.
+        rest: as for `Desk`.
     """
 
-    def __init__(
-        self, new_conversation: Callable[[], Conversation], title: str, choices: Choices
-    ) -> None:
-        self._desk = Desk()
-        self.sessions = Sessions(self._desk, new_conversation)
-        self._blocks = self._build(title, choices)
+    def __init__(self, setup: Setup, rest: Rest = no_rest) -> None:
+        self._desk = Desk(rest)
+        self.sessions = Sessions(self._desk, setup)
+        self._blocks = self._build(setup)
 
     def launch(self, host: str = "127.0.0.1", port: int | None = None, share: bool = False) -> str:
         """Serve the page and return its address; the caller keeps the process running.
@@ -111,7 +117,8 @@ class Page:
 
     # --- what it consists of ----------------------------------------------------------------
 
-    def _build(self, title: str, choices: Choices) -> Any:
+    def _build(self, setup: Setup) -> Any:
+        title = Path(setup.loaded.name).name
         with gr.Blocks(title=f"lade: {title}", analytics_enabled=False) as blocks:
             gr.HTML(f'<h1 class="title">lade <small>{escaped(title)}</small></h1>')
             with gr.Row(elem_id="columns"):
@@ -121,7 +128,7 @@ class Page:
                     with gr.Tab("Race"):
                         race = self._race_tab()
                 with gr.Column(scale=2, min_width=280):
-                    options = self._options(choices)
+                    options = self._options(setup)
                     charts = gr.HTML(_charts_html(None, None), elem_id="charts")
             self._connect(chat, race, options, charts)
             blocks.unload(self._closed)
@@ -176,11 +183,11 @@ class Page:
         result = gr.HTML("", elem_id="race")
         return {"question": question, "start": start, "stop": stop, "note": note, "result": result}
 
-    def _options(self, choices: Choices) -> list[Any]:
+    def _options(self, setup: Setup) -> list[Any]:
         with gr.Accordion("Options", open=False, elem_id="options"):
             return [
                 gr.Textbox(
-                    choices.system,
+                    setup.system or "",
                     label="System prompt",
                     placeholder="None",
                     lines=2,
@@ -188,17 +195,17 @@ class Page:
                 ),
                 gr.Slider(
                     0.0,
-                    2.0,
-                    choices.temperature,
+                    max(2.0, setup.settings.temperature),
+                    setup.settings.temperature,
                     step=0.05,
                     label="Temperature",
                     info="0 always takes the likeliest token",
                     elem_id="temperature",
                 ),
                 gr.Slider(
-                    16,
-                    max(4096, choices.max_new_tokens),
-                    choices.max_new_tokens,
+                    1,
+                    max(4096, setup.settings.max_new_tokens),
+                    setup.settings.max_new_tokens,
                     step=1,
                     label="Longest answer, in tokens",
                     elem_id="longest",
@@ -240,7 +247,7 @@ class Page:
             yield (*[skip] * 4, skip)
             return
         try:
-            session.ask(text, Choices(system, temperature, int(longest)))
+            task = session.ask(text, Choices(system, temperature, int(longest)))
         except LadeError as error:
             yield skip, skip, note_html(str(error), is_error=True), skip, skip
             return
@@ -248,8 +255,10 @@ class Page:
         async for shown in self._watch(session, question=text):
             yield *shown, box
             box = skip
-        if session.task is not None and not session.task.has_run:  # give back what was not asked
+        if not task.has_run:
             yield skip, "", note_html("Stopped before its turn."), skip, text
+        elif task.error:
+            yield skip, skip, skip, skip, text
 
     async def _retry(
         self, system: str, temperature: float, longest: float, request: gr.Request

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from lade.chat.conversation import Turn
+from lade.chat.figures import figures_of
 from lade.chat.pieces import Piece
 
 # Gradio takes values of `gr.HTML` for templates, in which these have a meaning.
@@ -45,35 +46,22 @@ def answer_html(turn: Turn, *, is_running: bool = False) -> str:
     style = "answer running" if is_running else "answer"
     return (
         f'<div class="{style}"><span class="who">Model</span><p>{pieces_html([*turn.pieces])}</p>'
-        f'<p class="note">{escaped(figures_of(turn))}</p></div>'
+        f'<p class="note">{_figures(turn)}</p></div>'
     )
 
 
 def lane_html(name: str, style: str, turn: Turn | None) -> str:
     """Return one side of a race; without a turn it has not begun."""
     said = pieces_html([*turn.pieces]) if turn else ""
-    note = figures_of(turn) if turn else "waits"
+    note = _figures(turn) if turn else "waits"
     return (
-        f'<section class="lane {style}"><h3>{escaped(name)}</h3><p class="note">{escaped(note)}</p>'
+        f'<section class="lane {style}"><h3>{escaped(name)}</h3><p class="note">{note}</p>'
         f"<p>{said}</p></section>"
     )
 
 
-def figures_of(turn: Turn) -> str:
-    """Return the figures of an answer in words."""
-    parts = [
-        f"{turn.num_tokens} {'token' if turn.num_tokens == 1 else 'tokens'}",
-        f"{turn.tokens_per_sec:.1f} per second",
-    ]
-    if not turn.is_plain:
-        parts.append(f"{turn.mean_accepted_tokens:.2f} per step")
-    if turn.first_token_sec is not None:
-        parts.append(f"first after {turn.first_token_sec:.2f} s")
-    if turn.num_reused_tokens:
-        parts.append(f"{turn.num_reused_tokens} of the prompt's {turn.num_prompt_tokens} kept")
-    if turn.is_interrupted:
-        parts.append("stopped")
-    return ", ".join(parts)
+def _figures(turn: Turn) -> str:
+    return escaped(", ".join(figures_of(turn, None)))
 
 
 def note_html(text: str, *, is_error: bool = False) -> str:

@@ -5,14 +5,21 @@ Knows nothing of Gradio: `web.py` shows what stands here.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from queue import SimpleQueue
+from time import perf_counter
 from typing import NamedTuple
 
 from lade.chat.conversation import Conversation, Turn
+from lade.chat.settings import Settings
 from lade.closeness import is_exact_in
+from lade.config import Config
 from lade.errors import LadeError, in_one_line
+from lade.models.loading import LoadedModel
+from ngram_pool import NGramPool
 
 # Conversations kept at once. A pool takes some megabytes; tabs that are closed are gone at once.
 _MAX_SESSIONS = 32
@@ -25,18 +32,36 @@ class BusyError(LadeError):
 # --- one at a time --------------------------------------------------------------------------
 
 
+Rest = Callable[[float], AbstractContextManager[None]]
+
+
+def no_rest(sec: float) -> AbstractContextManager[None]:
+    """Do nothing while nothing is asked."""
+    return nullcontext()
+
+
 class Task:
     """Work that waits for its turn, runs, or is done."""
 
     def __init__(self, desk: "Desk") -> None:
         self.cancelled = threading.Event()  # looked at by the work
         self._desk = desk
-        self._future: Future[None] | None = None
+        self._future: Future[None] = Future()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._future.running()
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, failed or will never run."""
-        return self._future is not None and self._future.done()
+        return self._future.done()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it is done and was begun."""
+        return self.is_done and not self._future.cancelled()
 
     @property
     def num_before(self) -> int:
@@ -44,21 +69,9 @@ class Task:
         return self._desk.num_before(self)
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._future is not None and self._future.running()
-
-    @property
-    def has_run(self) -> bool:
-        """Whether it is done and was begun."""
-        return self.is_done and not self._begun_future().cancelled()
-
-    @property
     def error(self) -> str | None:
         """What went wrong, in one line."""
-        if not self.has_run:
-            return None
-        error = self._begun_future().exception()
+        error = self._future.exception() if self.has_run else None
         if error is None:
             return None
         return str(error) if isinstance(error, LadeError | ValueError) else in_one_line(error)
@@ -66,26 +79,41 @@ class Task:
     def cancel(self) -> None:
         """Let it end soon, or never begin."""
         self.cancelled.set()
-        self._begun_future().cancel()
+        self._future.cancel()
 
-    def _begun_future(self) -> Future[None]:
-        assert self._future is not None
-        return self._future
+    def _do(self, work: Callable[["Task"], object]) -> None:
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            work(self)
+        except BaseException as error:  # shown on the page
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
 
 
 class Desk:
-    """Does one task after the other in the order they came: one model computes for all."""
+    """Does one task after the other in the order they came: one model computes for all.
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lade-chat")
+    Args:
+        rest: gives what to do while nothing is asked, as a context, by the seconds that the last
+            task took; entered and left in the thread that does the tasks.
+    """
+
+    def __init__(self, rest: Rest = no_rest) -> None:
+        self._rest = rest
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._tasks: list[Task] = []  # not done when last looked at
+        # A daemon: leaving does not wait for a long forward.
+        self._thread = threading.Thread(target=self._run, name="lade-desk", daemon=True)
+        self._thread.start()
 
-    def submit(self, work: Callable[[Task], None]) -> Task:
+    def submit(self, work: Callable[[Task], object]) -> Task:
         """Put work at the end of the line."""
         task = Task(self)
         with self._lock:
-            task._future = self._executor.submit(work, task)
+            self._queue.put(_Work(task, work))
             self._tasks = [each for each in self._tasks if not each.is_done] + [task]
         return task
 
@@ -102,10 +130,47 @@ class Desk:
         with self._lock:
             for task in self._tasks:
                 task.cancel()
-        self._executor.shutdown(cancel_futures=True)
+            self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        sec = 0.0
+        while True:
+            with self._rest(sec):
+                work = self._queue.get()
+            if work is None:
+                return
+            begin = perf_counter()
+            work.task._do(work.work)
+            sec = perf_counter() - begin
+
+
+class _Work(NamedTuple):
+    task: Task
+    work: Callable[[Task], object]
 
 
 # --- one browser tab ------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    """What all conversations of a page are made of."""
+
+    loaded: LoadedModel
+    settings: Settings
+    config: Config = Config()
+    system: str | None = None
+    pools: Sequence[NGramPool] = ()  # read by all of them
+
+    def conversation(self, *, reuses_prefix: bool = True) -> Conversation:
+        """Begin a conversation, with a pool of its own."""
+        return Conversation(
+            self.loaded,
+            settings=self.settings,
+            config=replace(self.config, reuses_prefix=reuses_prefix),
+            pool=[NGramPool(), *self.pools],
+            system=self.system,
+        )
 
 
 class Choices(NamedTuple):
@@ -145,10 +210,10 @@ class Session:
     else touches the conversation until it is done.
     """
 
-    def __init__(self, desk: Desk, new_conversation: Callable[[], Conversation]) -> None:
+    def __init__(self, desk: Desk, setup: Setup) -> None:
         self._desk = desk
-        self._new_conversation = new_conversation
-        self.conversation = new_conversation()
+        self._setup = setup
+        self.conversation = setup.conversation()
         self.task: Task | None = None  # the last one
         self.race: Race | None = None
         self._is_closed = False
@@ -176,14 +241,14 @@ class Session:
         questions = [each["content"] for each in messages if each["role"] == "user"]
         return [*map(Exchange, questions, turns)]
 
-    def ask(self, question: str, choices: Choices) -> None:
+    def ask(self, question: str, choices: Choices) -> Task:
         """Answer a question.
 
         Raises:
             BusyError: the answer before has not ended.
         """
         self._check_idle()
-        self._submit(lambda task: self._answer(question, choices, task))
+        return self._submit(lambda task: self._answer(question, choices, task))
 
     def retry(self, choices: Choices) -> None:
         """Answer the last question again.
@@ -214,7 +279,7 @@ class Session:
             BusyError: the last answer has not ended.
         """
         self._check_idle()
-        self.conversation = self._new_conversation()
+        self.conversation = self._setup.conversation()
 
     def start_race(self, question: str, choices: Choices) -> None:
         """Answer a question with plain generate, then with lade, outside the conversation.
@@ -224,7 +289,7 @@ class Session:
         """
         self._check_idle()
         race = self.race = Race(question)
-        self._submit(lambda task: race.run(self._new_conversation, choices, task))
+        self._submit(lambda task: race.run(self._setup, choices, task))
 
     def stop(self) -> None:
         """End what runs, keeping what was said, or drop what waits."""
@@ -244,10 +309,11 @@ class Session:
         if not self.conversation.messages:
             raise LadeError("there is no question to go back to")
 
-    def _submit(self, work: Callable[[Task], None]) -> None:
+    def _submit(self, work: Callable[[Task], None]) -> Task:
         if self._is_closed:
             raise BusyError("this session was closed: reload the page")
         self.task = self._desk.submit(work)
+        return self.task
 
     def _answer(self, question: str | None, choices: Choices, task: Task) -> None:
         choices.apply(self.conversation)
@@ -267,14 +333,12 @@ class Race:
         self.result = ""  # who was faster, in words; once both answers are complete
         self._conversations: list[Conversation] = []
 
-    def run(
-        self, new_conversation: Callable[[], Conversation], choices: Choices, task: Task
-    ) -> None:
+    def run(self, setup: Setup, choices: Choices, task: Task) -> None:
         """Give both answers."""
         for is_plain in (True, False):
             if task.cancelled.is_set():
                 return
-            conversation = new_conversation()
+            conversation = setup.conversation(reuses_prefix=False)  # it ends with its answer
             choices.apply(conversation)
             answer = conversation.answer(self.question, is_plain=is_plain, cancelled=task.cancelled)
             self._conversations.append(conversation)
@@ -313,9 +377,9 @@ class Race:
 class Sessions:
     """Sessions by the hash that Gradio gives each tab; the one not used for longest goes first."""
 
-    def __init__(self, desk: Desk, new_conversation: Callable[[], Conversation]) -> None:
+    def __init__(self, desk: Desk, setup: Setup) -> None:
         self._desk = desk
-        self._new_conversation = new_conversation
+        self._setup = setup
         self._lock = threading.Lock()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
@@ -324,7 +388,7 @@ class Sessions:
         with self._lock:
             session = self._sessions.pop(name, None)
             if session is None:
-                session = Session(self._desk, self._new_conversation)
+                session = Session(self._desk, self._setup)
             self._sessions[name] = session
             while len(self._sessions) > _MAX_SESSIONS:
                 _, oldest = self._sessions.popitem(last=False)

@@ -17,7 +17,7 @@ from lade.chat.conversation import Conversation, Turn  # noqa: E402
 from lade.chat.settings import Settings  # noqa: E402
 from lade.chat.web import Page  # noqa: E402
 from lade.chat.web_html import escaped  # noqa: E402
-from lade.chat.web_sessions import Choices, Session  # noqa: E402
+from lade.chat.web_sessions import Session, Setup  # noqa: E402
 from lade.models.loading import LoadedModel  # noqa: E402
 from tests.lade.chat.conftest import tokenizer_with  # noqa: E402
 from tests.lade.tiny import tiny_model  # noqa: E402
@@ -38,15 +38,8 @@ _LONG = "4096"
 _WAIT_MSEC = 30_000
 
 
-class Scripted(Conversation):
-    """A conversation that fails when a test wants it to."""
-
-    error: Exception | None = None
-
-    def answer(self, text: str | None, **options: Any) -> Any:
-        if self.error is not None:
-            raise self.error
-        return super().answer(text, **options)
+def failing(self: Any, *arguments: Any, **options: Any) -> Any:
+    raise RuntimeError("the cable is <loose>")
 
 
 class Served:
@@ -90,9 +83,7 @@ def served() -> Iterator[Served]:
     loaded = LoadedModel(model, tokenizer_with(), "tiny")
     sys.addaudithook(_watch_sockets)  # for good: there is no way to take it out
     _is_watched = True
-    page = Page(
-        lambda: Scripted(loaded, settings=Settings(_SHORT)), "tiny", Choices("", 0.0, _SHORT)
-    )
+    page = Page(Setup(loaded, Settings(_SHORT)))
     yield Served(page)
     page.close()
     _is_watched = False
@@ -163,7 +154,6 @@ class Tab:
 @pytest.fixture
 def open_tab(browser: Any, served: Served) -> Iterator[Callable[..., Tab]]:
     tabs: list[Tab] = []
-    Scripted.error = None
 
     def make(**options: Any) -> Tab:
         tabs.append(Tab(browser, served, **options))
@@ -322,18 +312,19 @@ def test_what_goes_wrong_is_shown(
     open_tab: Callable[..., Tab], served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tab = open_tab()
-    monkeypatch.setattr(Scripted, "error", RuntimeError("the cable is <loose>"))
-    tab.ask("abc")
-    alert = tab.find("#note [role=alert]")
-    alert.wait_for()
-    assert alert.text_content() == "RuntimeError: the cable is <loose>"
-    question = tab.open_race()
-    question.fill("abc")
-    question.press("Enter")
-    tab.find("#race-note [role=alert]").wait_for()
-    monkeypatch.setattr(Scripted, "error", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Conversation, "answer", failing)
+        tab.ask("abc")
+        alert = tab.find("#note [role=alert]")
+        alert.wait_for()
+        assert alert.text_content() == "RuntimeError: the cable is <loose>"
+        question = tab.open_race()
+        question.fill("abc")
+        question.press("Enter")
+        tab.find("#race-note [role=alert]").wait_for()
     tab.page.get_by_role("tab", name="Chat").click()
-    tab.ask("abc")
+    assert tab.message.input_value() == "abc"  # to be asked again
+    tab.message.press("Enter")
     tab.wait_for_answers(1)
     assert len(served.newest.conversation.messages) == 2
 
@@ -456,7 +447,7 @@ def test_text_can_be_read_in_light_and_dark(
     tab = open_tab(color_scheme=scheme)
     tab.ask("abcabcabc")
     tab.wait_for_answers(1)
-    monkeypatch.setattr(Scripted, "error", RuntimeError("wrong"))
+    monkeypatch.setattr(Conversation, "answer", failing)
     tab.ask("abc")
     tab.find("#note p.error").wait_for()
     back = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -534,8 +525,9 @@ def test_it_is_served_here_alone_whatever_the_environment_says(
     monkeypatch.setenv("GRADIO_SHARE", "True")
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "True")
-    model = LoadedModel(tiny_model(vocab_size=256), tokenizer_with(), "tiny")
-    page = Page(lambda: Conversation(model), "tiny", Choices("", 0.0, 8))
+    page = Page(
+        Setup(LoadedModel(tiny_model(vocab_size=256), tokenizer_with(), "tiny"), Settings())
+    )
     try:
         assert page.launch().startswith("http://127.0.0.1:")
         assert page._blocks.server_name == "127.0.0.1"
