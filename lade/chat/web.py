@@ -5,6 +5,7 @@ what it looks like. Gradio brings page and server.
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from lade.chat.web_sessions import (
 
 _SETTLE_SEC = 0.02
 _FRAME_SEC = 0.1  # between two looks at an answer that is being given
+_PORTS = range(7860, 7960)  # those that Gradio takes
 _FOLDER = Path(__file__).parent
 # System fonts only: Gradio's own themes fetch theirs from Google.
 _FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
@@ -76,7 +78,7 @@ class Page:
             share: whether to have Gradio's servers forward a public address to it.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is taken, or the address is none of this machine.
             LadeError: there is no public address.
         """
         theme = gr.themes.Default(primary_hue="blue", font=_FONT, font_mono=_FONT_MONO).set(
@@ -86,7 +88,7 @@ class Page:
         )
         self._blocks.launch(
             server_name=host,
-            server_port=port,
+            server_port=_free_port(host, port),
             share=share,
             prevent_thread_lock=True,
             inbrowser=False,
@@ -105,7 +107,6 @@ class Page:
             js=(_FOLDER / "web.js").read_text(),
         )
         if share and not self._blocks.share_url:
-            self.close()
             raise LadeError("the page could not be shared: Gradio's servers gave no address")
         address: str = self._blocks.share_url or self._blocks.local_url
         return address
@@ -365,6 +366,24 @@ class Page:
             if is_over:
                 return
             await asyncio.sleep(_FRAME_SEC)
+
+
+def _free_port(host: str, port: int | None) -> int:
+    """Return the port if it is free, for None the first free one of a hundred.
+
+    Raises:
+        OSError: it is taken, or the address is none of this machine.
+    """
+    reason: OSError | None = None
+    for each in _PORTS if port is None else [port]:
+        try:
+            socket.create_server((host, each)).close()
+        except OSError as error:
+            reason = error
+        else:
+            return each
+    ports = f"{_PORTS[0]} to {_PORTS[-1]}" if port is None else str(port)
+    raise OSError(f"cannot listen at {host}, port {ports}: {reason}")
 
 
 class _Changes:

@@ -34,7 +34,7 @@ class Timeline(NamedTuple):
 def rate_chart(token_times: Sequence[float]) -> str:
     """Draw tokens per second over the seconds of an answer."""
     points = _rates(token_times)
-    if not points:
+    if len(points) < 2:
         return _empty("Tokens per second")
     end, peak = points[-1][0], max(rate for _, rate in points)
     scale = _Scale(end, _round_up(peak), "s")
@@ -135,19 +135,21 @@ class _Scale:
 
 
 def _rates(token_times: Sequence[float]) -> list[tuple[float, float]]:
-    """Return tokens per second of the second before each point."""
-    if len(token_times) < 2:
-        return []
-    points = []
+    """Return the rate of the second before each moment that brought tokens.
+
+    It is counted from the last token before that second, or from the begin of the call, so that
+    answers of less than a token per second have their rate, too.
+    """
+    points: list[tuple[float, float]] = []
     first = 0  # token of the window
     for i, now in enumerate(token_times):
-        while token_times[first] < now - _WINDOW_SEC:
+        while token_times[first] <= now - _WINDOW_SEC:
             first += 1
-        # Up to the window's first token, whose own second is not in the window.
-        before = max(first - 1, 0)
-        sec = now - token_times[before]
+        sec = now - (token_times[first - 1] if first else 0.0)
         if sec > 0:
-            points.append((now, (i - before) / sec))
+            if points and points[-1][0] == now:
+                points.pop()
+            points.append((now, (i + 1 - first) / sec))
     return _thinned(points)
 
 

@@ -48,6 +48,7 @@ app = typer.Typer(
 _USE = "Use"
 _MEASURE = "Measure"
 _INSPECT = "Inspect"
+_WEB = "Web page"  # of the options of chat
 
 
 @app.callback(invoke_without_command=True)
@@ -125,8 +126,43 @@ def chat(
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     learns: LearnOption = True,
+    web: Annotated[
+        bool,
+        typer.Option(
+            "--web",
+            help="Chat on a page in your browser instead; needs the extra 'web'.",
+            rich_help_panel=_WEB,
+        ),
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Address to serve the page at. Without it 127.0.0.1, which only this machine "
+            "reaches.",
+            rich_help_panel=_WEB,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=65535,
+            help="Port to serve the page at. Without it, the first free one from 7860 on.",
+            rich_help_panel=_WEB,
+        ),
+    ] = None,
+    share: Annotated[
+        bool,
+        typer.Option(
+            "--share",
+            help="Let Gradio's servers forward a public address to the page.",
+            rich_help_panel=_WEB,
+        ),
+    ] = False,
 ) -> None:
-    """Chat with a model in this terminal.
+    """Chat with a model in this terminal, or with --web on a page in your browser.
 
     Answers appear as they come, with their speed; /help lists what else one can type, such as
     /plain, which answers by plain generate as well and compares. In a pipe, all of standard input
@@ -135,7 +171,15 @@ def chat(
     from lade.cli.chat import read_question, run
     from lade.cli.prompting import new_seed, read_typed
 
-    question = read_question()
+    if web and save_pool:
+        raise ValueError(
+            "expected no --save-pool with --web, where each browser tab has a pool of its own"
+        )
+    if not web and (host is not None or port is not None or share):
+        raise ValueError("expected --host, --port and --share only with --web")
+    if web:
+        from lade.cli.web import run as serve  # a missing extra fails before the model is loaded
+    question = None if web else read_question()
     if temperature == 0 and top_p < 1:
         raise ValueError(
             f"expected a temperature above 0 with top_p={top_p}, as greedy decoding has no use for "
@@ -149,7 +193,11 @@ def chat(
 
     seed = new_seed() if seed is None else seed
     settings = Settings(max_new_tokens, temperature, top_p, seed)
-    run(question, loaded, settings, config, system, pools or [], save_pool, learns)
+    if web:
+        address = (host or "127.0.0.1", port, share)
+        serve(loaded, settings, config, system, pools or [], learns, *address)
+    else:
+        run(question, loaded, settings, config, system, pools or [], save_pool, learns)
 
 
 @app.command(rich_help_panel=_USE)

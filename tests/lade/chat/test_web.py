@@ -20,12 +20,12 @@ from lade.chat.web_html import escaped  # noqa: E402
 from lade.chat.web_sessions import Session, Setup  # noqa: E402
 from lade.models.loading import LoadedModel  # noqa: E402
 from tests.lade.chat.conftest import tokenizer_with  # noqa: E402
+from tests.lade.chat.loops import in_loop  # noqa: E402
 from tests.lade.tiny import tiny_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("web"),  # one browser, one server
-    # Gradio's search for a free port, and its statistics of requests with pandas 3.
-    pytest.mark.filterwarnings("ignore:unclosed <socket.socket:ResourceWarning"),
+    # Gradio's statistics of requests, with pandas 3.
     pytest.mark.filterwarnings("ignore:'future.no_silent_downcasting' is deprecated"),
     pytest.mark.filterwarnings("ignore:The copy keyword is deprecated"),
 ]
@@ -83,9 +83,9 @@ def served() -> Iterator[Served]:
     loaded = LoadedModel(model, tokenizer_with(), "tiny")
     sys.addaudithook(_watch_sockets)  # for good: there is no way to take it out
     _is_watched = True
-    page = Page(Setup(loaded, Settings(_SHORT)))
-    yield Served(page)
-    page.close()
+    started = in_loop(lambda: Served(Page(Setup(loaded, Settings(_SHORT)))))
+    yield started
+    started.page.close()
     _is_watched = False
 
 
@@ -525,11 +525,11 @@ def test_it_is_served_here_alone_whatever_the_environment_says(
     monkeypatch.setenv("GRADIO_SHARE", "True")
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "True")
-    page = Page(
-        Setup(LoadedModel(tiny_model(vocab_size=256), tokenizer_with(), "tiny"), Settings())
-    )
+    loaded = LoadedModel(tiny_model(vocab_size=256), tokenizer_with(), "tiny")
+    served = in_loop(lambda: Served(Page(Setup(loaded, Settings()))))
+    page = served.page
     try:
-        assert page.launch().startswith("http://127.0.0.1:")
+        assert served.address.startswith("http://127.0.0.1:")
         assert page._blocks.server_name == "127.0.0.1"
         assert page._blocks.share_url is None
         assert not page._blocks.analytics_enabled

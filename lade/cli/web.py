@@ -1,0 +1,64 @@
+"""`lade chat --web`: serve the page until Ctrl-C."""
+
+import threading
+from collections.abc import Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lade.chat.learning import IdleLearner
+from lade.chat.web import Page
+from lade.chat.web_sessions import Setup, no_rest
+from lade.cli.generate import check_verification
+from lade.cli.loading import console, note
+from lade.cli.pool import open_pools
+from lade.config import Config
+from lade.models.loading import LoadedModel, encode
+
+if TYPE_CHECKING:
+    from lade.chat.settings import Settings
+
+
+def run(
+    loaded: LoadedModel,
+    settings: "Settings",
+    config: Config,
+    system: str | None,
+    pool_paths: Sequence[Path],
+    learns: bool,
+    host: str,
+    port: int | None,
+    share: bool,
+) -> None:
+    """Serve the page; its address is printed to standard output."""
+    check_verification(loaded.model, encode(loaded.tokenizer, "Hi", loaded.model.device), config)
+    learns = learns and config.verification != "plain"
+    rest = IdleLearner(loaded.model, note).pause if learns else no_rest
+    with open_pools(loaded, pool_paths, None) as (_, *layers):
+        page = Page(Setup(loaded, settings, config, system, layers), rest)
+        try:
+            print(page.launch(host, port, share), flush=True)
+            if share or not _is_loopback(host):
+                note("whoever reaches this address can use the model; there is no password")
+            console.print("[dim]Ctrl-C ends it.[/dim]")
+            _until_interrupted()
+        except KeyboardInterrupt:
+            console.print("[dim]Closing …[/dim]")
+        finally:
+            page.close()
+
+
+def _until_interrupted() -> None:
+    """Wait for Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: it came.
+    """
+    threading.Event().wait()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,16 @@
+"""A way around what Gradio leaves behind."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_loop(act: Callable[[], T]) -> T:
+    """Do something while an event loop runs, without which Gradio begins some and closes none."""
+
+    async def acted() -> T:
+        return act()
+
+    return asyncio.run(acted())
