@@ -1,0 +1,81 @@
+"""Take the pictures of `lade chat --web` in `docs/images`, with the default model.
+
+    python docs/screenshots_web.py
+
+Needs the extra `web`, Playwright, and Chromium or Google Chrome. Speeds in them are of the machine
+it runs on; none is quoted anywhere.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import expect, sync_playwright
+
+from lade.chat.settings import Settings
+from lade.chat.web import Page
+from lade.chat.web_sessions import Setup
+from lade.models import load
+
+_IMAGES = Path(__file__).parent / "images"
+_SIZES = {"desktop": (1180, 760), "phone": (360, 760)}
+_SCHEMES = ("light", "dark")
+_QUESTIONS = (
+    "Write a Python function that tells whether a number is even.",
+    "Now write one that tells whether it is odd.",
+)
+_RACE = "Write a Python function that adds all numbers of a list, with a short explanation."
+_WAIT_MSEC = 300_000
+
+
+def main() -> None:
+    """Chat and race once, and take pictures of both in all sizes and schemes."""
+    loaded = load(dtype="float32")
+    page = Page(Setup(loaded, Settings(max_new_tokens=160)))
+    address = page.launch()
+    _warm_up(page)
+    with sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(
+            executable_path=next(filter(None, map(shutil.which, names))), args=arguments
+        )
+        tab = browser.new_page()
+        tab.set_default_timeout(_WAIT_MSEC)
+        tab.goto(address)
+        for number, question in enumerate(_QUESTIONS, start=1):
+            tab.get_by_label("Message").fill(question)
+            tab.get_by_label("Message").press("Enter")
+            answers = tab.locator("#history .answer")
+            expect(answers).to_have_count(number, timeout=_WAIT_MSEC)
+        _take(tab, "chat", ("desktop", "phone"))
+        tab.get_by_role("tab", name="Race").click()
+        tab.get_by_label("Question").fill(_RACE)
+        tab.get_by_label("Question").press("Enter")
+        tab.locator("#race p.status").wait_for()
+        _take(tab, "race", ("desktop",))
+        browser.close()
+    page.close()
+
+
+def _warm_up(page: Page) -> None:
+    """Let what happens once per model happen before."""
+    session = page.sessions.of("warm")
+    for _ in session.conversation.answer("Hello"):
+        pass
+    page.sessions.close("warm")
+
+
+def _take(tab: Any, name: str, sizes: tuple[str, ...]) -> None:
+    for size in sizes:
+        width, height = _SIZES[size]
+        tab.set_viewport_size({"width": width, "height": height})
+        for scheme in _SCHEMES:
+            tab.emulate_media(color_scheme=scheme)
+            expect(tab.locator("body.dark")).to_have_count(int(scheme == "dark"))
+            tab.screenshot(path=_IMAGES / f"web-{name}-{size}-{scheme}.png", animations="disabled")
+
+
+if __name__ == "__main__":
+    main()
