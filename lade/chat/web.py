@@ -62,9 +62,13 @@ class Page:
     Args:
         setup: what conversations are made of, and what the page's options are set to at first.
         rest: as for `Desk`.
+
+    Raises:
+        ValueError: the model has no place for the system prompt.
     """
 
     def __init__(self, setup: Setup, rest: Rest = no_rest) -> None:
+        setup.conversation()  # what is wrong with it is wrong with all
         self._desk = Desk(rest)
         self.sessions = Sessions(self._desk, setup)
         self._blocks = self._build(setup)

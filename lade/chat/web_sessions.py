@@ -271,6 +271,7 @@ class Session:
         self._check_idle()
         self._check_asked()
         self.conversation.undo()
+        self.task = None
 
     def clear(self) -> None:
         """Begin anew: no messages, and a pool that knows nothing of those there were.
@@ -280,6 +281,7 @@ class Session:
         """
         self._check_idle()
         self.conversation = self._setup.conversation()
+        self.task = None
 
     def start_race(self, question: str, choices: Choices) -> None:
         """Answer a question with plain generate, then with lade, outside the conversation.

@@ -289,6 +289,7 @@ def test_answers_are_given_again_taken_back_and_cleared(
     tab.wait_for_answers(0)
     assert session.conversation.messages == []
     assert session.conversation.pool is not pool  # what it knew is gone, too
+    assert tab.find("#note").inner_text().strip() == ""
     tab.find("#retry").click()
     tab.wait_for_note("no question to go back to")
 

@@ -1,5 +1,6 @@
 """`lade chat --web`: what it serves, to whom, and what it says where it cannot."""
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -89,6 +90,17 @@ def test_a_port_that_is_taken_is_refused(folder: str, pages: list[Any]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1, port {port}: .*in use"):
             run("--model", folder, "--port", str(port))
+    assert pages == []
+
+
+def test_a_system_prompt_that_the_model_has_no_place_for_is_refused(
+    folder: str, pages: list[Any], tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer_with(None).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template"):
+        run("--model", str(tmp_path), "--system", "Hi")
     assert pages == []
 
 
