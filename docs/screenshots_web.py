@@ -25,14 +25,14 @@ _QUESTIONS = (
     "Write a Python function that tells whether a number is even.",
     "Now write one that tells whether it is odd.",
 )
-_RACE = "Write a Python function that adds all numbers of a list, with a short explanation."
+_RACE = "Write a Python function that adds two numbers. Explain it."
 _WAIT_MSEC = 300_000
 
 
 def main() -> None:
     """Chat and race once, and take pictures of both in all sizes and schemes."""
     loaded = load(dtype="float32")
-    page = Page(Setup(loaded, Settings(max_new_tokens=160)))
+    page = Page(Setup(loaded, Settings(max_new_tokens=120)))
     address = page.launch()
     _warm_up(page)
     with sync_playwright() as playwright:
@@ -41,7 +41,7 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=next(filter(None, map(shutil.which, names))), args=arguments
         )
-        tab = browser.new_page()
+        tab = browser.new_page(viewport=_sized("desktop"))
         tab.set_default_timeout(_WAIT_MSEC)
         tab.goto(address)
         for number, question in enumerate(_QUESTIONS, start=1):
@@ -50,6 +50,7 @@ def main() -> None:
             answers = tab.locator("#history .answer")
             expect(answers).to_have_count(number, timeout=_WAIT_MSEC)
         _take(tab, "chat", ("desktop", "phone"))
+        tab.set_viewport_size(_sized("desktop"))
         tab.get_by_role("tab", name="Race").click()
         tab.get_by_label("Question").fill(_RACE)
         tab.get_by_label("Question").press("Enter")
@@ -67,10 +68,14 @@ def _warm_up(page: Page) -> None:
     page.sessions.close("warm")
 
 
+def _sized(name: str) -> Any:
+    width, height = _SIZES[name]
+    return {"width": width, "height": height}
+
+
 def _take(tab: Any, name: str, sizes: tuple[str, ...]) -> None:
     for size in sizes:
-        width, height = _SIZES[size]
-        tab.set_viewport_size({"width": width, "height": height})
+        tab.set_viewport_size(_sized(size))
         for scheme in _SCHEMES:
             tab.emulate_media(color_scheme=scheme)
             expect(tab.locator("body.dark")).to_have_count(int(scheme == "dark"))

@@ -13,4 +13,8 @@ def in_loop(act: Callable[[], T]) -> T:
     async def acted() -> T:
         return act()
 
-    return asyncio.run(acted())
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(acted())
+    return act()  # Playwright's runs
