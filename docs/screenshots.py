@@ -61,7 +61,14 @@ def terminal() -> None:
         (IMAGES / f"chat-{name}.svg").write_text(svg)
 
 
-PICTURES: dict[str, Callable[[], None]] = {"terminal": terminal}
+def web() -> None:
+    """Draw the page in a browser."""
+    import screenshots_web  # of this folder
+
+    screenshots_web.main()
+
+
+PICTURES: dict[str, Callable[[], None]] = {"terminal": terminal, "web": web}
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,6 +1,4 @@
-"""Take the pictures of `lade chat --web` in `docs/images`, with the default model.
-
-    python docs/screenshots_web.py
+"""Pictures of `lade chat --web`, with the default model: `python docs/screenshots.py web`.
 
 Needs the extra `web`, Playwright, and Chromium or Google Chrome. Speeds in them are of the machine
 it runs on; none is quoted anywhere.
@@ -80,7 +78,3 @@ def _take(tab: Any, name: str, sizes: tuple[str, ...]) -> None:
             tab.emulate_media(color_scheme=scheme)
             expect(tab.locator("body.dark")).to_have_count(int(scheme == "dark"))
             tab.screenshot(path=_IMAGES / f"web-{name}-{size}-{scheme}.png", animations="disabled")
-
-
-if __name__ == "__main__":
-    main()
