@@ -124,7 +124,8 @@ class Page:
 
     def _build(self, setup: Setup) -> Any:
         title = Path(setup.loaded.name).name
-        with gr.Blocks(title=f"lade: {title}", analytics_enabled=False) as blocks:
+        # As wide as `web.css` lets it be.
+        with gr.Blocks(title=f"lade: {title}", analytics_enabled=False, fill_width=True) as blocks:
             gr.HTML(f'<h1 class="title">lade <small>{escaped(title)}</small></h1>')
             with gr.Row(elem_id="columns"):
                 with gr.Column(scale=3, min_width=300), gr.Tabs():
