@@ -33,7 +33,7 @@ ORDER = [
         "batch",
     ),
     *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
-    *("gpu", "probing", "decoder", "prewarming", "pools", "hf", "models", "chat"),
+    *("gpu", "probing", "decoder", "prewarming", "pools", "hf", "models", "chat", "server"),
 ]
 EDGE = ["cli", "bench", "support"]  # may import all of it
 

@@ -10,6 +10,7 @@ import typer
 
 from lade.cli.bench_app import bench
 from lade.cli.options import (
+    DRAFTING,
     MODEL_HELP,
     DeviceOption,
     DtypeOption,
@@ -49,6 +50,10 @@ _USE = "Use"
 _MEASURE = "Measure"
 _INSPECT = "Inspect"
 _WEB = "Web page"  # of the options of chat
+
+# Panels of the help of `serve`.
+_SERVER = "Server"
+_LIMITS = "Limits"
 
 
 @app.callback(invoke_without_command=True)
@@ -224,6 +229,168 @@ def prewarm(
     from lade.cli.prewarm import run
 
     run(load(model, device, dtype, threads, trust_remote_code), seconds)
+
+
+@app.command(rich_help_panel=_USE)
+def serve(
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Address to listen at. 0.0.0.0 lets other machines in; give them API keys.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, max=65535, help="0 takes a free one.", rich_help_panel=_SERVER
+        ),
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Let in only those who send this key; may be repeated. Other users of this "
+            "machine can see it; a file they cannot read is better.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Let in those who send a key of this file, which has one a line.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model. Without it, as it was asked for.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Requests that may wait; more are sent away with 429.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 100,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="The longest prompt. Without it, what the model has positions for.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="The longest answer.", rich_help_panel=_LIMITS),
+    ] = 4096,
+    max_body_bytes: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="The largest request.", rich_help_panel=_LIMITS),
+    ] = 2**22,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="T",
+            min=0.001,
+            help="Seconds for a request, from its first byte to the last of its answer.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 600.0,
+    grace: Annotated[
+        float,
+        typer.Option(
+            metavar="T",
+            min=0.0,
+            help="Seconds for answers that are under way when the server is told to stop.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = 30.0,
+    keeps: Annotated[
+        Path | None,
+        typer.Option(
+            "--pools",
+            metavar="FOLDER",
+            help="Keep everybody's pools in this folder. Without it, they end with the server.",
+            file_okay=False,
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
+    share_pool: Annotated[
+        bool,
+        typer.Option(
+            "--share-pool",
+            help="One pool for all, as suits a machine with one user: the speed of an answer "
+            "reveals to each what the others wrote.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = False,
+    pool_memory_bytes: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Memory for pools.", rich_help_panel=DRAFTING),
+    ] = 2**30,
+    pool_disk_bytes: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Disk for pools.", rich_help_panel=DRAFTING),
+    ] = 2**34,
+    save_every: Annotated[
+        float,
+        typer.Option(
+            metavar="T",
+            min=0.0,
+            help="Seconds after which pools that learned are saved.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = 60.0,
+    pools: PoolsOption = None,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    verification: VerificationOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Serve a model to OpenAI's clients: chats, completions and responses, streamed or not.
+
+    Every API key, and every "user" or "cache_salt" that requests name, has a pool of its own, from
+    which nothing is drafted for anybody else.
+    """
+    from lade.cli.serve import check_extra, read_keys, run
+
+    check_extra()
+    from lade.server.options import ServerOptions
+
+    options = ServerOptions(
+        model_name=model_name,
+        api_keys=read_keys(api_key or [], api_keys_file),
+        shares_pool=share_pool,
+        layers=pools or [],
+        pools=keeps,
+        pool_memory_bytes=pool_memory_bytes,
+        pool_disk_bytes=pool_disk_bytes,
+        save_every_sec=save_every,
+        max_queue=max_queue,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_body_bytes=max_body_bytes,
+        timeout_sec=timeout,
+        grace_sec=grace,
+        config=make_config(max_draft_tokens, verification),
+    )
+    run(load(model, device, dtype, threads, trust_remote_code), options, host, port)
 
 
 @app.command(rich_help_panel=_MEASURE)

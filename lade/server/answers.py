@@ -1,0 +1,242 @@
+"""What transformers' answers lack: stops cut off, log-probabilities, details of usage, errors.
+
+Answers are completed as the JSON that clients get, whole or event by event, so that nothing of
+how transformers makes it is relied on.
+"""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from typing import Any
+
+from lade.server.errors import failed, left
+from lade.server.exchange import Exchange, Logprob
+
+_EVENT = "data: "
+_END = "data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+class StopCutter:
+    """Cuts text off at the first of some strings, and holds back what may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._is_cut = False
+
+    def feed(self, text: str) -> str:
+        """Return what is sure to be in the answer."""
+        if self._is_cut:
+            return ""
+        text = self._held + text
+        ends = [end for end in map(text.find, self._stops) if end >= 0]
+        if ends:
+            self._is_cut, self._held = True, ""
+            return text[: min(ends)]
+        num_held = max((_num_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def rest(self) -> str:
+        """Return what was held back at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _num_begun(text: str, stop: str) -> int:
+    """Return the length of the longest end of a text that a stop begins with."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+def completed(exchange: Exchange, pieces: Sequence[bytes], body: Json) -> Json:
+    """Return a whole answer, completed.
+
+    Args:
+        exchange: whose answer is known.
+        pieces: the bytes of every token, if log-probabilities are asked for.
+        body: transformers' answer; changed.
+    """
+    _complete_usage(exchange, body)
+    if exchange.asked.endpoint == "responses":
+        return body
+    choice = body["choices"][0]
+    holder, name = (
+        (choice["message"], "content") if exchange.asked.endpoint == "chat" else (choice, "text")
+    )
+    if holder.get(name) is not None:
+        cutter = StopCutter(exchange.asked.stops)
+        holder[name] = cutter.feed(holder[name]) + cutter.rest()
+    if exchange.asked.num_logprobs is not None:
+        text = holder.get(name) or ""
+        shown = exchange.logprobs if exchange.is_parsed else list(_within(exchange, 0, len(text)))
+        choice["logprobs"] = _logprobs(exchange, pieces, shown, 0)
+    return body
+
+
+async def rewritten(
+    exchange: Exchange, pieces: Sequence[bytes], parts: AsyncGenerator[str, None]
+) -> AsyncIterator[str]:
+    """Yield the events of an answer, completed.
+
+    Args:
+        exchange: of the answer.
+        pieces: the bytes of every token, if log-probabilities are asked for.
+        parts: transformers' events, one or several at a time.
+    """
+    stream = _Stream(exchange, pieces)
+    is_whole = False
+    try:
+        async for part in parts:
+            events = [json.loads(each.removeprefix(_EVENT)) for each in part.split("\n\n") if each]
+            text = "".join(map(_event, stream.completed(events)))
+            if text:
+                yield text
+        if exchange.asked.endpoint != "responses" and not stream.is_failed:
+            yield _END
+        is_whole = True
+    finally:
+        if not is_whole:  # the client has left
+            exchange.end(left())
+        await parts.aclose()
+
+
+class _Stream:
+    """The events of one answer."""
+
+    def __init__(self, exchange: Exchange, pieces: Sequence[bytes]) -> None:
+        self._exchange = exchange
+        self._pieces = pieces
+        self._cutter = StopCutter(exchange.asked.stops)
+        self._num_sent = 0  # characters
+        self._num_logprobs = 0  # of those sent
+        self.is_failed = False
+
+    def completed(self, events: Iterable[Json]) -> Iterable[Json]:
+        """Yield what becomes of some of transformers' events."""
+        for event in events:
+            if self._exchange.asked.endpoint == "responses":
+                yield self._of_response(event)
+            elif "error" in event:
+                self.is_failed = True
+                yield (self._exchange.error or failed()).body()
+            else:
+                yield from self._of_choice(event)
+
+    def _of_response(self, event: Json) -> Json:
+        error = self._exchange.error or failed()
+        if event["type"] == "error":
+            event |= {"message": error.message, "code": error.code or error.kind, "param": None}
+        elif event["type"] == "response.failed":
+            event["response"]["error"]["message"] = error.message
+        elif event["type"] == "response.completed":
+            _complete_usage(self._exchange, event["response"])
+        return event
+
+    def _of_choice(self, event: Json) -> Iterable[Json]:
+        choice = event["choices"][0]
+        is_chat = self._exchange.asked.endpoint == "chat"
+        holder, name = (choice["delta"], "content") if is_chat else (choice, "text")
+        is_last = choice.get("finish_reason") is not None
+        usage = event.pop("usage", None)
+        text = holder.get(name) or ""
+        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
+        if text and not shown and not is_last:  # held back
+            return
+        if text or shown:
+            holder[name] = shown
+        elif not is_chat:
+            holder[name] = ""  # a required field
+        self._num_sent += len(shown)
+        if self._exchange.asked.num_logprobs is not None and (shown or is_last):
+            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
+        yield event
+        if is_last and usage is not None and self._exchange.asked.includes_usage:
+            event = event | {"choices": [], "usage": usage}
+            _complete_usage(self._exchange, event)
+            yield event
+
+    def _new_logprobs(self, num_shown: int, is_last: bool) -> Json | None:
+        """Return those of tokens whose text has been sent by now, and have not been sent."""
+        exchange, begin = self._exchange, self._num_logprobs
+        if exchange.is_parsed:
+            new = exchange.logprobs[begin:]
+        else:
+            new = list(_within(exchange, begin, self._num_sent, only_whole=not is_last))
+        self._num_logprobs += len(new)
+        if not new and is_last:
+            return None
+        return _logprobs(exchange, self._pieces, new, self._num_sent - num_shown)
+
+
+def _within(
+    exchange: Exchange, begin: int, num_chars: int, *, only_whole: bool = False
+) -> Iterable[Logprob]:
+    """Yield tokens, from one on, that are within so much text, at least in part."""
+    all_of_them = exchange.logprobs
+    start = all_of_them[begin - 1].end if begin else 0
+    for logprob in all_of_them[begin:]:
+        if logprob.end > num_chars and (only_whole or start >= num_chars):
+            return
+        yield logprob
+        start = logprob.end
+
+
+def _logprobs(
+    exchange: Exchange, pieces: Sequence[bytes], shown: Sequence[Logprob], offset: int
+) -> Json:
+    """Return log-probabilities as the endpoint has them.
+
+    Args:
+        offset: characters of the answer before the first of them.
+    """
+
+    def named(token_id: int) -> str:
+        return pieces[token_id].decode(errors="replace")
+
+    if exchange.asked.endpoint == "chat":
+
+        def entry(token_id: int, logprob: float) -> Json:
+            return {
+                "token": named(token_id),
+                "logprob": logprob,
+                "bytes": list(pieces[token_id]),
+            }
+
+        return {
+            "content": [
+                entry(each.token_id, each.logprob)
+                | {"top_logprobs": [entry(*other) for other in each.top]}
+                for each in shown
+            ]
+        }
+    before = [offset, *(each.end for each in shown[:-1])]
+    return {
+        "tokens": [named(each.token_id) for each in shown],
+        "token_logprobs": [each.logprob for each in shown],
+        "top_logprobs": [
+            {named(token_id): logprob for token_id, logprob in each.top} for each in shown
+        ],
+        "text_offset": before[: len(shown)],
+    }
+
+
+def _complete_usage(exchange: Exchange, body: Json) -> None:
+    """Say which tokens were drafted, and which were not run again; `body` is changed."""
+    usage, stats = body.get("usage"), exchange.stats
+    if usage is None or stats is None:
+        return
+    cached = {"cached_tokens": stats.num_reused_tokens}
+    if exchange.asked.endpoint == "responses":  # which has no place for drafts
+        usage["input_tokens_details"] = {**usage.get("input_tokens_details", {}), **cached}
+        return
+    usage["prompt_tokens_details"] = cached
+    usage["completion_tokens_details"] = {
+        "accepted_prediction_tokens": stats.num_accepted_tokens,
+        "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+    }
+
+
+def _event(event: Json) -> str:
+    return f"{_EVENT}{json.dumps(event)}\n\n"

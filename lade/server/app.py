@@ -1,0 +1,205 @@
+"""The server put together, and run until it is told to stop.
+
+Begin here; `gate.py` is what a request meets first.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from lade.config import Config
+from lade.hf.doors import generate
+from lade.models.loading import LoadedModel
+from lade.server.errors import ApiError, failed
+from lade.server.gate import END_SEC, Gate
+from lade.server.grammars import Grammars
+from lade.server.limits import Limits
+from lade.server.line import Line
+from lade.server.metrics import Metrics
+from lade.server.options import ServerOptions
+from lade.server.requests import Reader
+from lade.server.upstream import build_app
+from lade.server.users import ApiKeys, UserPools
+
+logger = logging.getLogger(__name__)
+
+# Connections that the system accepts before the server does.
+_BACKLOG = 2048
+
+
+class Server:
+    """Serves one model to OpenAI's clients, from the construction on until it is closed.
+
+        with Server(lade.models.load(), port=0) as server:
+            client = openai.OpenAI(base_url=server.url, api_key="none")
+
+    Args:
+        loaded: the model, which others may go on using.
+        options: how to serve it.
+        host: address to listen at; anything but the default lets other machines in.
+        port: 0 for a free one.
+
+    Raises:
+        OSError: the address is taken, or a folder cannot be used.
+        ngram_pool.PoolFileError: a layer is no pool, or one of another tokenizer.
+        ValueError: the tokenizer is not a fast one.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: ServerOptions | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+    ) -> None:
+        options = ServerOptions() if options is None else options
+        if getattr(loaded.tokenizer, "_tokenizer", None) is None:
+            raise ValueError(
+                f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
+                "be streamed"
+            )
+        self.name = loaded.name if options.model_name is None else options.model_name
+        self._thread: threading.Thread | None = None
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            self._socket = stack.enter_context(_listening(host, port))
+            self._pools = stack.enter_context(UserPools(loaded, options))
+            line = Line(options.max_queue)
+            self.metrics = Metrics(self.name, line, self._pools.store)
+            grammars = Grammars(loaded)
+            limits = Limits(loaded.model, options)
+            app, self._manager = build_app(loaded, self.name, limits, grammars.pieces)
+            _add_routes(app, self.metrics)
+            vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+            reader = Reader(self.name, vocab_size, grammars)
+            keys = ApiKeys(options.api_keys)
+            gate = Gate(app, reader, keys, self._pools, line, self.metrics, options)
+            self._manager.submit(_warm_up, loaded, options.config).result()
+            self._uvicorn = _Uvicorn(gate, options.grace_sec)
+            self._stack = stack.pop_all()
+        found = self._socket.getsockname()
+        shown = f"[{found[0]}]" if self._socket.family == socket.AF_INET6 else found[0]
+        self.url = f"http://{shown}:{found[1]}/v1"
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._finish()
+
+    def __enter__(self) -> Self:
+        """Serve in a thread."""
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="lade-server"
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop as SIGTERM does."""
+        self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join()
+        self._finish()
+
+    def _finish(self) -> None:
+        with contextlib.suppress(TimeoutError):  # a prompt is run in one piece
+            self._manager.submit(int).result(timeout=END_SEC)
+        self._stack.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Stops as it should: nobody new, a while for what is under way, exit code 0."""
+
+    def __init__(self, gate: Gate, grace_sec: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=int(grace_sec + 3 * END_SEC),
+            )
+        )
+        self._gate = gate
+        self._grace_sec = grace_sec
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the gate while connections end."""
+        logger.info("shutting down; running answers have %g s", self._grace_sec)
+        closing = asyncio.create_task(self._gate.close(self._grace_sec))
+        await super().shutdown(sockets)
+        await closing
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at SIGINT and SIGTERM, which uvicorn raises again after it has stopped."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {each: signal.signal(each, self.handle_exit) for each in handled}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        OSError: it cannot.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def _add_routes(app: FastAPI, metrics: Metrics) -> None:
+    """Add what transformers' application lacks: metrics, and errors in OpenAI's form."""
+
+    @app.get("/metrics")
+    def _metrics() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(ApiError)
+    async def _refuse(_: Any, error: ApiError) -> Response:
+        return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+    @app.exception_handler(HTTPException)
+    async def _refuse_http(_: Any, error: HTTPException) -> Response:
+        return await _refuse(_, ApiError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def _fail(_: Any, __: Exception) -> Response:
+        return await _refuse(_, failed())
+
+
+def _warm_up(loaded: LoadedModel, config: Config) -> None:
+    """Do now what is done once for a model: checking it, compiling the pool."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=loaded.model.device)
+    generate(
+        loaded.model,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        config=config,
+        do_sample=False,
+        max_new_tokens=2,
+    )

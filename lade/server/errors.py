@@ -1,0 +1,81 @@
+"""Errors as OpenAI's clients expect them."""
+
+from typing import Any
+
+from lade.errors import LadeError
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(LadeError):
+    """What a client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        message: what was expected, and what came; nothing of other clients' requests.
+        param: the field at fault, as in "messages.0.role".
+        code: for programs.
+        retry_after: seconds after which to ask again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type` of the error."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return _KINDS.get(self.status, default)
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that go with the status."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def failed() -> ApiError:
+    """Return what a client is told of an error that is ours; the log has the rest."""
+    return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    """Return what a client is told while the server stops."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
+def timed_out(sec: float) -> ApiError:
+    """Return what a client is told whose request took too long."""
+    return ApiError(504, f"the answer took longer than {sec:g} seconds", code="timeout")
+
+
+def left() -> ApiError:
+    """Return what nobody is told: the client has left; 499 is what logs call it."""
+    return ApiError(499, "the client has left", code="client_left")

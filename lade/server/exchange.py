@@ -1,0 +1,84 @@
+"""One request and what comes of it; known to all that serves it by a context variable."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+from lade.config import Config
+from lade.hf.pools import Pools
+from lade.server.errors import ApiError
+from lade.stats import DecodeStats
+
+Endpoint = Literal["chat", "completions", "responses"]
+
+
+class Logprob(NamedTuple):
+    """A token of the answer with the model's own log-probabilities."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # likeliest first
+    end: int  # characters of the text up to and with this token
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for beyond what transformers' handlers know."""
+
+    endpoint: Endpoint
+    is_stream: bool = False
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)  # more options of a GenerationConfig
+    max_new_tokens: int | None = None
+    stops: tuple[str, ...] = ()
+    num_logprobs: int | None = None  # None for none, 0 for those of the answer alone
+    grammar: Any = None  # a compiled grammar
+    includes_usage: bool = False
+    user: str | None = None
+    salt: str | None = None
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request that was let in, until its answer is complete.
+
+    Written by the event loop before it is submitted, by the inference thread until that is done.
+    """
+
+    asked: Asked
+    loop: asyncio.AbstractEventLoop
+    on_done: Callable[[], None]  # called in the loop once the inference thread is free again
+    config: Config = field(default_factory=Config)
+    pools: Pools | None = None
+    is_private: bool = True  # whether no later request may know what this one was about
+    arrived: float = field(default_factory=perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    is_submitted: bool = False
+    is_parsed: bool = False  # whether parts of the answer are told apart, such as tool calls
+    stats: DecodeStats | None = None
+    logprobs: list[Logprob] = field(default_factory=list)
+    error: ApiError | None = None  # why it ends early
+
+    def end(self, error: ApiError) -> None:
+        """End it before its next token; the first reason stays."""
+        if self.error is None:
+            self.error = error
+
+    def done(self) -> None:
+        """Tell the event loop that the inference thread is free again."""
+        with suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.on_done)
+
+
+#: The exchange of whatever code runs for a request.
+current: ContextVar[Exchange] = ContextVar("lade_exchange")

@@ -1,0 +1,200 @@
+"""One answer on the inference thread: seeded, drafted from its own pool, stopped, recorded."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from lade.compat import Model
+from lade.hf.doors import decode
+from lade.server.errors import failed
+from lade.server.exchange import Exchange, Logprob
+
+logger = logging.getLogger(__name__)
+
+# What JSON has no number for.
+_LOWEST_LOGPROB = -9999.0
+
+
+def answer(
+    exchange: Exchange,
+    model: Model,
+    tokenizer: Any,
+    inputs: dict[str, Any],
+    options: GenerationConfig,
+    streamer: Any = None,
+) -> Tensor:
+    """Generate as `model.generate` does with the request's seed; return the sequences, [1, n].
+
+    Args:
+        exchange: gets statistics, times and log-probabilities.
+        model: whose own `generate` prepares the call.
+        tokenizer: of the model.
+        inputs: `input_ids` and `attention_mask`, [1, num_prompt_tokens].
+        options: of the call; changed.
+        streamer: gets the prompt, every token, and the end once statistics are known.
+
+    Raises:
+        ApiError: the exchange ends early, or decoding failed, which is in the log.
+    """
+    try:
+        if exchange.error is not None:
+            raise exchange.error
+        return _answer(exchange, model, tokenizer, inputs, options, streamer)
+    except Exception:
+        if exchange.error is None:  # else it was ended from outside
+            logger.exception("an answer failed")
+            exchange.end(failed())
+        assert exchange.error is not None
+        raise exchange.error from None
+    finally:
+        exchange.done()
+
+
+def _answer(
+    exchange: Exchange,
+    model: Model,
+    tokenizer: Any,
+    inputs: dict[str, Any],
+    options: GenerationConfig,
+    streamer: Any,
+) -> Tensor:
+    asked = exchange.asked
+    recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
+    relay = _Relay(exchange, tokenizer, recorder, streamer)
+    config = replace(exchange.config, reuses_prefix=not exchange.is_private)
+    options.return_dict_in_generate = True
+    criteria = StoppingCriteriaList()
+    if asked.stops:
+        criteria.append(StopStringCriteria(tokenizer, list(asked.stops)))
+
+    def run(
+        model: Model,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **prepared: Any,
+    ) -> Any:
+        if recorder is not None:  # before all others: penalties and grammars change the scores
+            logits_processor.insert(0, recorder)
+        return decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            pool=exchange.pools,
+            config=config,
+            token_streamer=relay,
+            **prepared,
+        )
+
+    if streamer is not None:
+        streamer.put(inputs["input_ids"])
+    # Another request must not continue the random numbers of this one, which its client knows.
+    seed = torch.seed() if asked.seed is None else asked.seed
+    torch.manual_seed(seed)
+    output = model.generate(
+        **inputs,
+        generation_config=options,
+        logits_processor=LogitsProcessorList(_grammar_of(exchange)),
+        stopping_criteria=criteria,
+        custom_generate=run,
+    )
+    exchange.stats = output.stats
+    if streamer is not None:
+        streamer.end()
+    sequences: Tensor = output.sequences
+    return sequences
+
+
+def _grammar_of(exchange: Exchange) -> list[Any]:
+    if exchange.asked.grammar is None:
+        return []
+    from xgrammar.contrib.hf import LogitsProcessor as GrammarProcessor
+
+    return [GrammarProcessor(exchange.asked.grammar)]  # a new one for each call
+
+
+class _Recorder(LogitsProcessor):  # type: ignore[misc]
+    """Keeps the log-probabilities of the next tokens until it is known which these are.
+
+    It is called once for each emitted token, in order, with the target's logits.
+    """
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
+        self._rows: deque[Tensor] = deque()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._rows.append(scores[0].float().log_softmax(-1))
+        return scores
+
+    def take(self, token_id: int, end: int) -> Logprob:
+        """Return what there is to say of the next emitted token."""
+        row = self._rows.popleft()
+        best = row.topk(self._num_top)
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return Logprob(
+            token_id,
+            max(float(row[token_id]), _LOWEST_LOGPROB),
+            [(each, max(logprob, _LOWEST_LOGPROB)) for each, logprob in top],
+            end,
+        )
+
+
+class _Relay(BaseStreamer):  # type: ignore[misc]
+    """Notes every emitted token and passes it on; ends the call if the exchange is to end."""
+
+    def __init__(
+        self, exchange: Exchange, tokenizer: Any, recorder: _Recorder | None, streamer: Any
+    ) -> None:
+        self._exchange = exchange
+        self._recorder = recorder
+        self._streamer = streamer
+        self._backend = tokenizer._tokenizer
+        self._text = DecodeStream([], skip_special_tokens=not exchange.is_parsed)
+        self._special = frozenset[int]()
+        if recorder is not None and not exchange.is_parsed:
+            self._special = frozenset(tokenizer.all_special_ids)
+        self._end = 0
+
+    def put(self, value: Tensor) -> None:
+        """Take the next token, int64 [1]."""
+        exchange = self._exchange
+        if exchange.error is not None:
+            raise exchange.error
+        exchange.last_token = perf_counter()
+        if exchange.first_token is None:
+            exchange.first_token = exchange.last_token
+        token_ids = value.tolist()
+        exchange.num_tokens += len(token_ids)
+        if self._recorder is not None:
+            self._record(token_ids, self._recorder)
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def _record(self, token_ids: Sequence[int], recorder: _Recorder) -> None:
+        for token_id in token_ids:
+            self._end += len(self._text.step(self._backend, token_id) or "")
+            logprob = recorder.take(token_id, self._end)
+            if token_id not in self._special:  # its text is not in the answer
+                self._exchange.logprobs.append(logprob)
+
+    def end(self) -> None:
+        """Do nothing: the streamer is ended once statistics are known."""

@@ -1,0 +1,75 @@
+"""How long prompts and answers may be, and the options of a call that follow from a request."""
+
+from typing import Any
+
+from lade.compat import Model
+from lade.server.errors import ApiError
+from lade.server.exchange import Exchange
+from lade.server.options import ServerOptions
+
+
+class Limits:
+    """Limits on prompts and answers.
+
+    Args:
+        model: its positions are a limit, too.
+        options: of the server.
+    """
+
+    def __init__(self, model: Model, options: ServerOptions) -> None:
+        text = model.config.get_text_config(decoder=True)
+        self._num_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self._max_prompt_tokens = options.max_prompt_tokens
+        self._max_new_tokens = options.max_new_tokens
+
+    def apply(self, exchange: Exchange, options: Any) -> None:
+        """Check a prompt's length; set the options of its call, a GenerationConfig.
+
+        Raises:
+            ApiError: the prompt is empty, or leaves no room for its answer.
+        """
+        asked, num_prompt = exchange.asked, exchange.num_prompt_tokens
+        self._check_prompt(num_prompt)
+        room = self._room(num_prompt)
+        if asked.max_new_tokens is not None and asked.max_new_tokens > room:
+            raise ApiError(
+                400,
+                f"expected an answer of at most {room} tokens after a prompt of {num_prompt}, "
+                f"got {asked.max_new_tokens}",
+                param="max_output_tokens" if asked.endpoint == "responses" else "max_tokens",
+                code="context_length_exceeded",
+            )
+        wanted = options.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
+        options.max_new_tokens = min(wanted, room)
+        options.max_length = None
+        if asked.temperature is not None:
+            options.do_sample = asked.temperature > 0
+            options.temperature = asked.temperature or None
+        elif asked.top_p is not None:
+            options.do_sample = True
+        if asked.top_p is not None:
+            options.top_p = asked.top_p
+        for name, value in asked.sampling.items():
+            setattr(options, name, value)
+
+    def _check_prompt(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise ApiError(400, "expected a prompt of one token or more, got none")
+        most = self._max_prompt_tokens
+        if most is not None and num_tokens > most:
+            raise _too_long(most, num_tokens)
+        if self._num_positions is not None and num_tokens >= self._num_positions:
+            raise _too_long(self._num_positions - 1, num_tokens)
+
+    def _room(self, num_prompt: int) -> int:
+        if self._num_positions is None:
+            return self._max_new_tokens
+        return min(self._max_new_tokens, self._num_positions - num_prompt)
+
+
+def _too_long(most: int, num_tokens: int) -> ApiError:
+    return ApiError(
+        400,
+        f"expected a prompt of at most {most} tokens, got {num_tokens}",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,64 @@
+"""`ServerOptions`: what an operator decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lade.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How to serve a model.
+
+    Args:
+        model_name: what clients call it; None for the name that it was loaded by.
+        api_keys: any of which a client must send; none let everybody in.
+        shares_pool: whether all clients have one pool and one set of prefixes.
+        layers: files of pools that are only read.
+        pools: folder that keeps the pools of clients; None for a temporary one.
+        pool_memory_bytes, pool_disk_bytes: for all of them together.
+        save_every_sec: how often those that learn are saved.
+        max_queue: requests that may wait.
+        max_prompt_tokens: of a request; None for what the model has positions for.
+        max_new_tokens: of an answer.
+        max_body_bytes: of a request.
+        timeout_sec: of a request, from its first byte to the last of its answer.
+        grace_sec: for answers that are under way when the server is told to stop.
+        config: of all calls; prefixes are reused for those who have a pool, whatever it says.
+
+    Raises:
+        ValueError: one is out of its range.
+    """
+
+    model_name: str | None = None
+    api_keys: Sequence[str] = ()
+    shares_pool: bool = False
+    layers: Sequence[Path] = ()
+    pools: Path | None = None
+    pool_memory_bytes: int = 2**30
+    pool_disk_bytes: int = 2**34
+    save_every_sec: float = 60.0
+    max_queue: int = 100
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 4096
+    max_body_bytes: int = 2**22
+    timeout_sec: float = 600.0
+    grace_sec: float = 30.0
+    config: Config = field(default_factory=Config)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_queue", 0),
+            ("max_prompt_tokens", 1),
+            ("max_new_tokens", 1),
+            ("max_body_bytes", 1),
+            ("grace_sec", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"expected {name} of at least {least}, got {value!r}")
+        if not self.timeout_sec > 0:
+            raise ValueError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
+        if not all(self.api_keys):
+            raise ValueError("expected API keys of one character or more, got ''")

@@ -1,0 +1,388 @@
+"""What may be asked: every field is understood or refused by name.
+
+Fields that transformers' handlers know are passed on to them, the rest is ours.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lade.server.errors import ApiError
+from lade.server.exchange import Asked, Endpoint
+from lade.server.grammars import Grammars
+
+ENDPOINTS: Mapping[str, Endpoint] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+}
+_MAX_STOPS = 4
+_MAX_TOP_LOGPROBS = 20
+_MAX_COMPLETION_LOGPROBS = 5
+
+# Fields of OpenAI's that are accepted where they ask for what is done anyway.
+_Zero = Annotated[float, Field(ge=0, le=0)] | None
+_One = Annotated[int, Field(ge=1, le=1)] | None
+_False = Literal[False] | None
+_True = Literal[True] | None
+_Nothing = (
+    Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
+)
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Loose(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _TextPart(_Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _Function(_Loose):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _ToolCall(_Loose):
+    function: _Function
+
+
+class _Message(_Loose):
+    role: str
+    content: str | list[_TextPart] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: _False = None
+
+
+class _Schema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class _Format(_Strict):
+    """`response_format` of chats: the schema is in an object of its own."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "_Format":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema with the type json_schema alone")
+        return self
+
+    def schema_text(self) -> str | None:
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return _schema_text(self.type, schema)
+
+
+class _FlatFormat(_Strict):
+    """`text.format` of responses: the schema's fields stand beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "_FlatFormat":
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("expected schema with the type json_schema alone")
+        return self
+
+    def schema_text(self) -> str | None:
+        return _schema_text(self.type, self.schema_)
+
+
+class _Text(_Strict):
+    format: _FlatFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class _Any(_Strict):
+    """What all endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: _Int64 | None = None
+    user: str | None = None
+    # Of vLLM and transformers.
+    cache_salt: str | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+class _Sampled(_Any):
+    """What the two older endpoints take."""
+
+    stream_options: _StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = None
+    n: _One = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    frequency_penalty: _Zero = None
+    presence_penalty: _Zero = None
+
+
+class _Chat(_Sampled):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    response_format: _Format | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: _True = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    metadata: _Nothing | None = None
+    store: _False = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class _Completion(_Sampled):
+    prompt: str
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_COMPLETION_LOGPROBS)] | None = None
+    best_of: _One = None
+    echo: _False = None
+
+
+class _Response(_Any):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: _Text | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: _Nothing | None = None
+    include: _Nothing | None = None
+    store: _False = None
+    background: _False = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "_Response":
+        items = [] if isinstance(self.input, str) else self.input
+        for item in items:
+            content = item.get("content", "")
+            parts = content if isinstance(content, list) else [item] if "role" not in item else []
+            for part in parts:
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind in ("input_image", "input_file", "input_audio") or kind is None:
+                    raise ValueError(f"expected parts of type input_text in input, got {kind!r}")
+        return self
+
+
+_MODELS: Mapping[Endpoint, type[_Any]] = {
+    "chat": _Chat,
+    "completions": _Completion,
+    "responses": _Response,
+}
+# What transformers' handlers get of a request, and understand as we do.
+_PASSED_ON = {
+    *("model", "messages", "prompt", "input", "instructions", "stream", "tools", "logit_bias"),
+    *("chat_template_kwargs", "parallel_tool_calls"),
+}
+# Arguments of `apply_chat_template` that are not the template's.
+_NOT_OF_TEMPLATES = {
+    *("add_generation_prompt", "continue_final_message", "conversation", "documents"),
+    *("chat_template", "load_audio_from_video", "max_length", "padding", "processor_kwargs"),
+    *("return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"),
+    *("tokenizer_kwargs", "tools", "truncation", "num_frames"),
+}
+
+
+class Request(NamedTuple):
+    """A valid request."""
+
+    asked: Asked
+    body: bytes  # for transformers' handler
+
+
+class Reader:
+    """Reads requests to one model.
+
+    Args:
+        name: of the model, as clients call it.
+        vocab_size: of the model.
+        grammars: compiles schemas.
+    """
+
+    def __init__(self, name: str, vocab_size: int, grammars: Grammars) -> None:
+        self._name = name
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+
+    def read(self, endpoint: Endpoint, data: bytes) -> Request:
+        """Read a request; may take a while, as it compiles grammars.
+
+        Raises:
+            ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
+        """
+        body = _json(data)
+        try:
+            valid = _MODELS[endpoint].model_validate(body)
+        except ValidationError as error:
+            _refuse(error, body)
+        if valid.model not in (None, self._name):
+            raise ApiError(
+                404,
+                f"expected the model {self._name!r}, got {valid.model!r}",
+                param="model",
+                code="model_not_found",
+            )
+        self._check_bias(valid)
+        _check_template_kwargs(valid)
+        return Request(self._asked(endpoint, valid), _passed_on(valid, body))
+
+    def _asked(self, endpoint: Endpoint, valid: _Any) -> Asked:
+        extra: dict[str, Any] = {}
+        text: str | None = None
+        if isinstance(valid, _Sampled):
+            stops = valid.stop if isinstance(valid.stop, list) else [valid.stop]
+            extra["stops"] = tuple(stop for stop in stops if stop is not None)
+            extra["max_new_tokens"] = valid.max_tokens
+            options = valid.stream_options
+            extra["includes_usage"] = options is not None and bool(options.include_usage)
+            if options is not None and not valid.stream:
+                raise ApiError(
+                    400, "expected stream_options with stream alone", param="stream_options"
+                )
+        if isinstance(valid, _Chat):
+            if valid.max_completion_tokens is not None:
+                extra["max_new_tokens"] = valid.max_completion_tokens
+            if valid.top_logprobs is not None and not valid.logprobs:
+                raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
+            if valid.logprobs:
+                extra["num_logprobs"] = valid.top_logprobs or 0
+            if valid.response_format is not None:
+                text = valid.response_format.schema_text()
+        elif isinstance(valid, _Completion):
+            extra["num_logprobs"] = valid.logprobs
+        elif isinstance(valid, _Response):
+            extra["max_new_tokens"] = valid.max_output_tokens
+            if valid.text is not None and valid.text.format is not None:
+                text = valid.text.format.schema_text()
+        if text is not None:
+            if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
+                raise ApiError(
+                    400, "expected a schema or tools, got both: calls are not of the schema"
+                )
+            extra["grammar"] = self._grammars.compiled(text)
+        sampling = {
+            name: getattr(valid, name)
+            for name in ("top_k", "min_p", "repetition_penalty")
+            if getattr(valid, name) is not None
+        }
+        return Asked(
+            endpoint,
+            is_stream=bool(valid.stream),
+            seed=valid.seed,
+            temperature=valid.temperature,
+            top_p=valid.top_p,
+            sampling=sampling,
+            user=valid.user,
+            salt=valid.cache_salt,
+            **extra,
+        )
+
+    def _check_bias(self, valid: _Any) -> None:
+        for token in getattr(valid, "logit_bias", None) or ():
+            if not (token.isdecimal() and token.isascii() and int(token) < self._vocab_size):
+                raise ApiError(
+                    400,
+                    f"expected ids of tokens below {self._vocab_size} in logit_bias, "
+                    f"got {token[:20]!r}",
+                    param="logit_bias",
+                )
+
+
+def _json(data: bytes) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ApiError: it is none, or has text that is not Unicode.
+    """
+    try:
+        body = json.loads(data, parse_constant=_no_number)
+        json.dumps(body, ensure_ascii=False).encode()  # tokenizers know no lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"expected JSON, got an error: {error}"[:300]) from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _refuse(error: ValidationError, body: dict[str, Any]) -> NoReturn:
+    """Raise the first error of a request as OpenAI would put it; values are not repeated."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    # Within unions, pydantic goes on with names of types; fields and indices come first.
+    place: list[str] = []
+    inner: Any = body
+    for step in first["loc"]:
+        try:
+            inner = inner[step]
+        except (KeyError, IndexError, TypeError):
+            if first["type"] != "missing":
+                continue  # the name of a type
+            inner = None
+        place.append(str(step))
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        message = f"{param} is not supported"
+    else:
+        message = first["msg"].removeprefix("Value error, ")
+        message = message if param is None else f"{param}: {message}"
+    if param == "tool_choice":
+        message += "; calls cannot be forced"
+    raise ApiError(400, message, param=param, code="unsupported_or_invalid")
+
+
+def _check_template_kwargs(valid: _Any) -> None:
+    for name in getattr(valid, "chat_template_kwargs", None) or ():
+        if name in _NOT_OF_TEMPLATES:
+            raise ApiError(
+                400,
+                f"expected arguments of the chat template, got {name!r}",
+                param=f"chat_template_kwargs.{name}",
+            )
+
+
+def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
+    kept = {name: body[name] for name in _PASSED_ON & body.keys() if body[name] is not None}
+    kept["stream"] = bool(valid.stream)  # responses are streamed by default there
+    if getattr(valid, "tool_choice", None) == "none":
+        kept.pop("tools", None)
+    return json.dumps(kept).encode()
+
+
+def _schema_text(kind: str, schema: dict[str, Any] | None) -> str | None:
+    if kind == "text":
+        return None
+    return json.dumps({"type": "object"} if schema is None else schema)

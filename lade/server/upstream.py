@@ -1,0 +1,215 @@
+"""All that lade touches of transformers' serving code, whose parts change between its versions.
+
+Tested on the oldest and the newest supported version. The routes, the handlers' translation of
+messages and tools into prompts and of answers into JSON, and the inference thread are theirs.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+from lade.errors import in_one_line
+from lade.models.loading import LoadedModel
+from lade.server.answers import completed, rewritten
+from lade.server.errors import ApiError
+from lade.server.exchange import Exchange, current
+from lade.server.inference import answer
+from lade.server.limits import Limits
+
+
+def build_app(
+    loaded: LoadedModel, name: str, limits: Limits, pieces: Callable[[], Sequence[bytes]]
+) -> tuple[Any, Any]:
+    """Return transformers' application for one model, and the manager of its inference thread.
+
+    Args:
+        loaded: the model.
+        name: what clients call it.
+        limits: of prompts and answers.
+        pieces: returns the bytes of every token.
+    """
+    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # a line for each request
+    models, state = _OneModel(loaded, name), _State(limits)
+    handlers: dict[str, Any] = {
+        "chat_handler": _Chat(models, state),
+        "completion_handler": _Completions(models, state),
+        "response_handler": _Responses(models, state),
+    }
+    for handler in handlers.values():
+        handler.pieces = pieces
+    # Of speech, and of others that only some versions have: the gate lets nobody ask for them.
+    others = {each for each in inspect.signature(build_server).parameters if "handler" in each}
+    handlers |= dict.fromkeys(others - handlers.keys())
+    return build_server(models, generation_state=state, **handlers), state.manager
+
+
+class _OneModel(ModelManager):  # type: ignore[misc]
+    """Has one model, which is loaded already and stays."""
+
+    def __init__(self, loaded: LoadedModel, name: str) -> None:
+        super().__init__(device=str(loaded.model.device), dtype=None)
+        self.force_model = name
+        self._loaded = loaded
+        self._since = int(time.time())
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """Return a model's name as it is, for clients to find it in answers."""
+        return model_id
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Return the model and its tokenizer."""
+        return self._loaded.model, self._loaded.tokenizer
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """Return the one model, for `/v1/models`."""
+        return [
+            {"id": self.force_model, "object": "model", "created": self._since, "owned_by": "lade"}
+        ]
+
+    def shutdown(self) -> None:
+        """Do nothing: the model is its owner's."""
+
+
+class _State(GenerationState):  # type: ignore[misc]
+    """Has one inference thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.manager = _Manager(limits)
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
+        """Return the manager of the inference thread."""
+        return self.manager
+
+
+class _Manager(GenerateManager):  # type: ignore[misc]
+    """Hands requests to the inference thread together with what lade knows of them."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Start an answer; see `GenerateManager`."""
+        asking = self._submitted(model, processor, inputs, gen_config)
+        asking.exchange.is_parsed = kwargs.get("response_parser") is not None
+        return super().generate_streaming(asking, processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Wait for an answer; see `GenerateManager`."""
+        asking = self._submitted(model, processor, inputs, gen_config)
+        return await super().generate_non_streaming(
+            asking, processor, inputs, gen_config, *args, **kwargs
+        )
+
+    def _submitted(self, model: Any, tokenizer: Any, inputs: Any, options: Any) -> "_Asking":
+        exchange = current.get()
+        exchange.num_prompt_tokens = inputs["input_ids"].shape[-1]
+        self._limits.apply(exchange, options)
+        exchange.is_submitted = True
+        return _Asking(exchange, model, tokenizer)
+
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run on the inference thread; whoever waits for it may leave at any time."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = fn(*args, **kwargs)
+            except Exception as failure:
+                error = failure
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self.submit(run)
+        return future
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    if future.done():  # cancelled: its client has left
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+class _Asking:
+    """Stands in for the model in one call of a `GenerateManager`, which only calls `generate`."""
+
+    def __init__(self, exchange: Exchange, model: Any, tokenizer: Any) -> None:
+        self.exchange = exchange
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def generate(
+        self, *, generation_config: Any, streamer: Any = None, tokenizer: Any = None, **inputs: Any
+    ) -> Any:
+        """Answer, with what of the inputs a causal LM needs."""
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return answer(
+            self.exchange, self._model, self._tokenizer, inputs, generation_config, streamer
+        )
+
+
+class _Complete:
+    """A handler whose answers are completed by what transformers leaves out."""
+
+    pieces: Callable[[], Sequence[bytes]]
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer as transformers does; see its `BaseHandler`."""
+        exchange = current.get()
+        try:
+            response = await super().handle_request(body, request_id)  # type: ignore[misc]
+        except (ApiError, HTTPException):
+            raise
+        except Exception as error:
+            if exchange.is_submitted:
+                raise
+            # Templates and tokenizers raise anything.
+            raise ApiError(
+                400, f"expected a request that makes a prompt, got {in_one_line(error)}"
+            ) from error
+        pieces = () if exchange.asked.num_logprobs is None else self.pieces()
+        if isinstance(response, StreamingResponse):
+            parts: Any = response.body_iterator  # texts, from a generator
+            response.body_iterator = rewritten(exchange, pieces, parts)
+            return response
+        return JSONResponse(completed(exchange, pieces, json.loads(response.body)))
+
+
+class _Chat(_Complete, ChatCompletionHandler):  # type: ignore[misc]
+    """`/v1/chat/completions`."""
+
+
+class _Completions(_Complete, CompletionHandler):  # type: ignore[misc]
+    """`/v1/completions`."""
+
+
+class _Responses(_Complete, ResponseHandler):  # type: ignore[misc]
+    """`/v1/responses`."""
