@@ -186,17 +186,17 @@ class Gate:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""
         self._open.add(exchange)
         client_left = asyncio.create_task(_until_left(receive))
-        running = _Running(client_left, end)
+        running = _Running(client_left, end, self._options.timeout_sec)
         has_turn = False
         try:
-            await running.run(self._line.enter(), exchange, self._options.timeout_sec)
+            await running.run(self._line.enter(), exchange, reply)
             has_turn = True
             exchange.admitted = perf_counter()
             current.set(exchange)
             replay = _replay(body, client_left)
             inner = scope | {"headers": _with_length(scope["headers"], len(body))}
             app = self._app(inner, replay, reply.send)
-            await running.run(app, exchange, self._options.timeout_sec)
+            await running.run(app, exchange, reply)
         finally:
             client_left.cancel()
             if has_turn and not exchange.is_submitted:
@@ -209,29 +209,26 @@ class Gate:
 class _Running:
     """Runs the stages of a request while its client is there and its time is not over."""
 
-    def __init__(self, client_left: "asyncio.Task[None]", end: float) -> None:
+    def __init__(self, client_left: "asyncio.Task[None]", end: float, timeout_sec: float) -> None:
         self._client_left = client_left
         self._end = end
+        self._timeout_sec = timeout_sec
 
-    async def run(self, stage: Any, exchange: Exchange, timeout_sec: float) -> None:
+    async def run(self, stage: Any, exchange: Exchange, reply: "_Reply") -> None:
         """Run one stage.
 
         Raises:
             ApiError: the client has left, or the time is over.
         """
         task = asyncio.ensure_future(stage)
-        watched = {task, self._client_left}
         try:
-            rest = max(self._end - perf_counter(), 0)
-            await asyncio.wait(watched, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                error = left() if self._client_left.done() else timed_out(timeout_sec)
+            await self._wait(task, max(self._end - perf_counter(), 0))
+            if not task.done() and not reply.is_over:  # servers also call that a disconnection
+                error = left() if self._client_left.done() else timed_out(self._timeout_sec)
                 exchange.end(error)
                 if error.status != 499 and exchange.is_submitted:
                     # The inference thread ends it, and its client is told in place.
-                    await asyncio.wait(
-                        watched, timeout=END_SEC, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    await self._wait(task, END_SEC)
                 if not task.done():
                     raise error
             await task
@@ -241,6 +238,11 @@ class _Running:
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
+    async def _wait(self, task: "asyncio.Future[Any]", sec: float) -> None:
+        """Wait for a stage, but not longer than its client."""
+        watched = {task, self._client_left}
+        await asyncio.wait(watched, timeout=sec, return_when=asyncio.FIRST_COMPLETED)
+
 
 class _Reply:
     """What was sent of an answer, and how to end it with an error."""
@@ -249,7 +251,7 @@ class _Reply:
         self._send = send
         self.status = 0  # not begun
         self._is_stream = False
-        self._is_over = False
+        self.is_over = False
 
     async def send(self, message: dict[str, Any]) -> None:
         """Send a message of ASGI."""
@@ -258,7 +260,7 @@ class _Reply:
             kinds = [value for name, value in message["headers"] if name == b"content-type"]
             self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
         elif not message.get("more_body", False):
-            self._is_over = True
+            self.is_over = True
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
@@ -273,7 +275,7 @@ class _Reply:
             encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
             start = {"type": "http.response.start", "status": error.status, "headers": encoded}
             messages = [start, {"type": "http.response.body", "body": data}]
-        elif self._is_stream and not self._is_over:
+        elif self._is_stream and not self.is_over:
             messages = [{"type": "http.response.body", "body": b"data: " + data + b"\n\n"}]
         with suppress(TimeoutError):  # it does not read
             async with asyncio.timeout(END_SEC):

@@ -15,6 +15,8 @@ class Grammars:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        ends = loaded.model.generation_config.eos_token_id
+        self._ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
         self._lock = threading.Lock()
         self._compiler: Any = None
         self._tokens: Any = None
@@ -30,6 +32,12 @@ class Grammars:
             raise ApiError(
                 400,
                 f"expected a schema of at most {_MAX_SCHEMA_CHARS} characters, got {len(schema)}",
+                param="response_format",
+            )
+        if not self._ends:
+            raise ApiError(
+                400,
+                "expected no schema, for the model has no token that ends an answer",
                 param="response_format",
             )
         with self._lock:
@@ -57,11 +65,10 @@ class Grammars:
             import xgrammar
 
             model, tokenizer, _ = self._loaded
-            ends = model.generation_config.eos_token_id
             self._tokens = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer,
                 vocab_size=model.config.get_text_config(decoder=True).vocab_size,
-                stop_token_ids=ends,
+                stop_token_ids=self._ends or [0],  # it wants one; without, nothing is compiled
             )
             self._compiler = xgrammar.GrammarCompiler(
                 self._tokens, max_threads=1, cache_limit_bytes=_CACHE_BYTES

@@ -4,7 +4,7 @@ Fields that transformers' handlers know are passed on to them, the rest is ours.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -341,19 +341,14 @@ def _no_number(name: str) -> NoReturn:
 
 def _refuse(error: ValidationError, body: dict[str, Any]) -> NoReturn:
     """Raise the first error of a request as OpenAI would put it; values are not repeated."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # Within unions, pydantic goes on with names of types; fields and indices come first.
-    place: list[str] = []
-    inner: Any = body
-    for step in first["loc"]:
-        try:
-            inner = inner[step]
-        except (KeyError, IndexError, TypeError):
-            if first["type"] != "missing":
-                continue  # the name of a type
-            inner = None
-        place.append(str(step))
-    param = ".".join(place) or None
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of the members of a union, that which fits best.
+    places = [_place(each["loc"], body, each["type"] == "missing") for each in errors]
+    of_first = [
+        place for place, each in enumerate(errors) if each["loc"][:1] == errors[0]["loc"][:1]
+    ]
+    best = max(of_first, key=lambda place: len(places[place]))
+    first, param = errors[best], ".".join(places[best]) or None
     if first["type"] == "extra_forbidden":
         message = f"{param} is not supported"
     else:
@@ -362,6 +357,19 @@ def _refuse(error: ValidationError, body: dict[str, Any]) -> NoReturn:
     if param == "tool_choice":
         message += "; calls cannot be forced"
     raise ApiError(400, message, param=param, code="unsupported_or_invalid")
+
+
+def _place(steps: Sequence[int | str], body: Any, is_missing: bool) -> list[str]:
+    """Return where in a request an error is; pydantic also names types, of unions."""
+    place: list[str] = []
+    for number, step in enumerate(steps, 1):
+        try:
+            body = body[step]
+        except (KeyError, IndexError, TypeError):
+            if not (is_missing and number == len(steps)):
+                continue
+        place.append(str(step))
+    return place
 
 
 def _check_template_kwargs(valid: _Any) -> None:
@@ -377,6 +385,9 @@ def _check_template_kwargs(valid: _Any) -> None:
 def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
     kept = {name: body[name] for name in _PASSED_ON & body.keys() if body[name] is not None}
     kept["stream"] = bool(valid.stream)  # responses are streamed by default there
+    biases = kept.pop("logit_bias", None)
+    if biases:  # transformers takes nothing but floats, and no empty dict
+        kept["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
     if getattr(valid, "tool_choice", None) == "none":
         kept.pop("tools", None)
     return json.dumps(kept).encode()

@@ -25,10 +25,12 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
 from lade.server.answers import completed, rewritten
-from lade.server.errors import ApiError
+from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange, current
 from lade.server.inference import answer
 from lade.server.limits import Limits
+
+logger = logging.getLogger(__name__)
 
 
 def build_app(
@@ -190,7 +192,8 @@ class _Complete:
             raise
         except Exception as error:
             if exchange.is_submitted:
-                raise
+                logger.exception("an answer could not be told")
+                raise failed() from None
             # Templates and tokenizers raise anything.
             raise ApiError(
                 400, f"expected a request that makes a prompt, got {in_one_line(error)}"

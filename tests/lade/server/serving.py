@@ -1,30 +1,44 @@
 """A tiny model that speaks printable text, served; and what it says plainly."""
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.server.app import Server
 from lade.server.options import ServerOptions
-from tests.lade.tiny import byte_tokenizer, tiny_model
+from tests.lade.tiny import tiny_model
 
 NAME = "tiny"
 # Every run takes the same steps: with a limit to candidates nothing is explored.
 REPEATING = Config(max_candidates=4, max_draft_tokens=4, uses_table=False)
-# Without spaces: the model knows the 94 printable characters of ASCII only, so its text is text.
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 QUESTION = [{"role": "user", "content": "What-is-a-pool?"}]
 
 
+def printable_tokenizer() -> Any:
+    """Return a tokenizer with one token for each printable character, a space for one of them."""
+    letters = {chr(33 + place).replace("`", "Ġ"): place for place in range(94)}
+    made = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
 def loaded_model(**options: Any) -> LoadedModel:
     """Return a tiny model whose answers do not end by themselves."""
-    tokenizer = byte_tokenizer()
+    tokenizer = printable_tokenizer()
+    if "eos_token_id" in options:
+        tokenizer.add_special_tokens({"eos_token": "~"})
     tokenizer.chat_template = TEMPLATE
     options = {"vocab_size": 94, "eos_token_id": None, "dtype": torch.float32, **options}
     model = tiny_model(**options)
@@ -54,8 +68,9 @@ def plain_ids(
     if seed is not None:
         torch.manual_seed(seed)
     options = {"do_sample": seed is not None, "max_new_tokens": 40, **options}
-    output = loaded.model.generate(
-        ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
+    model = loaded.model
+    output = type(model).generate(  # also where a model is `Paced`
+        model, ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
     )
     token_ids: list[int] = output[0, ids.shape[1] :].tolist()
     return token_ids
@@ -104,3 +119,51 @@ def metric(server: Server, name: str, **labels: str) -> float:
         if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
             found += float(line.rsplit(" ", 1)[1])
     return found
+
+
+class Paced:
+    """Has a model wait before each token for as long as a test wants it to."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.num_calls = 0
+        self.num_tokens = 0
+        self._tokens = threading.Semaphore(0)
+        self._is_free = False
+        self._model = loaded.model
+        self._generate = loaded.model.generate
+
+    def __enter__(self) -> "Paced":
+        self._model.generate = self._paced
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.free()
+        del self._model.generate
+
+    def let(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self._tokens.release()
+
+    def free(self) -> None:
+        self._is_free = True
+        self.let(1)
+
+    def _paced(self, **options: Any) -> Any:
+        self.num_calls += 1
+        options["stopping_criteria"].append(self)
+        return self._generate(**options)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Be a stopping criterion."""
+        if not self._is_free:
+            assert self._tokens.acquire(timeout=60)
+        self.num_tokens += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what is bound to happen; fail after a minute."""
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
