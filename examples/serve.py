@@ -1,38 +1,31 @@
-"""Serve a model that decodes with lade, by transformers' own OpenAI-compatible server.
+"""Serve a model to OpenAI's clients from a program, as `lade serve` does, and ask it."""
 
-Usage: python examples/serve.py [FOLDER OR HUB ID] [PORT] [share], then for example transformers
-chat MODEL http://localhost:8000. Requests are private; `share` lets later answers profit from all.
-"""
-
-import sys
-import threading
-
-from transformers.cli.serve import Serve
+import openai
 
 import lade
-from lade.models import default_model
+from lade.server.app import Server
+from lade.server.options import ServerOptions
 
 
-class LadeServe(Serve):  # type: ignore[misc]
-    """`transformers serve` with the model wrapped before the first request."""
-
-    shares_text = False
-
-    def start_server(self) -> None:
-        """Wrap the model, which is loaded by now, and start the server."""
-        for loaded in self._model_manager.loaded_models.values():
-            lade.wrap(loaded.model, shares_text=self.shares_text)
-        super().start_server()
-
-
-def main(name: str | None = None, port: str = "8000", share: str = "") -> None:
-    LadeServe.shares_text = share == "share"
-    server = LadeServe(name or str(default_model()), port=int(port), non_blocking=True)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        server.kill_server()
+def main() -> None:
+    options = ServerOptions(api_keys=["alice-key"], max_queue=10)
+    with (
+        Server(lade.models.load(), options, port=0) as server,
+        openai.OpenAI(base_url=server.url, api_key="alice-key") as client,
+    ):
+        for _ in range(2):  # the second answer is drafted from the first
+            answer = client.chat.completions.create(
+                model=server.name,
+                messages=[{"role": "user", "content": "What-is-a-pool?"}],
+                temperature=0,
+                max_tokens=40,
+            )
+            assert answer.usage is not None
+            details = answer.usage.completion_tokens_details
+            assert details is not None
+            number = details.accepted_prediction_tokens
+            print(f"{answer.choices[0].message.content!r}: {number} of its tokens were drafted")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,7 +1,7 @@
-"""transformers' own server answers with lade: a wrapped model, or a folder that brings it along."""
+"""Servers that call `model.generate` answer with lade: a wrapped model, a folder, the example."""
 
-import importlib.util
 import json
+import runpy
 import shutil
 import socket
 import threading
@@ -16,6 +16,8 @@ import pytest
 import torch
 from transformers.cli.serve import Serve
 
+import lade
+from tests.lade.server.serving import loaded_model
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -83,17 +85,17 @@ def plain_text(model: Any, **options: Any) -> str:
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
 
-def example_server() -> Any:
-    spec = importlib.util.spec_from_file_location("serve", EXAMPLES / "serve.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return type("LadeInThread", (module.LadeServe, InThread), {"shares_text": True})
+class LadeServe(InThread):
+    """`transformers serve` with the model wrapped before the first request."""
+
+    def start_server(self) -> None:
+        for loaded in self._model_manager.loaded_models.values():
+            lade.wrap(loaded.model, shares_text=True)
+        super().start_server()
 
 
 def test_a_wrapped_model_streams_the_plain_text(folder: Path) -> None:
-    with running(example_server(), folder) as (client, model):
+    with running(LadeServe, folder) as (client, model):
         expected = plain_text(model)
         assert len(expected) == 60
         forwards: list[object] = []
@@ -106,7 +108,7 @@ def test_a_wrapped_model_streams_the_plain_text(folder: Path) -> None:
 
 
 def test_a_client_that_leaves_does_not_disturb_the_next(folder: Path) -> None:
-    with running(example_server(), folder) as (client, model):
+    with running(LadeServe, folder) as (client, model):
         expected = plain_text(model)
         leaving = stream(client, folder, max_tokens=400)
         assert len(text_of(next(leaving) for _ in range(3))) > 0
@@ -129,7 +131,7 @@ def test_a_model_folder_can_bring_lade_along(folder: Path) -> None:
 
 
 def test_sampling_through_the_server_is_that_of_plain_generate(folder: Path) -> None:
-    with running(example_server(), folder) as (client, model):
+    with running(LadeServe, folder) as (client, model):
         sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30}
         torch.manual_seed(3)
         expected = plain_text(model, **sampling)
@@ -140,3 +142,14 @@ def test_sampling_through_the_server_is_that_of_plain_generate(folder: Path) -> 
             extra_body={"generation_config": json.dumps(sampling)},
         )
         assert answer.choices[0].message.content == expected
+
+
+def test_the_example_serves_and_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lade.models.load", loaded_model)
+    runpy.run_path(str(EXAMPLES / "serve.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    drafted = [int(line.split(" of its tokens were drafted")[0].split()[-1]) for line in lines]
+    assert drafted[1] > drafted[0]  # from what this user was told before
