@@ -13,7 +13,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -28,6 +28,7 @@ help:
 	@echo "make coverage     run the quick tests and report which lines and branches they miss"
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
+	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
 
@@ -87,6 +88,9 @@ stress: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.stress async --out docs/results/stress.json
 	for kind in gemma2 flash sdpa; do $(TEST) $(VENV)/bin/python -m tests.stress threads \
 		--kind $$kind --out docs/results/stress.json || exit 1; done
+
+load: $(VENV)/.dev
+	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
 
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist

@@ -3,6 +3,7 @@
 The commands of `lade bench` are in `bench_app.py`, shared options in `options.py`.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -337,6 +338,15 @@ def serve(
             rich_help_panel=DRAFTING,
         ),
     ] = False,
+    max_prefix_bytes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Memory for keys and values of earlier prompts and answers.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = 2**30,
     pool_memory_bytes: Annotated[
         int,
         typer.Option(metavar="N", min=1, help="Memory for pools.", rich_help_panel=DRAFTING),
@@ -388,7 +398,9 @@ def serve(
         max_body_bytes=max_body_bytes,
         timeout_sec=timeout,
         grace_sec=grace,
-        config=make_config(max_draft_tokens, verification),
+        config=replace(
+            make_config(max_draft_tokens, verification), max_prefix_bytes=max_prefix_bytes
+        ),
     )
     run(load(model, device, dtype, threads, trust_remote_code), options, host, port)
 

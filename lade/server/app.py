@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # Connections that the system accepts before the server does.
 _BACKLOG = 2048
+# Longer than clients keep idle connections, or these would now and then use one just closed.
+_KEEP_ALIVE_SEC = 75
 
 
 class Server:
@@ -83,7 +85,7 @@ class Server:
             app, self._manager = build_app(loaded, self.name, limits, grammars.pieces)
             _add_routes(app, self.metrics)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-            reader = Reader(self.name, vocab_size, grammars)
+            reader = Reader(self.name, vocab_size, loaded.tokenizer, grammars)
             keys = ApiKeys(options.api_keys)
             gate = Gate(app, reader, keys, self._pools, line, self.metrics, options)
             self._manager.submit(_warm_up, loaded, options.config).result()
@@ -134,6 +136,7 @@ class _Uvicorn(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_SEC,
                 timeout_graceful_shutdown=int(grace_sec + 3 * END_SEC),
             )
         )

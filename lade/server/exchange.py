@@ -37,6 +37,7 @@ class Asked:
     sampling: dict[str, Any] = field(default_factory=dict)  # more options of a GenerationConfig
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
+    stop_criterion: Any = None  # of these
     num_logprobs: int | None = None  # None for none, 0 for those of the answer alone
     grammar: Any = None  # a compiled grammar
     includes_usage: bool = False

@@ -15,7 +15,6 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
@@ -79,8 +78,8 @@ def _answer(
     config = replace(exchange.config, reuses_prefix=not exchange.is_private)
     options.return_dict_in_generate = True
     criteria = StoppingCriteriaList()
-    if asked.stops:
-        criteria.append(StopStringCriteria(tokenizer, list(asked.stops)))
+    if asked.stop_criterion is not None:
+        criteria.append(asked.stop_criterion)
 
     def run(
         model: Model,

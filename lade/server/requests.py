@@ -4,6 +4,7 @@ Fields that transformers' handlers know are passed on to them, the rest is ours.
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -227,13 +228,16 @@ class Reader:
     Args:
         name: of the model, as clients call it.
         vocab_size: of the model.
+        tokenizer: of the model.
         grammars: compiles schemas.
     """
 
-    def __init__(self, name: str, vocab_size: int, grammars: Grammars) -> None:
+    def __init__(self, name: str, vocab_size: int, tokenizer: Any, grammars: Grammars) -> None:
         self._name = name
         self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
         self._grammars = grammars
+        self._lock = threading.Lock()
 
     def read(self, endpoint: Endpoint, data: bytes) -> Request:
         """Read a request; may take a while, as it compiles grammars.
@@ -263,6 +267,7 @@ class Reader:
         if isinstance(valid, _Sampled):
             stops = valid.stop if isinstance(valid.stop, list) else [valid.stop]
             extra["stops"] = tuple(stop for stop in stops if stop is not None)
+            extra["stop_criterion"] = self._stop_criterion(extra["stops"])
             extra["max_new_tokens"] = valid.max_tokens
             options = valid.stream_options
             extra["includes_usage"] = options is not None and bool(options.include_usage)
@@ -307,6 +312,18 @@ class Reader:
             salt=valid.cache_salt,
             **extra,
         )
+
+    def _stop_criterion(self, stops: Sequence[str]) -> Any:
+        """Return what ends an answer at stops.
+
+        Made here, before the line: it takes 0.4 s for 50 000 tokens, unless it was made lately.
+        """
+        if not stops:
+            return None
+        from transformers import StopStringCriteria
+
+        with self._lock:  # its cache is not made for threads
+            return StopStringCriteria(self._tokenizer, [*stops])
 
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():

@@ -30,7 +30,6 @@ _NUM_SEEDS = 4
 _SAMPLE_SEC = 2.0
 _LONGEST_WAIT_SEC = 5.0  # though the server says more
 _MAX_BODY_BYTES = 2**16
-_KEEP_ALIVE_SEC = 2.0
 _KINDS = {"leaves": 0.3, "dawdles": 0.1, "is_oversize": 0.02, "is_malformed": 0.04}
 
 
@@ -90,12 +89,7 @@ async def load(plan: Plan, folder: Path) -> dict[str, Any]:
     tally, begin = Tally(), perf_counter()
     try:
         end = begin + plan.seconds
-        # Servers close idle connections; one that may be closed is not used again.
-        limits = httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=plan.num_clients,
-            keepalive_expiry=_KEEP_ALIVE_SEC,
-        )
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.num_clients)
         async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
             clients = [
                 _Client(http, random.Random(plan.seed + number), keys, asked, tally).run(end)
@@ -189,7 +183,8 @@ class _Client:
                     if kind == "dawdles":
                         await asyncio.sleep(self._rng.random())
         except httpx.HTTPError as error:
-            tally.statuses[f"{type(error).__name__} {kind}".strip()] += 1
+            tally.statuses[type(error).__name__] += 1
+            print(f"lost: {kind or 'well-behaved'}, {len(lines)} lines, {error!r}", file=sys.stderr)
             tally.num_lost += 1
             return 1.0
         self._judge(lines, question, stream)
