@@ -20,6 +20,7 @@ class Line:
         self._max_waiting = max_waiting
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_taken = False
+        self._refusal: ApiError | None = None
         self._turn_sec = 1.0  # a moving average of how long a turn takes
         self._since = 0.0
 
@@ -39,6 +40,8 @@ class Line:
         Raises:
             ApiError: too many wait, or nobody is let in any more.
         """
+        if self._refusal is not None:
+            raise self._refusal
         if not self._is_taken:
             self._take()
             return
@@ -74,7 +77,8 @@ class Line:
                 turn.set_result(None)
 
     def refuse(self, error: ApiError) -> None:
-        """Send away all who wait."""
+        """Send away all who wait, and all who come."""
+        self._refusal = error
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
