@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from lade.config import Config
 from lade.hf.doors import generate
 from lade.models.loading import LoadedModel
+from lade.probing.profile import Profiles
 from lade.server.errors import ApiError, failed
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
@@ -79,7 +80,9 @@ class Server:
             self._socket = stack.enter_context(_listening(host, port))
             self._pools = stack.enter_context(UserPools(loaded, options))
             line = Line(options.max_queue)
-            self.metrics = Metrics(self.name, line, self._pools.store)
+            self.metrics = Metrics(
+                self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
+            )
             grammars = Grammars(loaded)
             limits = Limits(loaded.model, options)
             app, self._manager = build_app(loaded, self.name, limits, grammars.pieces)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lade.server.exchange import Exchange
 from lade.server.line import Line
+from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 
 #: vLLM's, and longer ones: a request may wait for others.
@@ -32,7 +33,9 @@ _TOKEN_SEC = (
 class Metrics:
     """All metrics of a server, in a registry of its own."""
 
-    def __init__(self, model_name: str, line: Line, store: PoolStore) -> None:
+    def __init__(
+        self, model_name: str, line: Line, store: PoolStore, prefixes: PrefixStore
+    ) -> None:
         self.registry = CollectorRegistry()
         self._name = model_name
 
@@ -87,7 +90,7 @@ class Metrics:
         )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self.registry.register(_Gauges(model_name, line, store))
+        self.registry.register(_Gauges(model_name, line, store, prefixes))
         for each in (self._drafts, self._draft_tokens, self._accepted, self._prefix_hits):
             each.labels(model_name)  # shown from the start
         for each in (self._prompt_tokens, self._tokens, self._prefix_queries):
@@ -131,10 +134,13 @@ class Metrics:
 class _Gauges:
     """What is read when somebody asks."""
 
-    def __init__(self, model_name: str, line: Line, store: PoolStore) -> None:
+    def __init__(
+        self, model_name: str, line: Line, store: PoolStore, prefixes: PrefixStore
+    ) -> None:
         self._name = model_name
         self._line = line
         self._store = store
+        self._prefixes = prefixes
 
     def describe(self) -> Iterable[Any]:
         """Return nothing: names are known when values are."""
@@ -152,6 +158,10 @@ class _Gauges:
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         yield made(gauge, "vllm:num_requests_running", "Requests in decoding.", line.num_running)
         yield made(gauge, "vllm:num_requests_waiting", "Requests that wait.", line.num_waiting)
+        yield made(
+            gauge, "lade:prefix_texts", "Texts whose keys and values are kept.", len(self._prefixes)
+        )
+        yield made(gauge, "lade:prefix_bytes", "Memory of these.", self._prefixes.num_bytes)
         for name, text, value in (
             ("in_memory", "Pools in memory.", stats.num_in_memory),
             ("memory_bytes", "Memory of these.", stats.memory_bytes),

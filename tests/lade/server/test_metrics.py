@@ -56,6 +56,8 @@ def test_counters_are_those_of_the_answers(loaded: LoadedModel) -> None:
         assert metric(server, "lade:requests_total", code="200") >= 3
         assert metric(server, "lade:pool_in_memory") == 1
         assert metric(server, "lade:pool_memory_bytes") > 0
+        assert metric(server, "lade:prefix_texts") == 1
+        assert metric(server, "lade:prefix_bytes") > 0
         assert metric(server, "process_resident_memory_bytes") > 0
 
 
