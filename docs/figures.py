@@ -443,7 +443,7 @@ def source(*files: str) -> str:
             num = settings["prompts"]["num"]
             parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
         else:
-            parts.append(f"{times} chats of {settings['turns']} turns")
+            parts.append(f"{times} chat{'s' * (times > 1)} of {settings['turns']} turns")
     made = content.get("environment")
     if made is None:  # the fuzzer's files, and those of `make stress`
         made = content if "versions" in content else next(iter(content.values()))
