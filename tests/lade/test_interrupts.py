@@ -4,6 +4,8 @@
 """
 
 import signal
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,12 @@ pytestmark = pytest.mark.xdist_group("interrupts")
 
 _KNOWN: set[Line] = set()  # lines at which a call was interrupted already
 _DONE: set[str] = set()  # uses
+
+
+@pytest.fixture(autouse=True)
+def no_files_of_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Count no temporary files of tests that run beside these."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def nothing_was_found(result: Result) -> bool:
