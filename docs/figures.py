@@ -313,6 +313,36 @@ def _turns(file: str, dtype: str) -> list[dict[str, Any]]:
     return found
 
 
+_SERVERS = {
+    "transformers": "`transformers serve`",
+    "plain": "`lade serve --verification plain`",
+    "lade_private": "`lade serve`, asked by nobody in particular",
+    "lade_one_user": "`lade serve --share-pool`",
+}
+
+
+@_figure
+def servers(file: str) -> str:
+    """Return what servers that were asked the same come to."""
+    found = _read(file)["summary"]
+    names = [*found]
+    rows = [
+        (
+            _SERVERS[name],
+            f"{found[name]['tokens_per_sec']:.1f}",
+            speedup_text(found[name]["tokens_per_sec"] / found[names[0]]["tokens_per_sec"]),
+            *(
+                f"{found[name][which]:.2f}"
+                for which in ("first_token_sec", "first_token_p90_sec", "last_turn_first_token_sec")
+            ),
+            f"{found[name]['num_tokens']:,}",
+        )
+        for name in names
+    ]
+    times = ("first token, s", "90 %", "of last turns")
+    return _table(("server", "tokens/s", "speed", *times, "tokens"), 1, rows)
+
+
 @_figure
 def pool(file: str = "results/pool") -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""

@@ -137,7 +137,8 @@ class Tab:
     def begin_long_answer(self, text: str = "abcabc") -> None:
         self.set_longest(_LONG)
         self.ask(text)
-        self.find("#current .answer.running p span").first.wait_for()
+        # Attached: what is shown first may be white space alone.
+        self.find("#current .answer.running p span").first.wait_for(state="attached")
 
     def open_race(self) -> Any:
         self.page.get_by_role("tab", name="Race").click()

@@ -129,10 +129,11 @@ def test_generate_learns_after_the_answer_unless_it_is_told_not_to(folder: str) 
     assert "learning" not in run(*command, "--no-learn").stderr
     assert "learning" not in run(*command, "--verification", "plain").stderr
     assert not [*tables.tables_folder().glob("*.safetensors")]
-    first, second = run(*command), run(*command)
-    assert first.stdout == second.stdout
+    first = run(*command)
     assert "learning for" in first.stderr
-    assert "learning for" not in second.stderr
+    later = (run(*command) for _ in range(20))  # a slow machine learns nothing in one such moment
+    silent = next(result for result in later if "learning for" not in result.stderr)
+    assert first.stdout == silent.stdout
     assert len([*tables.tables_folder().glob("*.safetensors")]) == 1
 
 
