@@ -19,6 +19,8 @@ _IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
 INDEXERS_TAKE_MASKS = _IS_RECENT
 # Whether `generate` marks a cache that it was given.
 MARKS_CACHES = _IS_RECENT
+# Whether a prompt that is run in chunks leaves out what its cache holds; 5.15 runs that again.
+CHUNKS_GO_ON = _IS_RECENT
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
-from lade.compat import MARKS_CACHES, Model, mesh_of
+from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.config import Config
 from lade.hf.arguments import Arguments
 from lade.hf.pools import pools_of
@@ -93,6 +93,8 @@ def reuse_of(
         options.output_hidden_states or options.output_attentions
     ):
         return None  # these are wanted of every token of the prompt
+    if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
+        return None
     if why_not_reused(model, lengths_of(input_ids, options, model_kwargs)) is not None:
         return None
     if why_not_continued(model, profile) is not None:

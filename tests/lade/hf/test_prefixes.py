@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import lade
-from lade.compat import decode_plainly
+from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, decode_plainly
 from lade.decoder import VerificationError
 from lade.errors import VerificationWarning
 from lade.probing.profile import Profiles
@@ -129,7 +129,7 @@ def test_in_float32_the_text_is_the_same_too(is_sampled: bool) -> None:
 
 
 def test_a_model_that_goes_on_wrongly_is_asked_anew() -> None:
-    model = tiny_architecture("cpmant", seed=0, attention=None, dtype=torch.float64)
+    model = tiny_architecture("recurrent_gemma", seed=0, attention=None, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
         chat = Chat(model)
@@ -603,8 +603,9 @@ def test_options_of_generate_go_with_it(options: dict[str, Any]) -> None:
     chat = Chat(shared_model(seed=1), **options)
     chat.say(*OPENING)
     for _ in range(3):
-        length = len(chat.ids)
-        assert chat.say(*NEXT) == length - 1
+        goes_on = CHUNKS_GO_ON or "prefill_chunk_size" not in options
+        expected = len(chat.ids) - 1 if goes_on else 0
+        assert chat.say(*NEXT) == expected
 
 
 def test_stop_strings_go_with_it() -> None:
@@ -741,8 +742,10 @@ def test_other_calls_are_decoded_as_without_the_option(asked: Callable[[Any], An
     torch.manual_seed(0)
     got = lade.generate(model, pool=pool, config=KEPT, **options | asked(model))
     assert got.sequences.tolist() == expected.sequences.tolist()
-    assert got.stats.num_reused_tokens == 0
-    assert (got.past_key_values is None) == (expected.past_key_values is None)
+    # Elsewhere a cache of the caller's cannot be told from one that generate made.
+    if MARKS_CACHES or asked is not _in_own_cache:
+        assert got.stats.num_reused_tokens == 0
+        assert (got.past_key_values is None) == (expected.past_key_values is None)
     if expected.hidden_states is not None:
         shapes = [[layer.shape for layer in step] for step in expected.hidden_states]
         assert [[layer.shape for layer in step] for step in got.hidden_states] == shapes
