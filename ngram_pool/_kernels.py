@@ -579,7 +579,8 @@ def successors(
 ) -> tuple[int, int]:
     """Estimate from the text what follows a context, as prediction by partial matching does.
 
-    The longest context that occurs decides: its successors share, by their counts, what
+    The longest context that occurs decides (in a layer that indexes shorter n-grams, it is found
+    after those of higher order): its successors share, by their counts, what
     `escape_prob` does not reserve. Shorter contexts are then read for occurrences not read yet; the
     successors they add get a share of the reserve. Orders too short to matter for the tree are not
     read. At each order the own text is read first, then the layers; each as far as if it were the
@@ -598,7 +599,7 @@ def successors(
         found_probs: float64 [of that length], filled with the successors' probabilities.
 
     Returns:
-        The number of successors found, and the length of the longest match (0 for none).
+        The number of successors found, and the length of the match that decides (0 for none).
     """
     occurrences, times, newest = found[0], found[2], found[3]
     lengths, next_ids = found[4], found[5]
@@ -862,7 +863,7 @@ def estimate(
         found_probs: float64 [as many], filled with probabilities.
 
     Returns:
-        The number of successors found, and the length of the longest match (0 for none).
+        The number of successors found, and the length of the match that decides (0 for none).
     """
     num_found, longest = successors(
         text,

@@ -174,8 +174,12 @@ class OraclePool:
 
     def successors(
         self, context: Sequence[int], path_prob: float, handle: int | None
-    ) -> tuple[dict[int, InText], int]:
-        """What the text proposes, and the row of weights for the newest occurrence."""
+    ) -> tuple[dict[int, InText], int, int]:
+        """What the text proposes, the row of weights for the newest occurrence, the match's length.
+
+        The match that decides is the longest of the highest order at which anything is found. One
+        in a layer that indexes shorter n-grams is found later, however long it is.
+        """
         n = self.max_ngram_size
         limit = _kernels.MAX_OCCURRENCES
         if path_prob <= _kernels.UNLIKELY:
@@ -192,7 +196,7 @@ class OraclePool:
         probs: dict[int, float] = {}
         newest_row = _kernels.ORIGIN_ROW + _kernels.EARLIER
         mass_left = 1.0
-        num_counted = 0
+        num_counted = deciding = 0
         for order in range(min(n, len(context)), 0, -1):
             read: list[tuple[int, int, Spot]] = []  # length, source, spot
             for i, source in enumerate(sources):
@@ -218,6 +222,7 @@ class OraclePool:
                     num_counted += 1
                 added = [token_id for token_id in counts if token_id not in known]
                 if not known:
+                    deciding = length
                     mass_left = self.escape_prob(length, len(counts), num_counted)
                     for token_id in added:
                         probs[token_id] = (1.0 - mass_left) * counts[token_id] / num_counted
@@ -229,12 +234,16 @@ class OraclePool:
             is_enough = num_read == [limit] * len(sources)
             if counts and (is_enough or mass_left * path_prob < _kernels.READ_ON):
                 break
-        return {
-            token_id: InText(
-                probs[token_id], counts[token_id], lengths[token_id], origins[token_id]
-            )
-            for token_id in counts
-        }, newest_row
+        return (
+            {
+                token_id: InText(
+                    probs[token_id], counts[token_id], lengths[token_id], origins[token_id]
+                )
+                for token_id in counts
+            },
+            newest_row,
+            deciding,
+        )
 
     def origin_row(self, source: int, spot: Spot, handle: int | None) -> int:
         if source == 0:
@@ -301,7 +310,7 @@ class OraclePool:
     ) -> tuple[dict[int, float], dict[int, list[float]], list[int]]:
         """Probabilities and features of all candidates, and the rows of weights in force."""
         context = context[-self.max_match :]
-        in_text, newest_row = self.successors(context, path_prob, handle)
+        in_text, newest_row, deciding = self.successors(context, path_prob, handle)
         most = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * (len(self.sources(handle)) - 1)
         features: dict[int, list[float]] = {}
         for token_id, found in in_text.items():
@@ -341,9 +350,7 @@ class OraclePool:
         if len(context) > 3 and path_prob > _kernels.UNLIKELY:
             for token_id, length in self.skips(context, handle):
                 add(token_id, _kernels.SKIP, math.log(length) + 0.1)
-        match_row = self.match_row(
-            max((found.length for found in in_text.values()), default=0), len(in_text)
-        )
+        match_row = self.match_row(deciding, len(in_text))
         if prewarmed.get(-1, last) is not None:
             match_row += _kernels.MATCH_ROWS // 2
         rows = [match_row, newest_row, _kernels.KNOWN_ROW + known]

@@ -56,12 +56,12 @@ class TestWithTheDefaultModel:
     def test_chat_with_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("chat_with_memory.py", capsys)
         first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
-        assert second > first + 1  # the answer is in the pool by then
+        assert second > first  # the answer is in the pool by then; how far, costs decide
 
     def test_repository_pool(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("repository_pool.py", capsys)
         empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
-        assert filled > empty + 1
+        assert filled > empty
 
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20

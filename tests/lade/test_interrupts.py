@@ -51,7 +51,7 @@ def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
 def test_interrupted_by_a_signal_nothing_is_left() -> None:
     result = interrupt_by_signals(60, [*USES])
     assert nothing_was_found(result), result.told
-    assert result.interrupted > 40
+    assert result.interrupted >= 30  # on a busy machine, more timers run out too late
 
 
 def test_interrupted_by_another_thread_nothing_is_left() -> None:

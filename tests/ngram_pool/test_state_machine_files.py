@@ -76,3 +76,17 @@ class LivingPoolMachine(test_state_machine.PoolMachine):
 
 LivingPoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 test_living_pool_equals_oracle = pytest.mark.usefixtures("small_limits")(LivingPoolMachine.TestCase)
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_layer_of_shorter_ngrams_is_found_after_longer_ones() -> None:
+    state = LivingPoolMachine()
+    state.start(capacity=25, max_ngram_size=4, known=[], seed=10_000)
+    state.observe(is_answer=False, sequence=0, token_ids=[0, 0, 3, 1])
+    layer = state.make_layer(
+        capacity=34, known=[], max_ngram_size=1, seed=0, texts=[[0, 2, 0, 3, 0]]
+    )
+    sequence = state.open_sequence(has_prewarmed=False, layers=[layer])
+    for context in ([0, 2, 0, 3], [2, 0, 3], [0, 3], [3]):
+        state.draft(context=context, max_draft_tokens=8, max_candidates=None, sequence=sequence)
+    state.teardown()
