@@ -42,8 +42,9 @@ class _Shared:
         return [name for name, is_same in same.items() if not is_same]
 
     def keep_verdicts(self) -> None:
-        """Forget costs, memory, warnings given and tables, but not what the self-check found."""
+        """Forget costs, memory, kept texts, warnings and tables, but not what checks found."""
         profiles = Profiles.of(self.model)
+        profiles.prefixes.clear()
         profiles._profiles = [
             Profile(
                 profile.setting,
@@ -51,6 +52,7 @@ class _Shared:
                 results=profile.results,
                 usual_outputs=profile.usual_outputs,
                 draws=profile.draws,
+                why_not_continued=profile.why_not_continued,
             )
             for profile in profiles
         ]
