@@ -33,6 +33,7 @@ def shared_models_stay_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     is_patched = "monkeypatch" in request.fixturenames
     if is_patched:
         shared.forget_verdicts()
+    shared.forget_texts()
     yield
     changes = shared.hand_back(are_verdicts_true=not is_patched)
     assert not changes, f"a shared model was changed, take `tiny_model`: {changes}"

@@ -104,6 +104,12 @@ def hand_back(are_verdicts_true: bool = True) -> list[str]:
     return told
 
 
+def forget_texts() -> None:
+    """Drop the kept texts of all models: a fixture of a module may use one beside its tests."""
+    for shared in _models.values():
+        Profiles.of(shared.model).prefixes.clear()
+
+
 def forget_verdicts() -> None:
     """Let all models be checked anew."""
     for shared in _models.values():
