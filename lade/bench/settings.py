@@ -3,9 +3,10 @@
 Next file: `baselines.py`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
+
+from lade.chat.settings import check_sampling, sampling_options
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,7 @@ class Settings:
         for name in ("max_new_tokens", "batch_size", "num_return_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"expected top_p above 0 and up to 1, got {self.top_p}")
+        check_sampling(self.temperature, self.top_p)
         if self.temperature == 0 and self.num_return_sequences > 1:
             raise ValueError(
                 f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
@@ -56,12 +52,13 @@ class Settings:
 
     def options(self, pad_token_id: int | None = None) -> dict[str, Any]:
         """Return options for `generate`."""
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        options = {
+            "max_new_tokens": self.max_new_tokens,
+            **sampling_options(self.temperature, self.top_p),
+        }
         if pad_token_id is not None:
             options["pad_token_id"] = pad_token_id
         if self.temperature > 0:
-            options |= {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
-            options["top_k"] = 0  # transformers' own default would be 50
             options["num_return_sequences"] = self.num_return_sequences
         return options
 

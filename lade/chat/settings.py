@@ -30,17 +30,31 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise TypeError(f"expected {name} to be a number, got {value!r}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"expected top_p above 0 and up to 1, got {self.top_p}")
+        check_sampling(self.temperature, self.top_p)
 
     def options(self) -> dict[str, Any]:
         """Return options for `generate`."""
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
-        if self.temperature > 0:
-            options |= {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
-            options["top_k"] = 0  # transformers' own default would be 50
-        return options
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            **sampling_options(self.temperature, self.top_p),
+        }
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Raise if there is no such sampling.
+
+    Raises:
+        ValueError: one of them is out of its range.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"expected a finite temperature of 0 (greedy) or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"expected top_p above 0 and up to 1, got {top_p}")
+
+
+def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:
+    """Return options for `generate` to sample from the whole vocabulary, or greedily at 0."""
+    if temperature == 0:
+        return {"do_sample": False}
+    # top_k: transformers' own default would be 50.
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

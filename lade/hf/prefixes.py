@@ -17,7 +17,14 @@ from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles
 from lade.probing.rules import why_not_reused
 from lade.probing.weights import stamp_of, switches_of
-from lade.targets.prefixes import KeptText, Origin, Owner, PrefixStore, is_cuttable
+from lade.targets.prefixes import (
+    KeptText,
+    Origin,
+    Owner,
+    PrefixStore,
+    is_cuttable,
+    move_to_own_memory,
+)
 from lade.targets.rollback import crop, length_of, saved
 from ngram_pool import NamedPool
 
@@ -62,7 +69,9 @@ class Reuse:
         if num_more and not is_cuttable(cache):
             return  # on a device, `generate` itself may have run beyond the end
         # Where nobody can tell whether the cache is the caller's, it is not kept itself.
-        kept = saved(cache) if MARKS_CACHES else _copied(cache)
+        kept = saved(cache)
+        if not MARKS_CACHES:
+            move_to_own_memory(kept)
         if num_more:
             crop(kept, num_more)
         self._store.keep(KeptText(self._origin, token_ids[:-1], kept), self._max_bytes)
@@ -145,12 +154,3 @@ def _owner_of(arguments: Arguments, store: PrefixStore) -> object:
         if not pool.is_read_only:
             return Owner(pool, store)
     return None if arguments.drafter is None else Owner(arguments.drafter, store)
-
-
-def _copied(cache: DynamicCache) -> DynamicCache:
-    twin: DynamicCache = saved(cache)
-    for layer in twin.layers:
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor):
-                setattr(layer, name, value.clone())
-    return twin

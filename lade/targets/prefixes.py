@@ -229,6 +229,11 @@ def _fit(cache: DynamicCache) -> None:
     states = [tensor for layer in cache.layers for tensor in _tensors(vars(layer))]
     if _num_bytes(cache) <= _MOST_ROOM * sum(tensor.nbytes for tensor in states):
         return
+    move_to_own_memory(cache)
+
+
+def move_to_own_memory(cache: DynamicCache) -> None:
+    """Copy keys and values to memory that nobody else has, and that has room for no more."""
     with torch.no_grad():
         for layer in cache.layers:
             for name, value in vars(layer).items():
