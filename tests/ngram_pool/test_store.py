@@ -693,9 +693,9 @@ def test_memory_stays_flat_under_pressure(tmp_path: Path, num_generations: int) 
     if JIT_IS_OFF and num_generations > 1000:
         pytest.skip("takes hours without compilation")
     rng = random.Random(0)
-    file_size = 0
     used: list[int] = []
-    store = store_at(tmp_path, memory_bytes=4 * ONE_POOL, disk_bytes=20 * ONE_POOL)
+    # Fewer files than the names that are drawn, so that some must be dropped.
+    store = store_at(tmp_path, memory_bytes=4 * ONE_POOL, disk_bytes=5 * ONE_POOL)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for i in range(num_generations):
@@ -709,10 +709,9 @@ def test_memory_stays_flat_under_pressure(tmp_path: Path, num_generations: int) 
             if i % 20 == 19:
                 stats: StoreStats = store.stats
                 assert stats.memory_bytes <= 4 * ONE_POOL
-                assert stats.disk_bytes <= 20 * ONE_POOL
+                assert stats.disk_bytes <= 5 * ONE_POOL
                 assert len(store._entries) <= 4
     used.append(memory_of_this_process())
-    file_size = max(path.stat().st_size for path in tmp_path.glob("*.pool"))
-    assert stats.num_dropped > 0 or 60 * file_size <= 20 * ONE_POOL
+    assert stats.num_dropped > 0
     assert used[1] - used[0] < 8 * 2**20, used
     assert len(list((tmp_path / ".locks").iterdir())) <= 64
