@@ -42,9 +42,8 @@ class _Shared:
         return [name for name, is_same in same.items() if not is_same]
 
     def keep_verdicts(self) -> None:
-        """Forget costs, memory, kept texts, warnings and tables, but not what checks found."""
+        """Forget costs, memory, warnings given and tables, but not what checks found."""
         profiles = Profiles.of(self.model)
-        profiles.prefixes.clear()
         profiles._profiles = [
             Profile(
                 profile.setting,
@@ -105,7 +104,7 @@ def hand_back(are_verdicts_true: bool = True) -> list[str]:
 
 
 def forget_texts() -> None:
-    """Drop the kept texts of all models: a fixture of a module may use one beside its tests."""
+    """Drop the kept texts of all models, also of those that a fixture of a module has used."""
     for shared in _models.values():
         Profiles.of(shared.model).prefixes.clear()
 
