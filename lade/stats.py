@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -32,6 +32,33 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
+class SourceStats:
+    """What one of several sources of drafts did.
+
+    Attributes:
+        num_asked: Drafts asked of it.
+        num_draft_tokens: Tokens that it proposed, verified or not.
+        num_accepted_tokens: Emitted tokens on a path that it had proposed.
+        sec: Time of asking it.
+    """
+
+    num_asked: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    sec: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens per token proposed."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    def add(self, other: "SourceStats") -> None:
+        """Add the counts and times of `other`."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(slots=True)
 class Timer:
     """Duration of a block, set when it ends."""
 
@@ -58,6 +85,7 @@ class DecodeStats:
         num_drafted_row_steps: Row steps that verified at least one draft token.
         num_corrected_row_steps: Drafted row steps that ended on a rejection; see `Step`.
         accepted_by_depth: Accepted draft tokens by depth in the tree, from depth 1.
+        sources: By name, what each source of drafts did, where a drafter has several or is a model.
         prefill_sec: Time of the prefills, until their choices are on the host.
         draft_sec: Time of asking the drafter and the budget, and of building the tree's tensors.
         forward_sec: Time of the target's forwards, until their choices are on the host.
@@ -77,6 +105,7 @@ class DecodeStats:
     num_drafted_row_steps: int = 0
     num_corrected_row_steps: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
+    sources: dict[str, SourceStats] = field(default_factory=dict)
     prefill_sec: float = 0.0
     draft_sec: float = 0.0
     forward_sec: float = 0.0
@@ -188,8 +217,10 @@ class DecodeStats:
     def add(self, other: "DecodeStats") -> None:
         """Add the counts and times of `other`."""
         for name in self.__dataclass_fields__:
-            if name != "accepted_by_depth":
+            if name not in ("accepted_by_depth", "sources"):
                 setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, of_source in other.sources.items():
+            self.sources.setdefault(name, SourceStats()).add(of_source)
         longer, shorter = sorted((self.accepted_by_depth, other.accepted_by_depth), key=len)[::-1]
         padded = [*shorter, *[0] * (len(longer) - len(shorter))]
         self.accepted_by_depth = [a + b for a, b in zip(longer, padded, strict=True)]
@@ -197,6 +228,7 @@ class DecodeStats:
     def as_dict(self) -> dict[str, Any]:
         """Return counts, times and ratios, ready for JSON."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values["sources"] = {name: asdict(of_source) for name, of_source in self.sources.items()}
         return values | {name: getattr(self, name) for name in _DERIVED}
 
 

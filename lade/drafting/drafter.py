@@ -1,12 +1,14 @@
 """The `Drafter` protocol and its optional extensions."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lade.drafting.successors import Successors
+from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
 
 
@@ -111,6 +113,64 @@ class NgramDrafter(Drafter, Protocol):
 
         The first token of each is the one that was assumed there; the others are the target's
         likeliest, each found one step later than the one before it.
+        """
+
+
+@runtime_checkable
+class ReportingDrafter(Drafter, Protocol):
+    """Drafter that counts what became of the drafts of each of its sources."""
+
+    @property
+    def sources(self) -> Mapping[str, SourceStats]:
+        """Counts and times by source, read when a call has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingCall:
+    """What a drafter may know of the call that it drafts for.
+
+    Attributes:
+        model: The target's model; not to be changed.
+        target: The target (`lade.targets.base.Target`), before its prefill.
+        vocab_size: Exclusive upper bound of the token ids in a draft.
+        num_rows: Sequences of the call; they are opened in the order of its rows.
+        max_length: Maximum length of a row, prompt included.
+        max_candidates: Paths of a draft that can be verified at once; None for no limit.
+        processors: The call's logits processors; those that keep state must not be called.
+        samples: Whether tokens are sampled; else decoding is greedy.
+        rngs: Where drafts are drawn (`Config(acceptance="rejection")` and sampling), one for each
+            row, to draw with; else None.
+        make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
+            without another drafter.
+    """
+
+    model: Any
+    target: Any
+    vocab_size: int
+    num_rows: int
+    max_length: int
+    max_candidates: int | None
+    processors: Sequence[Any]
+    samples: bool
+    rngs: Sequence[np.random.Generator] | None
+    make_pool_drafter: Callable[[], Drafter]
+
+
+@runtime_checkable
+class CallDrafter(Protocol):
+    """Makes a drafter for each call, as one whose state belongs to the call does.
+
+    Where drafts are drawn (`DraftingCall.rngs`), `draft` of the drafter that it makes may return a
+    `SampledDraft`. It is verified whole: how many nodes it has must not depend on the tokens drawn
+    for them, but whether node i exists may depend on the nodes before i.
+    """
+
+    def for_call(self, call: DraftingCall) -> Drafter:
+        """Return a drafter for one call.
+
+        Raises:
+            LadeError, TypeError, ValueError: it cannot draft for this call. All three end the call
+                before anything is generated.
         """
 
 

@@ -86,6 +86,7 @@ class Proposer:
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         if self._num_successors:
             self._asked(compile_kernels, None)
+        self._may_be_drawn = rngs is not None  # by `draft` itself
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row
@@ -208,7 +209,7 @@ class Proposer:
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
             draft = self._asked(partial(self._drafted, row, context, left), draft)
-            if self._max_candidates is not None:
+            if self._max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._max_candidates)
         draft = self._possible(after(forced, draft) if forced else draft, room)
         self._proposals[row] = _Proposal(draft, forced, room)
@@ -237,9 +238,15 @@ class Proposer:
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft
 
+    def is_drawn(self, row: int) -> bool:
+        """Return whether a row's proposal is drawn already, and so to be verified whole."""
+        return isinstance(self._proposals[row].draft, SampledDraft)
+
     def draw(self, row: int, context: Sequence[int], num_nodes: int) -> Draft:
         """Return the first `num_nodes` nodes of the proposal, or as many drawn in their place."""
         proposed, forced, room = self._proposals[row]
+        if isinstance(proposed, SampledDraft):
+            return proposed if num_nodes else proposed.first(0)
         proposed = proposed.first(num_nodes)
         num_drawn = len(proposed) - len(forced)
         if self._rngs is None or num_drawn < 1:
@@ -251,7 +258,25 @@ class Proposer:
 
     def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
         drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
-        return drafted if self._is_pool else checked(drafted, max_draft_tokens)
+        if self._is_pool:
+            return drafted
+        draft = checked(drafted, max_draft_tokens)
+        if isinstance(draft, SampledDraft):
+            self._check_drawn(draft)
+        return draft
+
+    def _check_drawn(self, draft: SampledDraft) -> None:
+        """Raise if a draft that was drawn cannot be verified as it is."""
+        if not self._may_be_drawn:
+            raise ValueError("expected a Draft where drafts are not drawn, got a SampledDraft")
+        if self._max_candidates is not None and len(draft):
+            # Of siblings, too: a later one is drawn only because an earlier one may be rejected.
+            num_leaves = len(draft) - len(np.unique(draft.parents[draft.parents >= 0]))
+            if num_leaves > self._max_candidates:
+                raise ValueError(
+                    f"expected a drawn draft of at most {self._max_candidates} paths, "
+                    f"got {num_leaves}"
+                )
 
     def _explored(
         self, row: int, draft: Draft, excluded: NDArray[np.int32], max_draft_tokens: int

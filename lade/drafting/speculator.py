@@ -212,6 +212,9 @@ class Speculator:
         """Ask the budget how many draft tokens of each row to verify; padding rows do not count."""
         if self._runner.must_catch_up:
             return dict.fromkeys(proposed, 0)
+        drawn = {row: len(draft) for row, draft in proposed.items() if self._is_drawn(row)}
+        if drawn:  # how many of them are verified must not depend on what was drawn
+            return dict.fromkeys(proposed, max(drawn.values())) | drawn
         probs = {
             row: draft.probs
             for row, draft in proposed.items()
@@ -229,6 +232,9 @@ class Speculator:
         # The slots that pad a forward to its width may as well hold draft tokens.
         width = self._runner.width_of(1 + num_nodes + num_beside)
         return dict.fromkeys(proposed, width - 1 - num_beside)
+
+    def _is_drawn(self, row: int) -> bool:
+        return self._batch.text.padding_of(row) is None and self._proposer.is_drawn(row)
 
     def _open_windows(self, emitting: Sequence[int]) -> dict[int, Window]:
         """Return the lookahead windows to run: those that end no later than the text may.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lade.config import Config
-from lade.drafting.drafter import Drafter, NgramDrafter
+from lade.drafting.drafter import CallDrafter, Drafter, NgramDrafter
 from lade.errors import UnsupportedOptionError
 from lade.hf.pools import Pools, pools_of
 from lade.stats import Step
@@ -16,7 +16,7 @@ class Arguments(NamedTuple):
     """The arguments that `generate` itself does not take."""
 
     pool: Pools | None = None
-    drafter: Drafter | None = None
+    drafter: Drafter | CallDrafter | None = None
     config: Config | None = None
     on_step: OnStep | None = None
 
@@ -37,10 +37,11 @@ class Arguments(NamedTuple):
         if drafter is not None:
             self._check_drafter(drafter, config or Config())
 
-    def _check_drafter(self, drafter: Drafter, config: Config) -> None:
+    def _check_drafter(self, drafter: Drafter | CallDrafter, config: Config) -> None:
         methods = ("open", "draft", "observe", "close")
         lacking = [name for name in methods if not hasattr(drafter, name)]
-        if lacking or isinstance(drafter, type):
+        makes = callable(getattr(drafter, "for_call", None))
+        if (lacking and not makes) or isinstance(drafter, type):
             raise TypeError(
                 f"expected drafter to be a lade.Drafter, got {drafter!r}"
                 + (f", which has no {lacking[0]}" if lacking else "")
@@ -51,7 +52,7 @@ class Arguments(NamedTuple):
             raise ValueError(
                 "expected no Config(max_candidates=…) beside a drafter: it is a setting of the pool"
             )
-        if config.lookahead is not None and not isinstance(drafter, NgramDrafter):
+        if config.lookahead is not None and not (makes or isinstance(drafter, NgramDrafter)):
             raise UnsupportedOptionError(
                 "lade does not support Config(lookahead=…) beside a drafter that learns no "
                 f"n-grams: {type(drafter).__name__} has no method observe_ngrams"

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model, without_compiler
 from lade.config import Config
-from lade.drafting.drafter import Drafter
+from lade.drafting.drafter import CallDrafter, Drafter
 from lade.hf.arguments import Arguments, OnStep
 from lade.hf.generation import Generation
 from lade.hf.options import (
@@ -42,7 +42,7 @@ def generate(
     input_ids: Tensor | None = None,
     *,
     pool: Pools | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | CallDrafter | None = None,
     config: Config | None = None,
     on_step: OnStep | None = None,
     **generate_kwargs: Any,
@@ -57,7 +57,7 @@ def generate(
             pool of a store is opened for the length of the call. A list is drafted from all at
             once: at most one of its pools learns, any number are only read. Where none learns, a
             new one does, for this call alone.
-        drafter: drafts instead of a pool.
+        drafter: drafts instead of a pool, or makes a drafter for the call.
         config: overrides what is automatic otherwise.
         on_step: called with a `lade.stats.Step` after each step, once for each row.
         generate_kwargs: anything that `model.generate` takes, including `streamer`.
@@ -84,7 +84,7 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     pool: Pools | None = None,
-    drafter: Drafter | None = None,
+    drafter: Drafter | CallDrafter | None = None,
     config: Config | None = None,
     on_step: OnStep | None = None,
     token_streamer: BaseStreamer | None = None,
@@ -208,7 +208,7 @@ class _WrappedGenerate:
         self,
         *args: Any,
         pool: Pools | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | CallDrafter | None = None,
         config: Config | None = None,
         on_step: OnStep | None = None,
         **generate_kwargs: Any,

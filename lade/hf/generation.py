@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -19,7 +20,14 @@ from lade.closeness import is_exact_in, limit_of
 from lade.compat import Model, decode_plainly, may_be_users, mesh_of, placeholders_of
 from lade.config import Config
 from lade.decoder import Decoder, VerificationError
-from lade.drafting.drafter import Drafter, NoDrafter, SamplingDrafter
+from lade.drafting.drafter import (
+    CallDrafter,
+    Drafter,
+    DraftingCall,
+    NoDrafter,
+    ReportingDrafter,
+    SamplingDrafter,
+)
 from lade.drafting.grammar import forced_tokens_of
 from lade.drafting.pool_drafter import PoolDrafter, has_table
 from lade.drafting.proposer import Proposer
@@ -34,6 +42,7 @@ from lade.errors import (
     PlainDecodingWarning,
     UnsupportedOptionError,
     VerificationWarning,
+    in_one_line,
 )
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
@@ -179,23 +188,31 @@ class Generation:
             return VerificationPlan("plain", None, {"tree": why}), None, None
         return verification, call, target
 
-    def _drafter(self, target: Target) -> Drafter:
-        config, drafter = self._config, self._arguments.drafter
+    def _drafter(
+        self,
+        target: Target,
+        processors: LogitsProcessorList,
+        max_length: int,
+        rngs: Sequence[np.random.Generator] | None,
+    ) -> Drafter:
+        drafter = self._arguments.drafter
         if drafter is None:
-            prewarmed = (
-                prewarmed_table_of(self._model, self._profile) if config.uses_table else None
+            return self._pool_drafter(target)
+        if isinstance(drafter, CallDrafter):
+            drafting_call = DraftingCall(
+                model=self._model,
+                target=target,
+                vocab_size=target.vocab_size,
+                num_rows=self._num_rows,
+                max_length=max_length,
+                max_candidates=target.max_candidates,
+                processors=processors,
+                samples=bool(self._options.do_sample),
+                rngs=rngs,
+                make_pool_drafter=lambda: self._pool_drafter(target),
             )
-            limits = (target.max_candidates, config.max_candidates)
-            max_candidates = min((limit for limit in limits if limit is not None), default=None)
-            try:
-                pool = NGramPool() if self._pool is None else self._pool
-                return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-            except Exception as failure:  # no memory, no compiler: only the drafts are lost
-                what = f"{type(failure).__name__}: {failure}"
-                text = f"lade drafts nothing, for no pool can be made ({what})"
-                self._warn_once(text, DrafterWarning)
-                return NoDrafter()
-        draws = config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
+            return self._made(drafter, drafting_call)
+        draws = self._config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
         if draws and target.max_candidates is not None:
             # Only the drafter could say which of the drawn paths to leave out.
             raise UnsupportedOptionError(
@@ -203,6 +220,34 @@ class Generation:
                 f"{target.max_candidates} of their paths can be verified"
             )
         return drafter
+
+    def _made(self, drafter: CallDrafter, drafting_call: DraftingCall) -> Drafter:
+        """Return the drafter of a call, or one that drafts nothing where making it fails."""
+        try:
+            return drafter.for_call(drafting_call)
+        except (LadeError, TypeError, ValueError):
+            raise
+        except Exception as failure:  # no memory, say: only the drafts are lost
+            if self._config.strict_drafter:
+                raise
+            what = f"{type(drafter).__name__} failed ({in_one_line(failure)})"
+            warnings.warn(f"lade drafts nothing: {what}", DrafterWarning, stacklevel=2)
+            return NoDrafter()
+
+    def _pool_drafter(self, target: Target) -> Drafter:
+        """Return a drafter by the pools of the call and the table of its model."""
+        config = self._config
+        prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
+        limits = (target.max_candidates, config.max_candidates)
+        max_candidates = min((limit for limit in limits if limit is not None), default=None)
+        try:
+            pool = NGramPool() if self._pool is None else self._pool
+            return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
+        except Exception as failure:  # no memory, no compiler: only the drafts are lost
+            what = f"{type(failure).__name__}: {failure}"
+            text = f"lade drafts nothing, for no pool can be made ({what})"
+            self._warn_once(text, DrafterWarning)
+            return NoDrafter()
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config = self._config
@@ -248,7 +293,6 @@ class Generation:
     def _decode(self, verification: VerificationPlan, call: Call, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
         config, options, device = self._config, self._options, self._input_ids.device
-        drafter = self._drafter(target)
         stop = StopRule(self._criteria, self._num_rows)
         pad_token = options._pad_token_tensor if stop.has_eos else None
         text = Text(self._input_ids, None if pad_token is None else int(pad_token))
@@ -268,6 +312,7 @@ class Generation:
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
+        drafter = self._drafter(target, self._processors, call.max_length, rngs)
         proposer = Proposer(
             drafter,
             target.vocab_size,
@@ -328,6 +373,8 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
+        if isinstance(drafter, ReportingDrafter):
+            stats.sources = {**drafter.sources}
         credit(self._arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             emit(told.missing(stats))

@@ -42,6 +42,7 @@ class _Layout(NamedTuple):
     """Rows and columns in which the nodes of one step's trees are run."""
 
     width: int  # tokens per row, not counting those run again
+    num_run: int  # of these, those that forwards since the last commit have run
     rows: list[int] | None  # row of each node, if one tree takes several rows
     columns: list[int]  # column of each node
     is_whole: bool  # whether no row is padded
@@ -140,6 +141,20 @@ class ChainTarget:
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for the paths after each row's committed tokens."""
+        return self._inputs(trees, 0)
+
+    def extend(self, tree: Tree, num_run: int) -> Forward:
+        """Run a growing chain's nodes from `num_run` on; the others were run since the last commit.
+
+        For a single row. `commit` takes a path of the whole chain.
+        """
+        assert len(tree) == max(tree.depths) + 1
+        inputs = self._inputs([tree], num_run)
+        if num_run == 0 and self._restores and self._cache is not None:
+            self._saved = saved(self._cache[1])
+        return self.forward(inputs)
+
+    def _inputs(self, trees: Sequence[Tree], num_run: int) -> Any:
         if self.is_lockstep:
             paths = [[*range(len(tree))] for tree in trees]
             rows = None
@@ -152,6 +167,7 @@ class ChainTarget:
         width = max(map(len, paths))
         self._layout = _Layout(
             width,
+            num_run,
             rows if len(paths) > 1 else None,
             max((tree.depths for tree in trees), key=len),
             all(len(path) == width for path in paths),
@@ -165,13 +181,16 @@ class ChainTarget:
         num_rows = len(paths)
         before = self._ids if self.is_lockstep else self._ids.expand(num_rows, -1)
         input_ids = self._followed(before, token_ids)
-        return self._prepared(input_ids, self.num_pending + width, is_wide=num_rows > len(trees))
+        num_new = width - num_run if num_run else self.num_pending + width
+        return self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model and return its outputs in node order."""
         layout = self._layout
         if self._cache is not None:
-            if self._restores and layout.width > 1:  # a lone root is always accepted
+            if layout.num_run:
+                pass  # saved when the first of them were run
+            elif self._restores and layout.width > 1:  # a lone root is always accepted
                 self._saved = saved(self._cache[1])
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
@@ -185,7 +204,8 @@ class ChainTarget:
             raise
         if self._cache is not None:
             self._cache = find_cache(output) or self._cache
-        assert output.logits.shape[1] >= layout.width
+        num_new = layout.width - layout.num_run
+        assert output.logits.shape[1] >= num_new
 
         @functools.cache  # layers may be on several devices
         def places(device: torch.device) -> list[Tensor]:
@@ -193,7 +213,7 @@ class ChainTarget:
 
         def of_nodes(states: Tensor) -> Tensor:
             if layout.rows is None:
-                return states[:, states.shape[1] - layout.width :]
+                return states[:, states.shape[1] - num_new :]
             rows, columns = places(states.device)
             return states[rows, states.shape[1] - layout.width + columns][None]
 

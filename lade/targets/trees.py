@@ -244,6 +244,22 @@ class TreeTarget:
             self.cache.unfix()
         return output
 
+    def extend(self, tree: Tree, num_run: int) -> Forward:
+        """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
+
+        For a single row. `commit` takes a path of the whole tree.
+        """
+        inputs = self.inputs([tree])
+        for name in ("input_ids", "position_ids", *TOKEN_TYPES) if num_run else ():
+            if name in inputs:
+                inputs[name] = inputs[name][..., num_run:]
+        mask = inputs["attention_mask"]
+        if num_run and isinstance(mask, dict):
+            inputs["attention_mask"] = {name: each[..., num_run:, :] for name, each in mask.items()}
+        elif num_run:
+            inputs["attention_mask"] = mask[..., num_run:, :]
+        return self.forward(inputs)
+
     def discard(self) -> None:
         """Discard the last forward, and request no more drafts."""
         self.cache.keep([[]] * len(self._rows))
