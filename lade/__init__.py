@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lade._version import __version__
 
 if TYPE_CHECKING:
+    from lade import drafters as drafters
     from lade import models as models
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
@@ -100,6 +101,7 @@ __all__ = [
     "VerificationWarning",
     "__version__",
     "decode",
+    "drafters",
     "generate",
     "load_pool",
     "models",
@@ -132,8 +134,8 @@ _refuse_older_lade()
 if not TYPE_CHECKING:  # type checkers know the names above, and that there are no others
 
     def __getattr__(name: str) -> Any:
-        if name == "models":
-            return import_module("lade.models")
+        if name in ("drafters", "models"):
+            return import_module(f"lade.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'lade' has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)

@@ -33,7 +33,8 @@ ORDER = [
         "batch",
     ),
     *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
-    *("gpu", "probing", "decoder", "prewarming", "pools", "hf", "models", "chat", "server"),
+    *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
+    *("models", "chat", "server"),
 ]
 EDGE = ["cli", "bench", "support"]  # may import all of it
 

@@ -120,3 +120,64 @@ def _allowed_in_row(
     allowed: Callable[[int, Tensor], list[int]], row: int, _: int, prefix: Tensor
 ) -> list[int]:
     return allowed(row, prefix)
+
+
+# These have the same result whenever they see the same prefix, and nobody notices a call.
+_REPEATABLE = tuple(
+    kind
+    for kind in _ROW_BY_ROW
+    if kind not in (hf.PrefixConstrainedLogitsProcessor, hf.WatermarkLogitsProcessor)
+)
+
+
+class HypotheticalProcessors:
+    """Copies of those of a call's logits processors that may run after tokens never emitted.
+
+    The others keep state, draw random numbers or are the user's own, and are left out.
+
+    Args:
+        processors: of the call.
+        num_rows: of the call.
+
+    Attributes:
+        need_prefix: whether any of them may look at more than the scores.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
+        kept = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
+        self.need_prefix = any(type(each) not in _PREFIX_INDEPENDENT for each in kept)
+        self._of_row = [
+            LogitsProcessorList([_for_row(each, row) if num_rows > 1 else each for each in kept])
+            for row in range(num_rows)
+        ]
+        self._are_any = bool(kept)
+
+    def __bool__(self) -> bool:
+        return self._are_any
+
+    def __call__(self, row: int, prefixes: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
+        """Process scores of a row.
+
+        Args:
+            row: index in the batch.
+            prefixes: the tokens before each place [n]; not looked at unless `need_prefix`.
+            scores: float32 [n, vocab_size]; may be changed in place.
+        """
+        processors = self._of_row[row]
+        if not self.need_prefix:
+            none = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
+            processed: Tensor = processors(none, scores)
+            return processed
+        parts = [
+            processors(torch.tensor([[*prefix]], device=scores.device), scores[i : i + 1])
+            for i, prefix in enumerate(prefixes)
+        ]
+        return torch.cat(parts)
+
+
+def _fresh(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return a copy that has not seen a vocabulary yet."""
+    mine: Any = copy.copy(processor)
+    if hasattr(mine, "prepared_bias_variables"):
+        mine.prepared_bias_variables = False
+    return mine  # type: ignore[no-any-return]

@@ -1,0 +1,35 @@
+"""Drafters that are models, and what combines drafters: objects for `drafter=`.
+
+`AssistantModel` is another causal LM. What drafters that are models share is in `model_drafter.py`:
+how far a draft goes is decided in `lengths.py`, which tree it is in `expansion.py`, and a model with
+a cache of its own is run by `runner.py`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lade.drafters.assistant import AssistantModel as AssistantModel
+
+# Imported at first use, as those of `lade` are.
+_HOMES = {
+    "AssistantModel": "lade.drafters.assistant",
+}
+
+__all__ = [
+    "AssistantModel",
+]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'lade.drafters' has no attribute {name!r}")
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

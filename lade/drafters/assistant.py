@@ -1,0 +1,107 @@
+"""Another causal LM as a drafter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lade.compat import Model, device_of_inputs
+from lade.drafters.expansion import ExpansionName, check_expansion
+from lade.drafters.lengths import Length, LengthName
+from lade.drafters.model_drafter import ModelDrafter
+from lade.drafters.runner import ModelRunner, plan_for
+from lade.drafting.drafter import Drafter, DraftingCall
+from lade.errors import UnsupportedModelError
+
+
+class AssistantModel:
+    """A small causal LM that drafts for a larger one of the same vocabulary.
+
+    One object serves any number of calls, one after another or side by side. Each call has caches
+    of its own; what forwards cost and how often drafts were right is kept for the next.
+
+    Args:
+        model: drafts; it is not changed, and may be in use elsewhere.
+        tokenizer: of the assistant; see `target_tokenizer`.
+        device: where the model is to be; it is never moved.
+        target_tokenizer: of the target. With both tokenizers, the vocabularies are compared by
+            their tokens; without, their sizes must be equal.
+        length: how many tokens a draft has along a path, K: "measured" goes on as long as that
+            makes tokens come faster, by measured times; "confidence" ends after the first token of
+            a probability below `confidence`; "seed" begins with 1, adds 1 after a draft that was
+            right to its end and takes 1 off after any other; "heuristic" is as in transformers:
+            from 20, plus 2 or minus 1; a number is a constant K.
+        expansion: "tree" drafts the likeliest paths, "chain" one, "beam" those of full length.
+        max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
+        confidence: threshold of `length="confidence"`.
+        name: of this source in `DecodeStats.sources`.
+
+    Raises:
+        TypeError, ValueError: an argument is none of those.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        *,
+        target_tokenizer: Any = None,
+        length: LengthName | int = "measured",
+        expansion: ExpansionName = "tree",
+        max_draft_tokens: int | None = None,
+        confidence: float = 0.4,
+        name: str = "assistant",
+    ) -> None:
+        if not callable(getattr(model, "generate", None)):
+            raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
+        if max_draft_tokens is not None and max_draft_tokens < 1:
+            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
+        if device is not None and not _is_on(model, torch.device(device)):
+            raise ValueError(
+                f"expected {type(model).__name__} on {device}, got one on "
+                f"{device_of_inputs(model)}: move it with model.to({str(device)!r}) before"
+            )
+        check_expansion(expansion)
+        self.model = model
+        self.name = name
+        self._tokenizer = tokenizer
+        self._target_tokenizer = target_tokenizer
+        self._length = Length(length, confidence)
+        self._expansion = expansion
+        self._max_draft_tokens = max_draft_tokens
+
+    def for_call(self, call: DraftingCall) -> Drafter:
+        """Return a drafter for one call.
+
+        Raises:
+            UnsupportedModelError: the model has another vocabulary, or its cache cannot go back.
+        """
+        self._check_vocabulary(call)
+        plan = plan_for(self.model)
+
+        def open_scorer(committed: Sequence[int]) -> ModelRunner:
+            return ModelRunner(self.model, plan, call.max_length)
+
+        return ModelDrafter(
+            call, self.name, open_scorer, self._length, self._expansion, self._max_draft_tokens
+        )
+
+    def _check_vocabulary(self, call: DraftingCall) -> None:
+        mine = self.model.config.get_text_config(decoder=True).vocab_size
+        theirs = call.vocab_size
+        if self._tokenizer is not None and self._target_tokenizer is not None:
+            if self._tokenizer.get_vocab() == self._target_tokenizer.get_vocab():
+                return
+        elif mine == theirs:
+            return
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} cannot draft for {type(call.model).__name__}: it has "
+            f"another vocabulary, of {mine} tokens and not {theirs}"
+        )
+
+
+def _is_on(model: Model, device: torch.device) -> bool:
+    """Return whether a model is on a device; without an index, any of its kind will do."""
+    held = device_of_inputs(model)
+    return held.type == device.type and device.index in (None, held.index)

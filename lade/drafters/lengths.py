@@ -1,0 +1,335 @@
+"""Rules for K: how far a model's drafts are grown, level by level."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol, get_args
+
+LengthName = Literal["measured", "seed", "heuristic", "confidence"]
+
+# Levels of a draft by "confidence" and "measured" at most; transformers has the same.
+MAX_LEVELS = 20
+# With which transformers begins where K is to grow.
+_FIRST_HEURISTIC = 20
+
+
+class Level(NamedTuple):
+    """What a level of a draft is: the nodes that one forward of the drafting model told."""
+
+    mass: float  # sum of the path probabilities of the nodes kept
+    token_prob: float  # of the best of these nodes, given its parent
+    num_nodes: int  # kept
+
+
+class Outcome(NamedTuple):
+    """What became of a draft."""
+
+    levels: Sequence[Level]
+    num_right: int  # levels on the path of the text
+    is_ended: bool  # whether the text left the draft, or went past its end
+    num_most: int  # levels asked for by `begin`
+
+
+class Rule(Protocol):
+    """A rule for K in one sequence."""
+
+    def begin(self, num_behind: int) -> int:
+        """Return how many levels the next draft may have at most; 0 for no draft.
+
+        Args:
+            num_behind: tokens of the text that the drafting model has not run yet.
+        """
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Return whether another level is worth a forward, after these; at least one."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn what became of the last draft."""
+
+
+class Constant:
+    """The same K for all drafts."""
+
+    def __init__(self, num_levels: int) -> None:
+        self._num_levels = num_levels
+
+    def begin(self, num_behind: int) -> int:
+        """Return K."""
+        return self._num_levels
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Go on."""
+        return True
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn nothing."""
+
+
+class Adaptive:
+    """A K that grows where drafts are accepted whole, and shrinks where they are rejected.
+
+    Args:
+        first: K of the first draft.
+        more: what is added after a draft that was right to its end.
+    """
+
+    def __init__(self, first: int, more: int, most: int) -> None:
+        self.num_levels = min(first, most)
+        self._more = more
+        self._most = most
+
+    def begin(self, num_behind: int) -> int:
+        """Return K."""
+        return self.num_levels
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Go on."""
+        return True
+
+    def learn(self, outcome: Outcome) -> None:
+        """Change K; a draft that was cut tells nothing if its beginning was right."""
+        if not outcome.is_ended:
+            return
+        is_whole = outcome.num_right == len(outcome.levels) == outcome.num_most
+        if is_whole:
+            self.num_levels = min(self._most, self.num_levels + self._more)
+        elif outcome.num_right < len(outcome.levels):
+            self.num_levels = max(1, self.num_levels - 1)
+
+
+class Confidence:
+    """Drafts that end with the first token of a low probability.
+
+    Args:
+        threshold: the lowest probability to go on after.
+        most: levels at most.
+    """
+
+    def __init__(self, threshold: float, most: int) -> None:
+        self._threshold = threshold
+        self._most = most
+
+    def begin(self, num_behind: int) -> int:
+        """Return the maximum."""
+        return self._most
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Go on unless the last token is too unlikely."""
+        return levels[-1].token_prob >= self._threshold
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn nothing."""
+
+
+_NUM_BINS = 10
+# Weight of what is believed of a bin before anything was seen, in drafts.
+_PRIOR_WEIGHT = 4.0
+# Weight of the newest time in a running mean.
+_NEWEST = 0.1
+# Share of the time without drafts that may be spent to see whether they pay by now.
+_TRIAL_SHARE = 0.01
+# Levels of a draft that is made to see whether drafts pay.
+_TRIAL_LEVELS = 3
+# Tokens of the text that are run in about the time of one.
+_FEW_BEHIND = 8
+
+
+@dataclass
+class MeasuredCosts:
+    """What is known of the seconds of drafting and verifying, and of how far drafts go.
+
+    Attributes:
+        forward_sec: Of a forward over a level; None while unknown.
+        token_sec: Of a token of the text that is run together with others; None while unknown.
+        step_sec: Of a step of the target without a draft; None while unknown.
+        node_sec: That a draft token adds to a step.
+        tried, right: By the probability that a level has the right token: how often that was seen,
+            and how often it had.
+        resting_sec: Time without drafts since the last one.
+    """
+
+    forward_sec: float | None = None
+    token_sec: float | None = None
+    step_sec: float | None = None
+    node_sec: float = 0.0
+    tried: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    right: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    resting_sec: float = 0.0
+
+    def continuing(self, mass: float) -> float:
+        """Return how often a level of this probability, given the one before, was right."""
+        place = _bin_of(mass)
+        right = self.right[place] + _PRIOR_WEIGHT * mass
+        return right / (self.tried[place] + _PRIOR_WEIGHT)
+
+    @property
+    def mean_continuing(self) -> float:
+        """How often a level was right, given the one before."""
+        return (sum(self.right) + _PRIOR_WEIGHT * 0.7) / (sum(self.tried) + _PRIOR_WEIGHT)
+
+    def record_draft(self, num_behind: int, first_sec: float, other_secs: Sequence[float]) -> None:
+        """Learn the times of the forwards of a draft.
+
+        Args:
+            num_behind: tokens of the text that the first of them ran.
+            first_sec: of the forward over the text.
+            other_secs: of those over levels of the draft.
+        """
+        self.resting_sec = 0.0
+        if num_behind > _FEW_BEHIND:
+            self.token_sec = _mean(self.token_sec, first_sec / num_behind)
+        for sec in other_secs if num_behind > _FEW_BEHIND else (first_sec, *other_secs):
+            self.forward_sec = _mean(self.forward_sec, sec)
+
+    def record_step(self, num_nodes: int, sec: float) -> None:
+        """Learn the time between two drafts, in which up to `num_nodes` tokens were verified."""
+        if num_nodes == 0:
+            self.resting_sec += sec
+            self.step_sec = _mean(self.step_sec, sec)
+        elif self.step_sec is None:
+            self.step_sec = sec
+        else:
+            over = max(0.0, sec - self.step_sec) / num_nodes
+            self.node_sec = _mean(self.node_sec, over)
+            self.step_sec = min(self.step_sec, sec)
+
+    def copy(self) -> "MeasuredCosts":
+        """Return a copy that shares nothing."""
+        return replace(self, tried=[*self.tried], right=[*self.right])
+
+
+def _bin_of(mass: float) -> int:
+    return min(_NUM_BINS - 1, max(0, int(mass * _NUM_BINS)))
+
+
+class Measured:
+    """As many levels as pay, by the seconds of forwards and by how often such levels were right.
+
+    A level pays where the tokens that it adds come faster than those before it: the tokens expected
+    per second of the step, drafting included, must grow. Where even the first levels do not pay,
+    nothing is drafted, but for a trial whenever it costs less than a hundredth of the time since
+    the last one.
+
+    Args:
+        costs: of all sequences of the call; learns.
+        most: levels at most.
+    """
+
+    def __init__(self, costs: MeasuredCosts, most: int) -> None:
+        self._costs = costs
+        self._most = most
+        self._is_trial = False
+
+    def begin(self, num_behind: int) -> int:
+        """Return the maximum, a few levels to try, or 0."""
+        costs = self._costs
+        self._is_trial = False
+        if costs.forward_sec is None or costs.step_sec is None:
+            return min(self._most, _TRIAL_LEVELS)
+        if self._gain(costs.forward_sec, costs.step_sec) > 1.0:
+            return self._most
+        token_sec = costs.forward_sec / 8 if costs.token_sec is None else costs.token_sec
+        trial_sec = num_behind * token_sec + _TRIAL_LEVELS * costs.forward_sec
+        if trial_sec > _TRIAL_SHARE * costs.resting_sec:
+            return 0
+        self._is_trial = True
+        return min(self._most, _TRIAL_LEVELS)
+
+    def goes_on(self, levels: Sequence[Level]) -> bool:
+        """Go on while that makes tokens come faster."""
+        costs = self._costs
+        if self._is_trial or costs.forward_sec is None or costs.step_sec is None:
+            return True
+        expected, alive, before = 1.0, 1.0, 1.0
+        for level in levels:
+            alive *= costs.continuing(level.mass / before if before else 0.0)
+            expected += alive
+            before = level.mass
+        num_nodes = sum(level.num_nodes for level in levels)
+        sec = costs.step_sec + len(levels) * costs.forward_sec + num_nodes * costs.node_sec
+        more = alive * costs.mean_continuing
+        more_sec = costs.forward_sec + levels[-1].num_nodes * costs.node_sec
+        return more * sec > expected * more_sec
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn how often levels of these probabilities were right."""
+        costs, before = self._costs, 1.0
+        num_seen = outcome.num_right + (
+            outcome.is_ended and outcome.num_right < len(outcome.levels)
+        )
+        for index, level in enumerate(outcome.levels[:num_seen]):
+            place = _bin_of(level.mass / before if before else 0.0)
+            # Older drafts weigh less.
+            costs.tried[place] = costs.tried[place] * 0.99 + 1.0
+            costs.right[place] = costs.right[place] * 0.99 + (index < outcome.num_right)
+            before = level.mass
+
+    def _gain(self, forward_sec: float, step_sec: float) -> float:
+        """Return how much faster tokens would come with drafts of the best number of levels."""
+        costs, best = self._costs, 0.0
+        right, expected, alive = costs.mean_continuing, 1.0, 1.0
+        for num_levels in range(1, self._most + 1):
+            alive *= right
+            expected += alive
+            sec = step_sec + num_levels * (forward_sec + costs.node_sec)
+            best = max(best, expected * step_sec / sec)
+        return best
+
+
+def _mean(mean: float | None, newest: float) -> float:
+    return newest if mean is None else mean + _NEWEST * (newest - mean)
+
+
+class Length:
+    """A rule for K as the user asks for it, and what is known of costs from one call to the next.
+
+    Args:
+        length: the rule, or a constant K.
+        confidence: threshold of "confidence".
+        max_levels: levels at most, of all rules.
+
+    Raises:
+        ValueError: there is no such rule, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        length: LengthName | int = "measured",
+        confidence: float = 0.4,
+        max_levels: int = MAX_LEVELS,
+    ) -> None:
+        is_number = isinstance(length, int) and not isinstance(length, bool)
+        if not is_number and length not in get_args(LengthName):
+            names = ", ".join(map(repr, get_args(LengthName)))
+            raise ValueError(f"expected length to be {names} or a number of tokens, got {length!r}")
+        if isinstance(length, int) and length < 1:
+            raise ValueError(f"expected length of at least 1, got {length}")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"expected confidence from 0 to 1, got {confidence!r}")
+        self._length = length
+        self._confidence = confidence
+        self._max_levels = max_levels
+        self._costs = MeasuredCosts()
+        self._lock = threading.Lock()
+
+    def begin_call(self) -> MeasuredCosts:
+        """Return a copy of what is known, for one call to go on measuring."""
+        with self._lock:
+            return self._costs.copy()
+
+    def end_call(self, costs: MeasuredCosts) -> None:
+        """Keep what a call knows in the end; of calls side by side, the last one's is kept."""
+        with self._lock:
+            self._costs = costs.copy()
+
+    def rule(self, costs: MeasuredCosts) -> Rule:
+        """Return the rule of one sequence of a call that measures these costs."""
+        if isinstance(self._length, int):
+            return Constant(min(self._length, self._max_levels))
+        if self._length == "seed":
+            return Adaptive(1, 1, self._max_levels)
+        if self._length == "heuristic":
+            return Adaptive(_FIRST_HEURISTIC, 2, self._max_levels)
+        if self._length == "confidence":
+            return Confidence(self._confidence, self._max_levels)
+        return Measured(costs, self._max_levels)

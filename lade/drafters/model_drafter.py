@@ -1,0 +1,274 @@
+"""What all drafters that are models share: one call's sequences, their drafts, times and counts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lade.drafters.expansion import Expansion, ExpansionName, Grown, Limits, Ranked, check_expansion
+from lade.drafters.lengths import Length, Outcome, Rule
+from lade.drafting.drafter import DraftingCall
+from lade.sampling.processors import HypotheticalProcessors
+from lade.stats import SourceStats
+from lade.transfer import HostCopy
+from ngram_pool import Draft
+
+
+class Scorer(Protocol):
+    """A causal LM that gives logits for a growing tree; one for each sequence."""
+
+    is_chain: bool  # whether only one path can be grown
+
+    def follow(self, committed: Sequence[int]) -> Tensor:
+        """Commit what was run of a text, run the rest of it; return the logits after it [vocab].
+
+        What is grown next follows it: its last token is node 0.
+        """
+
+    def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Run nodes and return the logits after each [num_new, vocab].
+
+        Args:
+            token_ids: of the nodes [num_new].
+            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
+        """
+
+    def close(self) -> None:
+        """Free what is held."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The state of one sequence."""
+
+    row: int
+    rule: Rule
+    scorer: Scorer | None = None
+    num_followed: int = 0  # tokens of the text that the scorer has seen
+    grown: Grown | None = None  # the last draft, until it is known what became of it
+    num_most: int = 0  # levels that it might have had
+    num_observed: int = 0  # steps since a draft was asked for
+
+
+class ModelDrafter:
+    """A drafter of one call that asks a model.
+
+    Args:
+        call: the call.
+        name: of the source, in statistics.
+        open_scorer: returns the model for a sequence, given its text; asked at its first draft.
+        length: how far drafts go.
+        expansion: which tree they are.
+        max_draft_tokens: nodes of a draft at most.
+    """
+
+    def __init__(
+        self,
+        call: DraftingCall,
+        name: str,
+        open_scorer: Callable[[Sequence[int]], Scorer],
+        length: Length,
+        expansion: ExpansionName,
+        max_draft_tokens: int | None = None,
+    ) -> None:
+        check_expansion(expansion)
+        self._call = call
+        self._open_scorer = open_scorer
+        self._length = length
+        self._costs = length.begin_call()
+        self._expansion = expansion
+        self._max_draft_tokens = max_draft_tokens
+        self._stats = SourceStats()
+        self._name = name
+        self._sequences: dict[int, _Sequence] = {}
+        self._num_opened = 0
+        self._processors = HypotheticalProcessors(call.processors, call.num_rows)
+        self._ends = _end_tokens_of(call.model)
+        self._last_return: float | None = None  # when the last draft was returned
+        self._num_since = 0  # nodes drafted since the last step
+
+    @property
+    def sources(self) -> Mapping[str, SourceStats]:
+        """Counts and times, under the name of this source."""
+        return {self._name: self._stats}
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin a sequence."""
+        handle = self._num_opened
+        self._num_opened += 1
+        self._sequences[handle] = _Sequence(handle, self._length.rule(self._costs))
+        return handle
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        """Grow a draft after the text."""
+        start = perf_counter()
+        state = self._sequences[sequence]
+        self._see_step(start)
+        try:
+            return self._draft(state, committed, max_draft_tokens, start)
+        finally:
+            self._last_return = perf_counter()
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """See what became of the last draft."""
+        state = self._sequences[sequence]
+        state.num_observed += 1
+        if state.grown is not None:
+            self._learn(state, state.grown, token_ids)
+            state.grown = None
+
+    def close(self, sequence: int) -> None:
+        """End a sequence; free what the model holds for it."""
+        state = self._sequences.pop(sequence)
+        if not self._sequences:
+            self._length.end_call(self._costs)
+        if state.scorer is not None:
+            state.scorer.close()
+
+    def _draft(
+        self, state: _Sequence, committed: Sequence[int], max_draft_tokens: int, start: float
+    ) -> Draft:
+        limits = Limits(
+            min(max_draft_tokens, self._max_draft_tokens or max_draft_tokens),
+            self._call.max_length - len(committed) - 1,
+        )
+        state.grown = None
+        # The newest token of a text is no part of what a model has run.
+        if min(limits) < 1 or len(committed) < 2:
+            return Draft.empty()
+        num_behind = len(committed) - state.num_followed
+        num_levels = min(limits.num_levels, state.rule.begin(num_behind))
+        if num_levels < 1:
+            return Draft.empty()
+        if state.scorer is None:
+            state.scorer = self._open_scorer(committed)
+        speaker = ModelSpeaker(
+            state.scorer,
+            committed,
+            self._call.vocab_size,
+            partial(self._processors, state.row) if self._processors else None,
+            self._ends,
+        )
+        is_chain = state.scorer.is_chain or self._call.max_candidates == 1
+        expansion = Expansion.of(self._expansion, is_chain)
+        grown = expansion.grow(speaker, limits._replace(num_levels=num_levels), state.rule.goes_on)
+        state.num_followed = len(committed)
+        state.grown, state.num_most = grown, num_levels
+        self._costs.record_draft(num_behind, speaker.secs[0], speaker.secs[1:])
+        self._stats.num_asked += 1
+        self._stats.num_draft_tokens += len(grown.draft)
+        self._stats.sec += perf_counter() - start
+        self._num_since += len(grown.draft)
+        return grown.draft
+
+    def _learn(self, state: _Sequence, grown: Grown, emitted: Sequence[int]) -> None:
+        """Walk down a draft along what was emitted after it."""
+        draft, levels = grown
+        children = {
+            place: node
+            for node, place in enumerate(
+                zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
+            )
+        }
+        node, num_right, is_ended = -1, 0, False
+        for token_id in emitted:
+            child = children.get((node, token_id))
+            if child is None:
+                is_ended = True
+                break
+            node, num_right = child, num_right + 1
+        self._stats.num_accepted_tokens += num_right
+        state.rule.learn(Outcome(levels, min(num_right, len(levels)), is_ended, state.num_most))
+
+    def _see_step(self, now: float) -> None:
+        """Learn the time of the steps since the last draft was returned, if there were any."""
+        num_steps = max((state.num_observed for state in self._sequences.values()), default=0)
+        if num_steps == 0:  # another row is asked for the same step
+            return
+        if self._last_return is not None:
+            self._costs.record_step(self._num_since, (now - self._last_return) / num_steps)
+        self._num_since = 0
+        for state in self._sequences.values():
+            state.num_observed = 0
+
+
+class ModelSpeaker:
+    """What a scorer says after the nodes of one draft, with the processors of the call.
+
+    Args:
+        scorer: of the sequence.
+        committed: the text.
+        vocab_size: exclusive upper bound of the token ids in a draft.
+        processors: of the sequence, called with prefixes and scores; None if there are none.
+        ends: tokens that nothing follows.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        committed: Sequence[int],
+        vocab_size: int,
+        processors: Callable[[Sequence[Sequence[int]], Tensor], Tensor] | None,
+        ends: frozenset[int],
+    ) -> None:
+        self._scorer = scorer
+        self._committed = committed
+        self._vocab_size = vocab_size
+        self._processors = processors
+        self._ends = ends
+        self._places = {-1: 0}  # node of the draft -> node in order of growth
+        self._paths: dict[int, list[int]] = {-1: [*committed] if processors else []}
+        #: Seconds of each forward, until its result was on the host.
+        self.secs: list[float] = []
+
+    def first(self, num_ranked: int) -> Ranked:
+        """Return the likeliest tokens after the text [1, num_ranked]."""
+        start = perf_counter()
+        logits = self._scorer.follow(self._committed)[None]
+        return self._ranked(logits, [self._paths[-1]], num_ranked, start)
+
+    def grow(
+        self,
+        nodes: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        num_ranked: int,
+    ) -> Ranked:
+        """Run nodes, and return the likeliest tokens after each [len(nodes), num_ranked]."""
+        start = perf_counter()
+        logits = self._scorer.grow(token_ids, [self._places[parent] for parent in parents])
+        for node, token_id, parent in zip(nodes, token_ids, parents, strict=True):
+            self._places[node] = len(self._places)
+            if self._processors is not None:
+                self._paths[node] = [*self._paths[parent], token_id]
+        prefixes = [self._paths[node] for node in nodes] if self._processors is not None else []
+        return self._ranked(logits, prefixes, num_ranked, start)
+
+    def is_end(self, token_id: int) -> bool:
+        """Return whether nothing follows a token."""
+        return token_id in self._ends
+
+    def _ranked(
+        self, logits: Tensor, prefixes: Sequence[Sequence[int]], num_ranked: int, start: float
+    ) -> Ranked:
+        with torch.no_grad():
+            scores = logits[:, : self._vocab_size].float()
+            if self._processors is not None:
+                # Some write into the scores, and these may be the model's own.
+                scores = self._processors(prefixes, scores.clone())
+            best = scores.topk(min(num_ranked, scores.shape[1]), dim=-1)
+            probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
+        token_ids, on_host = HostCopy(best.indices, probs).get()
+        self.secs.append(perf_counter() - start)
+        return Ranked(token_ids.numpy(), on_host.double().numpy())
+
+
+def _end_tokens_of(model: Any) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    config = getattr(model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

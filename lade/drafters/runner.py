@@ -1,0 +1,197 @@
+"""A causal LM with a cache of its own, run over a text and a tree that grows after it."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.compat import Model, device_of_inputs
+from lade.errors import UnsupportedModelError
+from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.plan import choose_verification
+from lade.probing.profile import profile_of
+from lade.probing.rules import refuse_encoder_decoder
+from lade.probing.selfcheck import unchanged_random_state
+from lade.tree import Tree
+from ngram_pool import Draft
+
+
+def plan_for(model: Model) -> VerificationPlan:
+    """Return how to run trees of drafts of a model.
+
+    Raises:
+        UnsupportedModelError: no method is known to go back in its cache, or its forwards draw
+            random numbers, which would change what the target draws.
+    """
+    refuse_encoder_decoder(model)
+    name, profile = type(model).__name__, profile_of(model)
+    plan = choose_verification(model, profile=profile)
+    if plan.verification == "plain":
+        reasons = "; ".join(f"{method}: {reason}" for method, reason in plan.reasons.items())
+        raise UnsupportedModelError(f"{name} cannot draft, for its cache cannot go back. {reasons}")
+    with unchanged_random_state(model, profile):
+        pass
+    if profile.draws[0]:
+        raise UnsupportedModelError(f"{name} cannot draft, for its forwards draw random numbers")
+    return plan
+
+
+class ModelRunner:
+    """A `Scorer` that is a causal LM with its own cache, for one sequence.
+
+    The prompt is run when the first draft is asked for, and tokens that were drafted and accepted
+    are not run again.
+
+    Args:
+        model: is not changed.
+        plan: how to run trees of its drafts, by `plan_for`.
+        max_length: maximum length of the text, to plan memory for.
+    """
+
+    def __init__(self, model: Model, plan: VerificationPlan, max_length: int) -> None:
+        self.is_chain = plan.verification != "tree"
+        self._model = model
+        self._plan = plan
+        self._max_length = max_length
+        self._device = device_of_inputs(model)
+        self._vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
+        self._target: Any = None
+        self._held: list[int] = []  # committed tokens that the target has run
+        # The nodes that were run since: text that was not run yet, and what was grown after it. A
+        # path of a target without trees holds drafted tokens alone.
+        self._tokens: list[int] = []
+        self._parents: list[int] = []  # -1 for the first
+        self._root = -1  # the node that what is grown first hangs under; -1 if it is committed
+
+    @torch.no_grad()
+    def follow(self, committed: Sequence[int]) -> Tensor:
+        """Commit what was run of a text, run the rest of it; return the logits after it [vocab].
+
+        What is grown next follows it: its last token is node 0.
+        """
+        held = self._held
+        if self._target is None or len(committed) <= len(held) or committed[: len(held)] != held:
+            new = committed if self.is_chain else committed[:-1]
+            self._check(committed)
+            logits = self._prefill([*new])
+            self._held = [*new]
+            if self.is_chain:
+                return logits
+        else:
+            self._check(committed[len(held) :])
+            self._commit(committed)
+        return self._run_text([*committed[len(self._held) :]])
+
+    @torch.no_grad()
+    def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Run nodes and return the logits after each [num_new, vocab].
+
+        Args:
+            token_ids: of the nodes [num_new].
+            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
+        """
+        num_run = len(self._tokens)
+        self._tokens += token_ids
+        self._parents += [self._root + parent for parent in parents]
+        return self._run(num_run)
+
+    def close(self) -> None:
+        """Free the cache."""
+        if self._target is not None:
+            self._target.close()
+        self._target = None
+        self._held, self._tokens, self._parents, self._root = [], [], [], -1
+
+    def _check(self, token_ids: Sequence[int]) -> None:
+        # On a GPU, an index out of range would end the process's use of it.
+        if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
+            raise ValueError(
+                f"expected token ids from 0 to {self._vocab_size - 1}, got "
+                f"{min(token_ids)} to {max(token_ids)}"
+            )
+
+    def _prefill(self, token_ids: list[int]) -> Tensor:
+        self.close()
+        input_ids = torch.tensor([token_ids], device=self._device)
+        num_new = max(1, self._max_length - len(token_ids))
+        config, model_kwargs = prepared(self._model, input_ids, num_new)
+        target = make_target(self._model, input_ids, model_kwargs, self._plan, num_new, config)
+        logits: Tensor = target.prefill().logits[0, -1]
+        self._target = target
+        return logits
+
+    def _commit(self, committed: Sequence[int]) -> None:
+        """Keep the longest path of what was run that the text takes; never its last token."""
+        if not self._tokens:
+            return
+        children = {
+            place: node for node, place in enumerate(zip(self._parents, self._tokens, strict=True))
+        }
+        path, node = list[int](), -1
+        for token_id in committed[len(self._held) : -1]:
+            child = children.get((node, token_id))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        self._target.commit([path])
+        self._held += [self._tokens[node] for node in path]
+        self._tokens, self._parents = [], []
+
+    def _run_text(self, token_ids: list[int]) -> Tensor:
+        self._tokens, self._parents = token_ids, [*range(-1, len(token_ids) - 1)]
+        self._root = len(token_ids) - 1
+        logits = self._run(0)[-1]
+        if self.is_chain:  # the state after the text is what drafts go back to
+            self._target.commit([[*range(len(token_ids))]])
+            self._held += token_ids
+            self._tokens, self._parents, self._root = [], [], -1
+        return logits
+
+    def _run(self, num_run: int) -> Tensor:
+        tree = _tree(self._tokens, self._parents)
+        logits: Tensor = self._target.extend(tree, num_run).logits[0]
+        return logits
+
+
+def _tree(token_ids: Sequence[int], parents: Sequence[int]) -> Tree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    draft = Draft(
+        np.array(token_ids[1:], np.int32),
+        np.array(parents[1:], np.int32) - 1,
+        np.array(depths[1:], np.int32),
+        np.ones(len(token_ids) - 1),
+    )
+    return Tree.build(token_ids[0], draft)
+
+
+def prepared(
+    model: Model, input_ids: Tensor, max_new_tokens: int
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Return the config and the arguments of the prefill as `generate` prepares them."""
+    plain = copy.copy(model)  # shares everything but the attribute set here
+    plain.generation_config = GenerationConfig()  # none of the model's own options
+    found: list[tuple[GenerationConfig, dict[str, Any]]] = []
+
+    def catch(_: Model, input_ids: Tensor, generation_config: Any, **model_kwargs: Any) -> Tensor:
+        for unwanted in ("logits_processor", "stopping_criteria"):
+            model_kwargs.pop(unwanted, None)
+        found.append((generation_config, model_kwargs))
+        return input_ids
+
+    type(model).generate(
+        plain,
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        custom_generate=catch,
+    )
+    return found[0]
