@@ -1,8 +1,8 @@
 """Drafters that are models, and what combines drafters: objects for `drafter=`.
 
 `AssistantModel` is another causal LM. What drafters that are models share is in `model_drafter.py`:
-how far a draft goes is decided in `lengths.py`, which tree it is in `expansion.py`, and a model with
-a cache of its own is run by `runner.py`.
+how far a draft goes is decided in `lengths.py`, and its tree in `expansion.py`. `runner.py` runs
+a model with a cache of its own.
 """
 
 from importlib import import_module

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lade.drafters.lengths import Level
-from ngram_pool import Draft
+from lade.errors import UnsupportedOptionError
+from ngram_pool import Draft, SampledDraft
 
 ExpansionName = Literal["tree", "chain", "beam"]
 
@@ -143,6 +144,90 @@ class Expansion(NamedTuple):
         ]
 
 
+class DrawnExpansion(NamedTuple):
+    """The shape of drafts that are drawn at random, to be verified by rejection sampling.
+
+    Each node has its tokens drawn one after another, without replacement, from what the model says.
+    Which nodes have how many is decided by how often drawn tokens were accepted before, so that it
+    does not depend on the tokens.
+
+    Attributes:
+        width: nodes of a level that are run for the next.
+        num_children: tokens drawn after each at most.
+        acceptance: probability that a token is accepted, if those beside it were not.
+    """
+
+    width: int
+    num_children: int
+    acceptance: float
+
+    @classmethod
+    def of(cls, name: ExpansionName, is_chain: bool, acceptance: float) -> "DrawnExpansion":
+        """Return an expansion; beams are not drawn, since those kept would depend on the tokens.
+
+        Raises:
+            UnsupportedOptionError: beams are asked for.
+        """
+        if name == "beam":
+            raise UnsupportedOptionError(
+                "lade does not support expansion='beam' where drafts are drawn "
+                "(Config(acceptance='rejection')): use 'tree' or 'chain'"
+            )
+        # Of an acceptance of 1, nothing would be left for the second token of a node.
+        acceptance = min(max(acceptance, 0.05), 0.95)
+        if name == "chain" or is_chain:
+            return cls(1, 1, acceptance)
+        return cls(_TREE_WIDTH, _TREE_CHILDREN, acceptance)
+
+    def grow(
+        self, speaker: Speaker, limits: Limits, goes_on: GoesOn, rng: np.random.Generator
+    ) -> Grown:
+        """Draw a tree, a level by each forward."""
+        nodes = _DrawnNodes(rng)
+        running = [-1]
+        ranked = speaker.first(_MAX_SUPPORT)
+        levels: list[Level] = []
+        while True:
+            level = self._drawn(nodes, running, ranked)
+            if not level:
+                break
+            levels.append(nodes.level(level))
+            best = sorted(level, key=lambda node: -nodes.probs[node])[: self.width]
+            running = [
+                node
+                for node in best
+                if nodes.probs[node] >= _LEAST_SHARE * nodes.probs[best[0]]
+                and not speaker.is_end(nodes.token_ids[node])
+            ]
+            is_full = len(levels) >= limits.num_levels or len(nodes) >= limits.num_nodes
+            if is_full or not running or not goes_on(levels):
+                break
+            ranked = speaker.grow(
+                running,
+                [nodes.token_ids[node] for node in running],
+                [nodes.parents[node] for node in running],
+                _MAX_SUPPORT,
+            )
+        return Grown(nodes.draft().first(limits.num_nodes), levels)
+
+    def _drawn(self, nodes: "_DrawnNodes", parents: Sequence[int], ranked: Ranked) -> list[int]:
+        """Draw the children of nodes that were run; return them."""
+        best = max(nodes.prob_of(parent) for parent in parents)
+        level: list[int] = []
+        for parent, token_ids, probs in zip(parents, ranked.token_ids, ranked.probs, strict=True):
+            left = np.where(probs > 0, probs, 0.0)  # NaN, too, is none
+            prob = nodes.prob_of(parent) * self.acceptance
+            for _ in range(self.num_children):
+                total = left.sum()
+                if not total > 0 or prob < _LEAST_SHARE * best * self.acceptance:
+                    break
+                left = left / total
+                level.append(nodes.draw(parent, token_ids, left, prob))
+                left = np.where(token_ids == nodes.token_ids[-1], 0.0, left)
+                prob *= 1 - self.acceptance
+        return level
+
+
 class _Nodes:
     """The nodes of a draft that grows."""
 
@@ -198,4 +283,60 @@ class _Nodes:
             np.array([place[self.parents[node]] for node in nodes], np.int32),
             np.array([self.depths[node] for node in nodes], np.int32),
             np.minimum(1.0, np.array([self.probs[node] for node in nodes], np.float64)),
+        )
+
+
+class _DrawnNodes:
+    """The nodes of a drawn draft that grows."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.probs: list[float] = []  # of being accepted, as expected before the token was drawn
+        self._token_probs: list[float] = []
+        self._support_token_ids: list[NDArray[np.int64]] = []
+        self._support_probs: list[NDArray[np.float64]] = []
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def prob_of(self, node: int) -> float:
+        """Return the probability of a node, or of the text, -1."""
+        return 1.0 if node < 0 else self.probs[node]
+
+    def draw(
+        self, parent: int, token_ids: NDArray[np.int64], probs: NDArray[np.float64], prob: float
+    ) -> int:
+        """Draw a child of a node from a distribution, and return it."""
+        sums = probs.cumsum()
+        # Never a token of probability 0: of equal sums, the first is found.
+        place = int(sums.searchsorted(self._rng.random() * sums[-1], side="right"))
+        place = min(place, int(probs.nonzero()[0][-1]))
+        self.token_ids.append(int(token_ids[place]))
+        self.parents.append(parent)
+        self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+        self.probs.append(prob)
+        self._token_probs.append(float(probs[place]))
+        self._support_token_ids.append(token_ids)
+        self._support_probs.append(probs)
+        return len(self.token_ids) - 1
+
+    def level(self, nodes: Sequence[int]) -> Level:
+        """Return a level of these nodes."""
+        mass = sum(self.probs[node] for node in nodes)
+        return Level(min(1.0, mass), self._token_probs[nodes[0]], len(nodes))
+
+    def draft(self) -> SampledDraft:
+        """Return the draft, in the order in which it was drawn."""
+        if not self.token_ids:
+            return SampledDraft.empty()
+        return SampledDraft(
+            np.array(self.token_ids, np.int32),
+            np.array(self.parents, np.int32),
+            np.array(self.depths, np.int32),
+            np.array(self.probs, np.float64),
+            np.stack(self._support_token_ids).astype(np.int32),
+            np.stack(self._support_probs),
         )

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lade.drafters.expansion import Expansion, ExpansionName, Grown, Limits, Ranked, check_expansion
+from lade.drafters.expansion import (
+    DrawnExpansion,
+    Expansion,
+    ExpansionName,
+    Grown,
+    Limits,
+    Ranked,
+    check_expansion,
+)
 from lade.drafters.lengths import Length, Outcome, Rule
 from lade.drafting.drafter import DraftingCall
 from lade.sampling.processors import HypotheticalProcessors
@@ -76,6 +84,8 @@ class ModelDrafter:
         max_draft_tokens: int | None = None,
     ) -> None:
         check_expansion(expansion)
+        if call.rngs is not None:
+            DrawnExpansion.of(expansion, True, 1.0)  # raises now rather than in a step
         self._call = call
         self._open_scorer = open_scorer
         self._length = length
@@ -153,9 +163,8 @@ class ModelDrafter:
             partial(self._processors, state.row) if self._processors else None,
             self._ends,
         )
-        is_chain = state.scorer.is_chain or self._call.max_candidates == 1
-        expansion = Expansion.of(self._expansion, is_chain)
-        grown = expansion.grow(speaker, limits._replace(num_levels=num_levels), state.rule.goes_on)
+        limits = limits._replace(num_levels=num_levels)
+        grown = self._grown(speaker, limits, state, state.scorer.is_chain)
         state.num_followed = len(committed)
         state.grown, state.num_most = grown, num_levels
         self._costs.record_draft(num_behind, speaker.secs[0], speaker.secs[1:])
@@ -164,6 +173,19 @@ class ModelDrafter:
         self._stats.sec += perf_counter() - start
         self._num_since += len(grown.draft)
         return grown.draft
+
+    def _grown(
+        self, speaker: "ModelSpeaker", limits: Limits, state: _Sequence, is_chain: bool
+    ) -> Grown:
+        most, rngs = self._call.max_candidates, self._call.rngs
+        if rngs is None:
+            expansion = Expansion.of(self._expansion, is_chain or most == 1)
+            return expansion.grow(speaker, limits, state.rule.goes_on)
+        # Of a drawn tree, no path can be left out afterwards.
+        drawn = DrawnExpansion.of(
+            self._expansion, is_chain or most is not None, self._costs.mean_continuing
+        )
+        return drawn.grow(speaker, limits, state.rule.goes_on, rngs[state.row])
 
     def _learn(self, state: _Sequence, grown: Grown, emitted: Sequence[int]) -> None:
         """Walk down a draft along what was emitted after it."""
