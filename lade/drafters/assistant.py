@@ -29,11 +29,12 @@ class AssistantModel:
         length: how many tokens a draft has along a path, K: "measured" goes on as long as that
             makes tokens come faster, by measured times; "confidence" ends after the first token of
             a probability below `confidence`; "seed" begins with 1, adds 1 after a draft that was
-            right to its end and takes 1 off after any other; "heuristic" is as in transformers:
-            from 20, plus 2 or minus 1; a number is a constant K.
+            right to its end and takes 1 off after any other; "heuristic" is that of transformers:
+            it begins with `num_assistant_tokens` of the assistant's generation config, or 20, adds
+            2 or takes 1 off, and heeds `confidence`, too; a number is a constant K.
         expansion: "tree" drafts the likeliest paths, "chain" one, "beam" those of full length.
         max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
-        confidence: threshold of `length="confidence"`.
+        confidence: threshold of "confidence" and "heuristic", from 0 to 1.
         name: of this source in `DecodeStats.sources`.
 
     Raises:
@@ -67,7 +68,9 @@ class AssistantModel:
         self.name = name
         self._tokenizer = tokenizer
         self._target_tokenizer = target_tokenizer
-        self._length = Length(length, confidence)
+        # As transformers does, a K that grows from what the assistant says itself.
+        first = getattr(model.generation_config, "num_assistant_tokens", None)
+        self._length = Length(length, confidence, max_draft_tokens, first or 20)
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
 

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, Protocol, get_args
 
 LengthName = Literal["measured", "seed", "heuristic", "confidence"]
 
-# Levels of a draft by "confidence" and "measured" at most; transformers has the same.
-MAX_LEVELS = 20
-# With which transformers begins where K is to grow.
-_FIRST_HEURISTIC = 20
+# Levels of a draft at most, by "confidence" and "measured": transformers has as many.
+_MAX_LEVELS = 20
+# Levels that a K that adapts may reach.
+_MAX_ADAPTED_LEVELS = 64
 
 
 class Level(NamedTuple):
@@ -27,7 +27,6 @@ class Outcome(NamedTuple):
     levels: Sequence[Level]
     num_right: int  # levels on the path of the text
     is_ended: bool  # whether the text left the draft, or went past its end
-    num_most: int  # levels asked for by `begin`
 
 
 class Rule(Protocol):
@@ -71,11 +70,14 @@ class Adaptive:
     Args:
         first: K of the first draft.
         more: what is added after a draft that was right to its end.
+        threshold: the lowest probability of a token to go on after.
+        most: levels at most.
     """
 
-    def __init__(self, first: int, more: int, most: int) -> None:
+    def __init__(self, first: int, more: int, threshold: float, most: int) -> None:
         self.num_levels = min(first, most)
         self._more = more
+        self._threshold = threshold
         self._most = most
 
     def begin(self, num_behind: int) -> int:
@@ -83,17 +85,16 @@ class Adaptive:
         return self.num_levels
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
-        """Go on."""
-        return True
+        """Go on unless the last token is too unlikely."""
+        return levels[-1].token_prob >= self._threshold
 
     def learn(self, outcome: Outcome) -> None:
         """Change K; a draft that was cut tells nothing if its beginning was right."""
         if not outcome.is_ended:
             return
-        is_whole = outcome.num_right == len(outcome.levels) == outcome.num_most
-        if is_whole:
+        if outcome.num_right == len(outcome.levels):
             self.num_levels = min(self._most, self.num_levels + self._more)
-        elif outcome.num_right < len(outcome.levels):
+        else:
             self.num_levels = max(1, self.num_levels - 1)
 
 
@@ -285,8 +286,9 @@ class Length:
 
     Args:
         length: the rule, or a constant K.
-        confidence: threshold of "confidence".
-        max_levels: levels at most, of all rules.
+        confidence: threshold of "confidence" and "heuristic".
+        max_levels: levels at most, of all rules; None for what each has.
+        first_levels: with which "heuristic" begins.
 
     Raises:
         ValueError: there is no such rule, or a number is out of range.
@@ -296,7 +298,8 @@ class Length:
         self,
         length: LengthName | int = "measured",
         confidence: float = 0.4,
-        max_levels: int = MAX_LEVELS,
+        max_levels: int | None = None,
+        first_levels: int = _MAX_LEVELS,
     ) -> None:
         is_number = isinstance(length, int) and not isinstance(length, bool)
         if not is_number and length not in get_args(LengthName):
@@ -309,6 +312,7 @@ class Length:
         self._length = length
         self._confidence = confidence
         self._max_levels = max_levels
+        self._first_levels = first_levels
         self._costs = MeasuredCosts()
         self._lock = threading.Lock()
 
@@ -325,11 +329,13 @@ class Length:
     def rule(self, costs: MeasuredCosts) -> Rule:
         """Return the rule of one sequence of a call that measures these costs."""
         if isinstance(self._length, int):
-            return Constant(min(self._length, self._max_levels))
+            return Constant(min(self._length, self._max_levels or self._length))
         if self._length == "seed":
-            return Adaptive(1, 1, self._max_levels)
+            return Adaptive(1, 1, 0.0, self._max_levels or _MAX_ADAPTED_LEVELS)
         if self._length == "heuristic":
-            return Adaptive(_FIRST_HEURISTIC, 2, self._max_levels)
+            most = self._max_levels or _MAX_ADAPTED_LEVELS
+            return Adaptive(self._first_levels, 2, self._confidence, most)
+        most = self._max_levels or _MAX_LEVELS
         if self._length == "confidence":
-            return Confidence(self._confidence, self._max_levels)
-        return Measured(costs, self._max_levels)
+            return Confidence(self._confidence, most)
+        return Measured(costs, most)

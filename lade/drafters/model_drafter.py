@@ -58,7 +58,6 @@ class _Sequence:
     scorer: Scorer | None = None
     num_followed: int = 0  # tokens of the text that the scorer has seen
     grown: Grown | None = None  # the last draft, until it is known what became of it
-    num_most: int = 0  # levels that it might have had
     num_observed: int = 0  # steps since a draft was asked for
 
 
@@ -151,7 +150,7 @@ class ModelDrafter:
         if min(limits) < 1 or len(committed) < 2:
             return Draft.empty()
         num_behind = len(committed) - state.num_followed
-        num_levels = min(limits.num_levels, state.rule.begin(num_behind))
+        num_levels = min(*limits, state.rule.begin(num_behind))
         if num_levels < 1:
             return Draft.empty()
         if state.scorer is None:
@@ -166,7 +165,7 @@ class ModelDrafter:
         limits = limits._replace(num_levels=num_levels)
         grown = self._grown(speaker, limits, state, state.scorer.is_chain)
         state.num_followed = len(committed)
-        state.grown, state.num_most = grown, num_levels
+        state.grown = grown
         self._costs.record_draft(num_behind, speaker.secs[0], speaker.secs[1:])
         self._stats.num_asked += 1
         self._stats.num_draft_tokens += len(grown.draft)
@@ -204,7 +203,7 @@ class ModelDrafter:
                 break
             node, num_right = child, num_right + 1
         self._stats.num_accepted_tokens += num_right
-        state.rule.learn(Outcome(levels, min(num_right, len(levels)), is_ended, state.num_most))
+        state.rule.learn(Outcome(levels, min(num_right, len(levels)), is_ended))
 
     def _see_step(self, now: float) -> None:
         """Learn the time of the steps since the last draft was returned, if there were any."""

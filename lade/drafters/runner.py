@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from lade.compat import Model, device_of_inputs
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.plan import choose_verification
+from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import unchanged_random_state
@@ -29,7 +29,7 @@ def plan_for(model: Model) -> VerificationPlan:
     """
     refuse_encoder_decoder(model)
     name, profile = type(model).__name__, profile_of(model)
-    plan = choose_verification(model, profile=profile)
+    plan = choose_for_drafting(model, profile)
     if plan.verification == "plain":
         reasons = "; ".join(f"{method}: {reason}" for method, reason in plan.reasons.items())
         raise UnsupportedModelError(f"{name} cannot draft, for its cache cannot go back. {reasons}")

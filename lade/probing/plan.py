@@ -82,6 +82,27 @@ def choose_verification(
     return VerificationPlan("plain", None, reasons)
 
 
+def choose_for_drafting(model: Model, profile: Profile | None = None) -> VerificationPlan:
+    """Return the best method to run a model that only drafts, "plain" if there is none.
+
+    Where none is exact, as with layers that quantize activations, one that is roughly right will
+    do: the model's drafts are verified by another one.
+    """
+    profile = profile or profile_of(model)
+    plan = choose_verification(model, profile=profile)
+    if plan.verification != "plain":
+        return plan
+    for verification in SPECULATING:
+        result = profile.drafting_results.get(verification)
+        if result is None:
+            result = check(model, profile, verification, "dynamic", False, None, is_drafting=True)
+        if result.is_lasting:
+            profile.drafting_results[verification] = result
+        if result.reason is None:
+            return VerificationPlan(verification, result.attention, plan.reasons)
+    return plan
+
+
 def _choose_stable(
     model: Model,
     profile: Profile,

@@ -41,6 +41,8 @@ class Profile:
     results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
         default_factory=dict
     )
+    #: By method, of the model as one that only drafts.
+    drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
     budgets: dict[tuple[Verification, Execution], Budget] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)

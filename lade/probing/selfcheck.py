@@ -27,6 +27,10 @@ from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, origins
 from ngram_pool import Draft
 
+# Of the logits of a model that drafts, whose mistakes cost time and change no text. Layers that
+# quantize activations in int8 differ by 0.1 to 0.3 here, wrong positions or masks by 2 and more.
+_DRAFTING_LIMIT = 1.0
+
 
 def check(
     model: Model,
@@ -35,14 +39,20 @@ def check(
     cache: CacheKind,
     is_padded: bool,
     widths: Widths,
+    is_drafting: bool = False,
 ) -> CheckResult:
-    """Compare one verification method with plain decoding; any failure becomes the reason."""
+    """Compare one verification method with plain decoding; any failure becomes the reason.
+
+    Of a model that only drafts (`is_drafting`), rough logits are enough.
+    """
     attentions: list[str | None] = [None]
     if verification == "tree":
         attentions = _attentions_for(model, widths, is_padded)
     execution: Execution = "eager" if widths is None else "fixed"
-    if (reason := reason_of_layers(model, profile)) is not None:
+    reason = None if is_drafting else reason_of_layers(model, profile)
+    if reason is not None:
         return CheckResult(reason)
+    limit = _DRAFTING_LIMIT if is_drafting else limit_of(model)
     for attention in attentions:
         try:
             with unchanged_random_state(model, profile):
@@ -57,14 +67,14 @@ def check(
         except Exception as failure:
             found = f"its forward fails ({in_one_line(failure)})"
         else:
-            if error <= limit_of(model) and is_stable:
+            if error <= limit and is_stable:
                 return CheckResult(None, attention)
-            if error <= limit_of(model):
+            if error <= limit:
                 found = "its logits follow, in their last bits, what else is in a forward"
             else:
                 found = (
                     f"its logits differ from those of plain decoding by {error:.2g} of their "
-                    f"standard deviation (expected at most {limit_of(model):.2g})"
+                    f"standard deviation (expected at most {limit:.2g})"
                     + ("; the model is in training mode, try model.eval()" * model.training)
                 )
         reason = reason or found
