@@ -86,8 +86,15 @@ class AssistantModel:
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
             return ModelRunner(self.model, plan, call.max_length)
 
+        config = self.model.config.get_text_config(decoder=True)
         return ModelDrafter(
-            call, self.name, open_scorer, self._length, self._expansion, self._max_draft_tokens
+            call,
+            self.name,
+            open_scorer,
+            self._length,
+            self._expansion,
+            self._max_draft_tokens,
+            getattr(config, "max_position_embeddings", None),
         )
 
     def _check_vocabulary(self, call: DraftingCall) -> None:

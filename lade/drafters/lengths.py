@@ -1,8 +1,9 @@
 """Rules for K: how far a model's drafts are grown, level by level."""
 
+import copy
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, get_args
 
 LengthName = Literal["measured", "seed", "heuristic", "confidence"]
@@ -125,10 +126,16 @@ class Confidence:
 _NUM_BINS = 10
 # Weight of what is believed of a bin before anything was seen, in drafts.
 _PRIOR_WEIGHT = 4.0
-# Weight of the newest time in a running mean.
-_NEWEST = 0.1
-# Share of the time without drafts that may be spent to see whether they pay by now.
-_TRIAL_SHARE = 0.01
+# How often a level is right, as long as none was seen.
+_PRIOR = 0.7
+# What is left of the weight of levels after another one, of its own probability and of any.
+_KEPT, _KEPT_OF_ANY = 0.99, 0.97
+# Least weight of the newest time in a running mean, and how many times the mean it may be: others
+# use the machine, too.
+_NEWEST, _MOST_TIMES = 0.1, 4.0
+# Share of the time without drafts that may be spent to see whether they pay by now; halved after
+# each time that they did not, so often at most.
+_TRIAL_SHARE, _MOST_HALVED = 0.02, 4
 # Levels of a draft that is made to see whether drafts pay.
 _TRIAL_LEVELS = 3
 # Tokens of the text that are run in about the time of one.
@@ -136,26 +143,45 @@ _FEW_BEHIND = 8
 
 
 @dataclass
+class Mean:
+    """A running mean of times."""
+
+    sec: float
+    num: int = 1
+
+    def add(self, sec: float) -> None:
+        """Take a time into account."""
+        self.num += 1
+        newest = min(sec, _MOST_TIMES * self.sec) if self.num > 3 else sec
+        self.sec += max(_NEWEST, 1 / self.num) * (newest - self.sec)
+
+
+@dataclass
 class MeasuredCosts:
     """What is known of the seconds of drafting and verifying, and of how far drafts go.
 
     Attributes:
-        forward_sec: Of a forward over a level; None while unknown.
-        token_sec: Of a token of the text that is run together with others; None while unknown.
-        step_sec: Of a step of the target without a draft; None while unknown.
-        node_sec: That a draft token adds to a step.
+        forward: Of a forward over a level; None while unknown.
+        token: Of a token of the text that is run together with others; None while unknown.
+        step: Of a step of the target without a draft; None while unknown.
+        node: That a draft token adds to a step.
         tried, right: By the probability that a level has the right token: how often that was seen,
             and how often it had.
+        newest_tried, newest_right: The same of the newest levels of any probability.
         resting_sec: Time without drafts since the last one.
+        num_failed: Trials in turn after which drafts did not pay.
     """
 
-    forward_sec: float | None = None
-    token_sec: float | None = None
-    step_sec: float | None = None
-    node_sec: float = 0.0
+    forward: Mean | None = None
+    token: Mean | None = None
+    step: Mean | None = None
+    node: Mean = field(default_factory=lambda: Mean(0.0, 0))
     tried: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
     right: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
+    newest_tried: float = 0.0
+    newest_right: float = 0.0
     resting_sec: float = 0.0
+    num_failed: int = 0
 
     def continuing(self, mass: float) -> float:
         """Return how often a level of this probability, given the one before, was right."""
@@ -165,8 +191,9 @@ class MeasuredCosts:
 
     @property
     def mean_continuing(self) -> float:
-        """How often a level was right, given the one before."""
-        return (sum(self.right) + _PRIOR_WEIGHT * 0.7) / (sum(self.tried) + _PRIOR_WEIGHT)
+        """How often a level was right, given the one before, of late."""
+        right = self.newest_right + _PRIOR_WEIGHT * _PRIOR
+        return right / (self.newest_tried + _PRIOR_WEIGHT)
 
     def record_draft(self, num_behind: int, first_sec: float, other_secs: Sequence[float]) -> None:
         """Learn the times of the forwards of a draft.
@@ -178,25 +205,23 @@ class MeasuredCosts:
         """
         self.resting_sec = 0.0
         if num_behind > _FEW_BEHIND:
-            self.token_sec = _mean(self.token_sec, first_sec / num_behind)
+            self.token = _added(self.token, first_sec / num_behind)
         for sec in other_secs if num_behind > _FEW_BEHIND else (first_sec, *other_secs):
-            self.forward_sec = _mean(self.forward_sec, sec)
+            self.forward = _added(self.forward, sec)
 
     def record_step(self, num_nodes: int, sec: float) -> None:
         """Learn the time between two drafts, in which up to `num_nodes` tokens were verified."""
         if num_nodes == 0:
             self.resting_sec += sec
-            self.step_sec = _mean(self.step_sec, sec)
-        elif self.step_sec is None:
-            self.step_sec = sec
+        if num_nodes == 0 or self.step is None:
+            self.step = _added(self.step, sec)
         else:
-            over = max(0.0, sec - self.step_sec) / num_nodes
-            self.node_sec = _mean(self.node_sec, over)
-            self.step_sec = min(self.step_sec, sec)
+            self.node.add(max(0.0, sec - self.step.sec) / num_nodes)
+            self.step.sec = min(self.step.sec, sec)
 
     def copy(self) -> "MeasuredCosts":
         """Return a copy that shares nothing."""
-        return replace(self, tried=[*self.tried], right=[*self.right])
+        return copy.deepcopy(self)
 
 
 def _bin_of(mass: float) -> int:
@@ -208,8 +233,8 @@ class Measured:
 
     A level pays where the tokens that it adds come faster than those before it: the tokens expected
     per second of the step, drafting included, must grow. Where even the first levels do not pay,
-    nothing is drafted, but for a trial whenever it costs less than a hundredth of the time since
-    the last one.
+    nothing is drafted, but for a trial whenever it costs a small share of the time since the last
+    one.
 
     Args:
         costs: of all sequences of the call; learns.
@@ -225,21 +250,25 @@ class Measured:
         """Return the maximum, a few levels to try, or 0."""
         costs = self._costs
         self._is_trial = False
-        if costs.forward_sec is None or costs.step_sec is None:
+        if costs.forward is None or costs.step is None:
+            self._is_trial = True
             return min(self._most, _TRIAL_LEVELS)
-        if self._gain(costs.forward_sec, costs.step_sec) > 1.0:
+        if self._gain(costs.forward.sec, costs.step.sec) > 1.0:
+            costs.num_failed = 0
             return self._most
-        token_sec = costs.forward_sec / 8 if costs.token_sec is None else costs.token_sec
-        trial_sec = num_behind * token_sec + _TRIAL_LEVELS * costs.forward_sec
-        if trial_sec > _TRIAL_SHARE * costs.resting_sec:
+        token_sec = costs.forward.sec / _FEW_BEHIND if costs.token is None else costs.token.sec
+        trial_sec = num_behind * token_sec + _TRIAL_LEVELS * costs.forward.sec
+        share = _TRIAL_SHARE / 2 ** min(costs.num_failed, _MOST_HALVED)
+        if trial_sec > share * costs.resting_sec:
             return 0
         self._is_trial = True
+        costs.num_failed += 1
         return min(self._most, _TRIAL_LEVELS)
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
         """Go on while that makes tokens come faster."""
         costs = self._costs
-        if self._is_trial or costs.forward_sec is None or costs.step_sec is None:
+        if self._is_trial or costs.forward is None or costs.step is None:
             return True
         expected, alive, before = 1.0, 1.0, 1.0
         for level in levels:
@@ -247,9 +276,9 @@ class Measured:
             expected += alive
             before = level.mass
         num_nodes = sum(level.num_nodes for level in levels)
-        sec = costs.step_sec + len(levels) * costs.forward_sec + num_nodes * costs.node_sec
+        sec = costs.step.sec + len(levels) * costs.forward.sec + num_nodes * costs.node.sec
         more = alive * costs.mean_continuing
-        more_sec = costs.forward_sec + levels[-1].num_nodes * costs.node_sec
+        more_sec = costs.forward.sec + levels[-1].num_nodes * costs.node.sec
         return more * sec > expected * more_sec
 
     def learn(self, outcome: Outcome) -> None:
@@ -258,11 +287,15 @@ class Measured:
         num_seen = outcome.num_right + (
             outcome.is_ended and outcome.num_right < len(outcome.levels)
         )
+        if outcome.num_right:
+            costs.num_failed = 0
         for index, level in enumerate(outcome.levels[:num_seen]):
             place = _bin_of(level.mass / before if before else 0.0)
-            # Older drafts weigh less.
-            costs.tried[place] = costs.tried[place] * 0.99 + 1.0
-            costs.right[place] = costs.right[place] * 0.99 + (index < outcome.num_right)
+            is_right = index < outcome.num_right
+            costs.tried[place] = costs.tried[place] * _KEPT + 1.0
+            costs.right[place] = costs.right[place] * _KEPT + is_right
+            costs.newest_tried = costs.newest_tried * _KEPT_OF_ANY + 1.0
+            costs.newest_right = costs.newest_right * _KEPT_OF_ANY + is_right
             before = level.mass
 
     def _gain(self, forward_sec: float, step_sec: float) -> float:
@@ -272,13 +305,16 @@ class Measured:
         for num_levels in range(1, self._most + 1):
             alive *= right
             expected += alive
-            sec = step_sec + num_levels * (forward_sec + costs.node_sec)
+            sec = step_sec + num_levels * (forward_sec + costs.node.sec)
             best = max(best, expected * step_sec / sec)
         return best
 
 
-def _mean(mean: float | None, newest: float) -> float:
-    return newest if mean is None else mean + _NEWEST * (newest - mean)
+def _added(mean: Mean | None, sec: float) -> Mean:
+    if mean is None:
+        return Mean(sec)
+    mean.add(sec)
+    return mean
 
 
 class Length:

@@ -71,6 +71,7 @@ class ModelDrafter:
         length: how far drafts go.
         expansion: which tree they are.
         max_draft_tokens: nodes of a draft at most.
+        max_length: tokens, text and draft together, that the model has positions for.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ModelDrafter:
         length: Length,
         expansion: ExpansionName,
         max_draft_tokens: int | None = None,
+        max_length: int | None = None,
     ) -> None:
         check_expansion(expansion)
         if call.rngs is not None:
@@ -91,6 +93,7 @@ class ModelDrafter:
         self._costs = length.begin_call()
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
+        self._max_length = min(call.max_length - 1, max_length or call.max_length)
         self._stats = SourceStats()
         self._name = name
         self._sequences: dict[int, _Sequence] = {}
@@ -143,7 +146,7 @@ class ModelDrafter:
     ) -> Draft:
         limits = Limits(
             min(max_draft_tokens, self._max_draft_tokens or max_draft_tokens),
-            self._call.max_length - len(committed) - 1,
+            self._max_length - len(committed),
         )
         state.grown = None
         # The newest token of a text is no part of what a model has run.
