@@ -162,7 +162,7 @@ class ModelDrafter:
             state.scorer,
             committed,
             self._call.vocab_size,
-            partial(self._processors, state.row) if self._processors else None,
+            partial(self._process, state.row) if self._processors else None,
             self._ends,
         )
         limits = limits._replace(num_levels=num_levels)
@@ -175,6 +175,13 @@ class ModelDrafter:
         self._stats.sec += perf_counter() - start
         self._num_since += len(grown.draft)
         return grown.draft
+
+    def _process(self, row: int, prefixes: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
+        """Process scores where the call does, as some processors hold tensors there."""
+        target = self._call.target
+        return self._processors(
+            row, prefixes, scores if target is None else scores.to(target.device)
+        )
 
     def _grown(
         self, speaker: "ModelSpeaker", limits: Limits, state: _Sequence, is_chain: bool
