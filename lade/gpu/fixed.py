@@ -169,6 +169,11 @@ class FixedTarget(TreeTarget):
             workspace.graphs, workspace.dependencies = self._new_graphs(), dependencies
 
     @property
+    def why_not_early(self) -> str | None:
+        """Why the first layers cannot run nodes before the others do."""
+        return "its steps have fixed shapes"
+
+    @property
     def is_timing_valid(self) -> bool:
         """Whether the last forward took as long as later ones of its shape will."""
         graphs = self._workspace.graphs
@@ -282,7 +287,7 @@ class FixedTarget(TreeTarget):
             needed = lengths - self.cache.first_slot(window)
             shown.append(room if self._shows_all else min(room, slots_for(needed)))
         axes, is_padded = self._offsets.shape[:-1], self._padding is not None
-        types, attention = self._token_type_names, self._attention
+        types, attention = self._token_type_names, self.attention
         return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
 
     def _place_rows(self) -> None:
@@ -390,7 +395,7 @@ class FixedTarget(TreeTarget):
     ) -> Tensor:
         index = self.cache.windows.index(window)
         num_shown, first_slot = shape.num_shown[index], device["first_slots"][index]
-        is_ours = self._attention in (TREE_ATTENTION, STABLE_ATTENTION)
+        is_ours = self.attention in (TREE_ATTENTION, STABLE_ATTENTION)
         visible = not_padding = padding = None
         if shape.is_padded or not is_ours:
             slots = first_slot + torch.arange(num_shown, device=self.device)

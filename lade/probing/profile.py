@@ -58,6 +58,8 @@ class Profile:
     why_not_continued: list[str | None] = field(default_factory=list)
     #: The prewarmed table, or None if there is none; empty until it is looked up.
     prewarmed: list[SuccessorTable | None] = field(default_factory=list)
+    #: What drafters have found out about it and keep, by a name of their own.
+    of_drafters: dict[str, Any] = field(default_factory=dict)
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 

@@ -11,9 +11,10 @@ from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, may_be_users, prefill
-from lade.errors import MisfitError
+from lade.errors import MisfitError, in_one_line
 from lade.targets import ties
 from lade.targets.base import Alone, Forward
+from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
@@ -99,13 +100,18 @@ class TreeTarget:
             for name in ("output_attentions", "output_hidden_states")
             if model_kwargs.get(name)
         }
-        self._attention = attention
+        self.attention = attention
         self._packs = (
             attention == PACKED_ROWS
             and not self._outputs  # other than logits, they have rows
             and may_share_a_row(model, layout)
         )
         self._stepping: Any = None  # runs the trees
+        self._halves: Halves | None = None  # run them in two parts; made with the first draft
+        self._early: EarlyNodes | None = None  # run by the first layers since the last commit
+        #: Why a forward could not go on from what the first layers had run, if one could not.
+        self.early_failure: str | None = None
+        self._was_early = False  # whether the last forward had some of its nodes run before
         self._is_looking = False  # whether the next forward is to be padded, as plain decoding's is
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
         # If the model chooses keys, rows of equal length have them where plain decoding has them.
@@ -195,8 +201,8 @@ class TreeTarget:
 
     @property
     def is_timing_valid(self) -> bool:
-        """Always True: no forward does work for later ones."""
-        return True
+        """Whether the last forward ran all layers for all of its nodes."""
+        return not self._was_early
 
     @property
     def packs_rows(self) -> bool:
@@ -238,6 +244,9 @@ class TreeTarget:
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs; trees of different sizes in one row, where that is exact."""
+        self._was_early = self._early is not None
+        if self._early is not None:
+            return self._forward_rest(inputs)
         try:
             output: Forward = self._view()(**inputs)
         finally:
@@ -249,24 +258,93 @@ class TreeTarget:
 
         For a single row. `commit` takes a path of the whole tree.
         """
-        inputs = self.inputs([tree])
-        for name in ("input_ids", "position_ids", *TOKEN_TYPES) if num_run else ():
-            if name in inputs:
-                inputs[name] = inputs[name][..., num_run:]
-        mask = inputs["attention_mask"]
-        if num_run and isinstance(mask, dict):
-            inputs["attention_mask"] = {name: each[..., num_run:, :] for name, each in mask.items()}
-        elif num_run:
-            inputs["attention_mask"] = mask[..., num_run:, :]
-        return self.forward(inputs)
+        return self.forward(_without_run(self.inputs([tree]), num_run))
+
+    # --- drafts by the target's own first layers ------------------------------------------------
+
+    @property
+    def why_not_early(self) -> str | None:
+        """Why the first layers cannot run nodes before the others do, or None if they can."""
+        if len(self._input_ids) != 1:
+            return "several rows are decoded together"
+        if self._outputs:
+            return f"{' and '.join(self._outputs)} was asked for"
+        if self._padding is not None and not bool(self._padding.all()):
+            return "its prompt has padding"
+        if ties.applies(self._model):
+            return "how its sparse attention chooses keys is watched"
+        return None
+
+    def run_early(
+        self, token_ids: Sequence[int], parents: Sequence[int], halve: Halve
+    ) -> Tensor:
+        """Run nodes by the first layers alone; the next forward runs only the others for them.
+
+        Nodes that the next forward does not have are dropped, and those that it has beside them are
+        run by it. If this raises, nothing has been run.
+
+        Args:
+            token_ids: tokens of the nodes, which follow the cached text.
+            parents: parents of the nodes, among all that were run since the last commit, in order;
+                -1 for the root, the first of them.
+            halve: cuts the model; the same for all nodes of a call.
+
+        Returns:
+            [num_nodes, vocab_size], the logits as if there were no other layers.
+        """
+        if self.early_failure is not None:
+            raise RuntimeError(f"verification could not go on from them ({self.early_failure})")
+        if self._halves is None:
+            self._halves = halve(self._view())
+        if self._early is None:
+            self._early = EarlyNodes()
+        try:
+            self._early.add(token_ids, parents)
+            return self._run_first(self._halves, self._early)
+        except BaseException:
+            self.drop_early()
+            raise
+
+    def drop_early(self) -> None:
+        """Drop all nodes that only the first layers have run."""
+        self._early = None
+        self.cache.drop_pending()
+
+    def _run_first(self, halves: Halves, early: EarlyNodes) -> Tensor:
+        """Run the nodes that were added since the last forward by the first layers."""
+        inputs = _without_run(self.inputs([early.tree()]), early.num_run)
+        logits, hidden = halves.first(inputs)
+        early.end_run(hidden)
+        return logits[0]
+
+    def _forward_rest(self, inputs: Any) -> Forward:
+        """Run what the first layers have not run yet of the trees that `inputs` are of."""
+        halves, early, trees = self._halves, self._early, self._trees
+        assert halves is not None
+        assert early is not None
+        try:
+            places = early.add_missing(trees[0])
+            if len(early) > early.num_run:
+                self._run_first(halves, early)
+            self.cache.arrange(places)
+            return halves.rest(inputs, early.hidden_at(places))
+        except Exception as failure:  # the drafter's; the verification can do without
+            self.early_failure = in_one_line(failure)
+            self.cache.drop_pending()
+            output: Forward = self._view()(**inputs)
+            return output
+        finally:
+            self._trees, self._early = trees, None
 
     def discard(self) -> None:
         """Discard the last forward, and request no more drafts."""
+        self._early = None
         self.cache.keep([[]] * len(self._rows))
         self._is_plain = True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
+        self._early = None
         self.cache.keep(paths)
         self._place_rows()
 
@@ -345,7 +423,7 @@ class TreeTarget:
     def _view(self) -> Model:
         """Return the view that runs trees; made after the prefill, which may set attributes."""
         if self._stepping is None:
-            attention, model = self._attention, self._model
+            attention, model = self.attention, self._model
             view = model if attention is None else with_attention(model, attention)
             self._stepping = Untied(view) if ties.applies(model) else view
         return self._stepping
@@ -420,6 +498,22 @@ class TreeTarget:
 
     def _first_slot(self, window: int | None) -> int:
         return 0 if window is None else self.cache.first_slot(window)
+
+
+def _without_run(inputs: dict[str, Any], num_run: int) -> dict[str, Any]:
+    """Return the inputs of a tree's nodes from `num_run` on; their masks show the others."""
+    if num_run == 0:
+        return inputs
+    left = {**inputs}
+    for name in ("input_ids", "position_ids", *TOKEN_TYPES):
+        if name in left:
+            left[name] = left[name][..., num_run:]
+    mask = left["attention_mask"]
+    if isinstance(mask, dict):
+        left["attention_mask"] = {name: each[..., num_run:, :] for name, each in mask.items()}
+    else:
+        left["attention_mask"] = mask[..., num_run:, :]
+    return left
 
 
 def _kinds_held(kinds: Sequence[LayerKind], past: Any) -> list[LayerKind]:

@@ -1,0 +1,409 @@
+"""The target's own first layers as a drafter."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lade.closeness import distance, limit_of
+from lade.compat import Model, device_of_inputs, placeholders_of
+from lade.drafters.exits import Cut, Layers, inputs_for, layers_of, refusal, why_not_cut
+from lade.drafters.expansion import ExpansionName, check_expansion
+from lade.drafters.lengths import Length, LengthName
+from lade.drafters.model_drafter import ModelDrafter
+from lade.drafters.runner import ModelRunner, plan_for, prepared
+from lade.drafting.drafter import Drafter, DraftingCall
+from lade.errors import UnsupportedModelError, in_one_line
+from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.profile import Profile, profile_of
+from lade.probing.rules import refuse_encoder_decoder
+from lade.probing.selfcheck import check_tokens, unchanged_random_state
+from lade.targets.trees import TreeTarget
+from lade.tree import Tree
+from ngram_pool import Draft
+
+# Texts that the model writes itself to see how often its exits are right, and their tokens.
+_NUM_TEXTS = 4
+_NUM_TOKENS = 32
+# Levels of a draft that are considered.
+_MAX_LEVELS = 8
+
+
+class FirstLayers:
+    """The target's own first layers, followed by its last norm and head, as a drafter.
+
+    No second model is needed, and none of its memory. The decoder layers are found by structure, in
+    any causal LM; before it drafts, the first layers followed by the others are held against the
+    whole model. The model is never changed.
+
+    Where one row is verified as a tree, eagerly and without padding, the drafts are run in the
+    target's own cache, and the verification runs only the remaining layers for what was drafted.
+    Elsewhere (batches, other ways of verification, fixed shapes, where hidden states or attentions
+    are asked for, or if going on so is not exact for the model) the first layers have a cache of
+    their own and run the prompt once more.
+
+    Args:
+        num_layers: how many layers; None to choose by a measurement, once for each model: it
+            writes four texts of 32 tokens and compares what each exit says.
+        length, expansion, max_draft_tokens, confidence: as for `AssistantModel`.
+        name: of this source in `DecodeStats.sources`.
+
+    Raises:
+        TypeError, ValueError: an argument is none of those.
+    """
+
+    def __init__(
+        self,
+        num_layers: int | None = None,
+        *,
+        length: LengthName | int = "measured",
+        expansion: ExpansionName = "tree",
+        max_draft_tokens: int | None = None,
+        confidence: float = 0.4,
+        name: str = "first_layers",
+    ) -> None:
+        if num_layers is not None and (
+            isinstance(num_layers, bool) or not isinstance(num_layers, int)
+        ):
+            raise TypeError(f"expected num_layers to be an int or None, got {num_layers!r}")
+        if num_layers is not None and num_layers < 1:
+            raise ValueError(f"expected num_layers of at least 1, got {num_layers}")
+        if max_draft_tokens is not None and max_draft_tokens < 1:
+            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
+        check_expansion(expansion)
+        self.num_layers = num_layers
+        self.name = name
+        self._length = Length(length, confidence)
+        self._expansion = expansion
+        self._max_draft_tokens = max_draft_tokens
+
+    def for_call(self, call: DraftingCall) -> Drafter:
+        """Return a drafter for one call.
+
+        Raises:
+            UnsupportedModelError: the target's layers cannot be found, or cannot be run by
+                themselves, with the reason.
+            ValueError: it has too few layers.
+        """
+        exits = Exits(call.model)
+        num_layers = exits.num_layers(self.num_layers)
+        target = call.target
+        options = (self._length, self._expansion, self._max_draft_tokens)
+        if isinstance(target, TreeTarget) and exits.why_not_early(target, num_layers) is None:
+            halve = partial(Cut, layers=exits.layers, num_layers=num_layers)
+            runner = EarlyRunner(target, halve, placeholders_of(call.model))
+            return _EarlyDrafter(call, self.name, runner, *options)
+        view, plan = exits.view(num_layers)
+
+        def open_scorer(committed: Sequence[int]) -> ModelRunner:
+            return ModelRunner(view, plan, call.max_length)
+
+        return ModelDrafter(call, self.name, open_scorer, *options)
+
+
+class _EarlyDrafter(ModelDrafter):
+    """A drafter of the one row of a call whose target runs the drafts, too."""
+
+    def __init__(self, call: DraftingCall, name: str, runner: "EarlyRunner", *options: Any) -> None:
+        super().__init__(call, name, lambda committed: runner, *options)
+        self._runner = runner
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin the sequence, whose prompt the target has run."""
+        self._runner.begin(len(prompt_ids))
+        return super().open(prompt_ids)
+
+
+class EarlyRunner:
+    """A `Scorer` that is the first layers of a target, in the target's own cache; for one row.
+
+    Args:
+        target: runs the drafts.
+        halve: cuts the target's model.
+        placeholders: tokens never to draft, because a forward over them fails.
+    """
+
+    is_chain = False
+
+    def __init__(
+        self,
+        target: TreeTarget,
+        halve: Callable[[Model], Cut],
+        placeholders: Sequence[int] = (),
+    ) -> None:
+        self._target = target
+        self._halve = halve
+        self._placeholders = [*placeholders]
+        self._num_without_slot = 0  # tokens of the text, less slots without a token, as of images
+        self._root = 0  # the node that drafts are grown from, among those that were run
+
+    def begin(self, num_tokens: int) -> None:
+        """Begin with a prompt of so many tokens, when the target has run it."""
+        self._num_without_slot = num_tokens - self._target.num_cached[0]
+
+    @torch.no_grad()
+    def follow(self, committed: Sequence[int]) -> Tensor:
+        """Run what of the text is not in the cache; return the logits after it [vocab_size]."""
+        self._target.drop_early()
+        num_cached = self._target.num_cached[0] + self._num_without_slot
+        token_ids = committed[num_cached:]  # several where a grammar forces the next ones
+        if not token_ids:
+            raise ValueError(f"expected more than {num_cached} tokens, got {len(committed)}")
+        self._root = len(token_ids) - 1
+        return self._run(token_ids, range(-1, self._root))[-1]
+
+    @torch.no_grad()
+    def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Run nodes and return the logits after each [num_new, vocab_size]."""
+        return self._run(token_ids, [self._root + parent for parent in parents])
+
+    def close(self) -> None:
+        """Do nothing: the cache is the target's."""
+
+    def _run(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        logits = self._target.run_early([*token_ids], [*parents], self._halve)
+        logits = logits[:, : self._target.vocab_size]
+        if self._placeholders:
+            logits = logits.clone()
+            logits[:, self._placeholders] = float("-inf")
+        return logits
+
+
+@dataclass
+class _Known:
+    """What is known of the exits of a model; kept with its profile."""
+
+    layers: Layers
+    flaws: dict[int, str | None] = field(default_factory=dict)  # by number of layers
+    of_early: dict[tuple[int, str | None], str | None] = field(default_factory=dict)
+    views: dict[int, tuple[Model, VerificationPlan]] = field(default_factory=dict)
+    ranked: list[int] = field(default_factory=list)  # numbers of layers, best first
+
+
+class Exits:
+    """The ways to use the first layers of a model, each checked once.
+
+    Args:
+        model: the target's model.
+
+    Raises:
+        UnsupportedModelError: its layers cannot be found.
+    """
+
+    def __init__(self, model: Model) -> None:
+        refuse_encoder_decoder(model)
+        self._model = model
+        self._profile = profile_of(model)
+        known = self._profile.of_drafters
+        if "first_layers" not in known:
+            known["first_layers"] = _Known(layers_of(model, self._profile))
+        self._known: _Known = known["first_layers"]
+
+    @property
+    def layers(self) -> Layers:
+        """The layers of the model."""
+        return self._known.layers
+
+    def num_layers(self, asked: int | None) -> int:
+        """Return how many layers to run: as many as asked for, or the best number.
+
+        Raises:
+            UnsupportedModelError: the model cannot be cut there, or nowhere, with the reason.
+            ValueError: it has no more layers than asked for.
+        """
+        if asked is not None:
+            if asked >= len(self.layers):
+                raise ValueError(
+                    f"expected num_layers from 1 to {len(self.layers) - 1} for "
+                    f"{type(self._model).__name__}, got {asked}"
+                )
+            reason = self._flaw(asked)
+            if reason is not None:
+                raise UnsupportedModelError(refusal(self._model, reason))
+            return asked
+        if not self._known.ranked:
+            measured = measure(self._model, self._profile, self.layers)
+            self._known.ranked = measured.ranked()
+        for num_layers in self._known.ranked:
+            if self._flaw(num_layers) is None:
+                return num_layers
+        reason = self._flaw(self._known.ranked[0])
+        raise UnsupportedModelError(refusal(self._model, str(reason)))
+
+    def why_not_early(self, target: TreeTarget, num_layers: int) -> str | None:
+        """Return why the verification cannot go on from what the first layers ran, or None."""
+        if target.why_not_early is not None:
+            return target.why_not_early
+        known, key = self._known.of_early, (num_layers, target.attention)
+        if key not in known:
+            known[key] = why_not_early(self._model, self._profile, self.layers, *key)
+        return known[key]
+
+    def view(self, num_layers: int) -> tuple[Model, VerificationPlan]:
+        """Return a model of the first layers, and how to run it with a cache of its own.
+
+        Raises:
+            UnsupportedModelError: no cache of its own can go back.
+        """
+        known = self._known.views
+        if num_layers not in known:
+            view = self.layers.exit_view(self._model, num_layers)
+            known[num_layers] = view, plan_for(view)
+        return known[num_layers]
+
+    def _flaw(self, num_layers: int) -> str | None:
+        flaws = self._known.flaws
+        if num_layers not in flaws:
+            flaws[num_layers] = why_not_cut(self._model, self._profile, self.layers, num_layers)
+        return flaws[num_layers]
+
+
+class Measured(NamedTuple):
+    """What was measured of the exits of a model."""
+
+    agreements: list[float]  # by number of layers less 1: how often an exit says what the model does
+    layer_cost: float  # of one layer, as a part of a forward of the model over one token
+    other_cost: float  # of all that is no layer
+
+    def ranked(self) -> list[int]:
+        """Return the numbers of layers of all exits, best first."""
+        return sorted(range(1, len(self.agreements)), key=self.speed, reverse=True)
+
+    def speed(self, num_layers: int) -> float:
+        """Return how much faster chains of the best length make decoding, by these figures."""
+        right = self.agreements[num_layers - 1]
+        cost = self.other_cost + num_layers * self.layer_cost
+        return max(
+            sum(right**depth for depth in range(num_levels + 1)) / (1 + num_levels * cost)
+            for num_levels in range(1, _MAX_LEVELS + 1)
+        )
+
+
+@torch.no_grad()
+def measure(model: Model, profile: Profile, layers: Layers) -> Measured:
+    """Measure how often each exit of a model says what the model itself says, and what it costs.
+
+    The model writes a few texts from single tokens. One forward over them gives what each layer
+    hands on, and the model without its layers says what that would make of it.
+
+    Raises:
+        UnsupportedModelError: a forward fails.
+    """
+    try:
+        with unchanged_random_state(model, profile):
+            texts = _written(model)
+            first = texts.shape[1] - _NUM_TOKENS - 1
+            noted, hidden = layers.noting(model)
+            said = noted(**inputs_for(model, texts)).logits[:, first:].argmax(dim=-1)
+            agreements = []
+            for of_layer in [*hidden]:
+                exit_ = layers.passing(model, {**layers.all_same, 0: lambda _, of=of_layer: of})
+                logits = exit_(**inputs_for(model, texts)).logits[:, first:]
+                agreements.append(float((logits.argmax(dim=-1) == said).double().mean()))
+            token = texts[:1, :1]
+            whole = _least_sec(model, token)
+            other = min(whole, _least_sec(layers.passing(model, layers.all_same), token)) / whole
+    except Exception as failure:
+        raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
+    return Measured(agreements, (1 - other) / len(layers), other)
+
+
+def _written(model: Model) -> Tensor:
+    """Return texts that a model writes, int64 [_NUM_TEXTS, 1 or 2 + _NUM_TOKENS]."""
+    plain = copy.copy(model)  # shares everything but the attribute set here
+    plain.generation_config = GenerationConfig()  # none of the model's own options
+    begin = model.config.get_text_config(decoder=True).bos_token_id
+    before = [begin] if isinstance(begin, int) else []
+    prompts = [[*before, token_id] for token_id in check_tokens(model)[:_NUM_TEXTS]]
+    input_ids = torch.tensor(prompts, device=device_of_inputs(model))
+    texts: Tensor = type(model).generate(
+        plain,
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=_NUM_TOKENS,
+        do_sample=False,
+    )
+    return texts
+
+
+def _least_sec(model: Model, token: Tensor) -> float:
+    """Return the least time of a few forwards over one token."""
+    secs = []
+    for _ in range(4):
+        begin = perf_counter()
+        model(**inputs_for(model, token)).logits.argmax().item()
+        secs.append(perf_counter() - begin)
+    return min(secs)
+
+
+@torch.no_grad()
+def why_not_early(
+    model: Model, profile: Profile, layers: Layers, num_layers: int, attention: str | None
+) -> str | None:
+    """Return why verification cannot go on from what the first layers have run, or None.
+
+    Compares the logits of a dozen nodes with those of forwards of all layers: of trees whose nodes
+    the first layers have run in another order, one of which they have not, and of a root alone.
+    """
+
+    def logits_of(is_early: bool) -> Tensor:
+        input_ids = torch.tensor([tokens[:6]], device=device_of_inputs(model))
+        config, model_kwargs = prepared(model, input_ids, len(tokens))
+        plan = VerificationPlan("tree", attention, {})
+        target = make_target(model, input_ids, model_kwargs, plan, len(tokens), config, profile)
+        assert isinstance(target, TreeTarget)
+        found = []
+        try:
+            target.prefill()
+            for root, grown, (drafted, parents), kept in _SCRIPT:
+                num_nodes = 1
+                target.run_early([tokens[root]], [-1], halve) if is_early else None
+                for level, of_level in grown if is_early else ():
+                    target.run_early([tokens[i] for i in level], of_level, halve)
+                    num_nodes += len(level)
+                tree = _tree(tokens[root], [tokens[i] for i in drafted], parents)
+                found.append(target.forward(target.inputs([tree])).logits[0])
+                if target.early_failure is not None:
+                    raise RuntimeError(target.early_failure)
+                target.commit([kept])
+        finally:
+            target.close()
+        return torch.cat(found)
+
+    tokens = check_tokens(model)
+    halve = partial(Cut, layers=layers, num_layers=num_layers)
+    try:
+        with unchanged_random_state(model, profile):
+            apart = distance(logits_of(True), logits_of(False))
+    except Exception as failure:
+        return in_one_line(failure)
+    if not apart <= limit_of(model):
+        return f"its logits then differ by {apart:.2g} of their standard deviation"
+    return None
+
+
+# Steps: the root; what is grown, level by level, each with its parents among the nodes run (the
+# root is 0); the draft that is verified; the nodes that are kept. Numbers are places of tokens.
+_SCRIPT: list[
+    tuple[int, list[tuple[list[int], list[int]]], tuple[list[int], list[int]], list[int]]
+] = [
+    (6, [([8, 15, 7], [0, 0, 0]), ([10], [1])], ([7, 8, 9, 10], [-1, -1, 0, 1]), [0, 2, 4]),
+    (11, [([14], [0])], ([12], [-1]), [0]),
+    (13, [], ([], []), [0]),
+    (14, [([6], [0])], ([6, 7], [-1, 0]), [0, 1, 2]),
+]
+
+
+def _tree(root: int, token_ids: Sequence[int], parents: Sequence[int]) -> Tree:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
+    return Tree.build(root, Draft(ids, over, down, np.ones(len(token_ids))))
