@@ -1,8 +1,8 @@
 """Drafters that are models, and what combines drafters: objects for `drafter=`.
 
-`AssistantModel` is another causal LM. What drafters that are models share is in `model_drafter.py`:
-how far a draft goes is decided in `lengths.py`, and its tree in `expansion.py`. `runner.py` runs
-a model with a cache of its own.
+`AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
+is in `model_drafter.py`: how far a draft goes is decided in `lengths.py`, and its tree in
+`expansion.py`. `runner.py` runs a model with a cache of its own; `exits.py` cuts one in two.
 """
 
 from importlib import import_module
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lade.drafters.assistant import AssistantModel as AssistantModel
+    from lade.drafters.first_layers import FirstLayers as FirstLayers
 
 # Imported at first use, as those of `lade` are.
 _HOMES = {
     "AssistantModel": "lade.drafters.assistant",
+    "FirstLayers": "lade.drafters.first_layers",
 }
 
 __all__ = [
     "AssistantModel",
+    "FirstLayers",
 ]
 
 

@@ -66,7 +66,7 @@ class Layers:
         return viewed(model, lambda module: changes.get(id(module)))
 
     @property
-    def all_same(self) -> "dict[int, _Pass]":
+    def all_same(self) -> dict[int, _Pass]:
         """What makes all layers pass hidden states on as they are."""
         return dict.fromkeys(range(len(self)), _same)
 
@@ -84,8 +84,8 @@ class Layers:
 
     def exit_view(self, model: Model, num_layers: int) -> Model:
         """Return a view that runs only the first layers, with a profile of its own."""
-        view = self.passing(model, {index: _same for index in range(num_layers, len(self))})
-        vars(view)["_lade_profiles"] = Profiles()
+        view = self.passing(model, dict.fromkeys(range(num_layers, len(self)), _same))
+        view.__dict__["_lade_profiles"] = Profiles()
         return view
 
 
@@ -110,8 +110,8 @@ class Cut:
             return self._hidden
 
         last = len(layers)
-        after = {index: _same for index in range(num_layers, last)}
-        before = {index: _same for index in range(num_layers)}
+        after = dict.fromkeys(range(num_layers, last), _same)
+        before = dict.fromkeys(range(num_layers), _same)
         self._first = layers.passing(model, {**after, num_layers: note})
         self._rest = layers.passing(model, {**before, num_layers - 1: recall})
 
@@ -146,7 +146,9 @@ def layers_of(model: Model, profile: Profile) -> Layers:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) > 1
     }
-    inside = [f"{name}.{index}." for name, of_list in lists.items() for index in range(len(of_list))]
+    inside = [
+        f"{name}.{index}." for name, of_list in lists.items() for index in range(len(of_list))
+    ]
     lists = {name: of_list for name, of_list in lists.items() if not name.startswith(tuple(inside))}
     calls: list[tuple[int, int | None]] = []
 

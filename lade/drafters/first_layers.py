@@ -262,13 +262,17 @@ class Exits:
         flaws = self._known.flaws
         if num_layers not in flaws:
             flaws[num_layers] = why_not_cut(self._model, self._profile, self.layers, num_layers)
+            if self._profile.draws and self._profile.draws[0]:
+                flaws[num_layers] = "its forwards draw random numbers"
         return flaws[num_layers]
 
 
 class Measured(NamedTuple):
     """What was measured of the exits of a model."""
 
-    agreements: list[float]  # by number of layers less 1: how often an exit says what the model does
+    agreements: list[
+        float
+    ]  # by number of layers less 1: how often an exit says what the model does
     layer_cost: float  # of one layer, as a part of a forward of the model over one token
     other_cost: float  # of all that is no layer
 
@@ -304,7 +308,7 @@ def measure(model: Model, profile: Profile, layers: Layers) -> Measured:
             said = noted(**inputs_for(model, texts)).logits[:, first:].argmax(dim=-1)
             agreements = []
             for of_layer in [*hidden]:
-                exit_ = layers.passing(model, {**layers.all_same, 0: lambda _, of=of_layer: of})
+                exit_ = layers.passing(model, {**layers.all_same, 0: partial(_instead, of_layer)})
                 logits = exit_(**inputs_for(model, texts)).logits[:, first:]
                 agreements.append(float((logits.argmax(dim=-1) == said).double().mean()))
             token = texts[:1, :1]
@@ -313,6 +317,10 @@ def measure(model: Model, profile: Profile, layers: Layers) -> Measured:
     except Exception as failure:
         raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
     return Measured(agreements, (1 - other) / len(layers), other)
+
+
+def _instead(hidden: Tensor, _: Tensor) -> Tensor:
+    return hidden
 
 
 def _written(model: Model) -> Tensor:

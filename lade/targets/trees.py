@@ -275,9 +275,7 @@ class TreeTarget:
             return "how its sparse attention chooses keys is watched"
         return None
 
-    def run_early(
-        self, token_ids: Sequence[int], parents: Sequence[int], halve: Halve
-    ) -> Tensor:
+    def run_early(self, token_ids: Sequence[int], parents: Sequence[int], halve: Halve) -> Tensor:
         """Run nodes by the first layers alone; the next forward runs only the others for them.
 
         Nodes that the next forward does not have are dropped, and those that it has beside them are
@@ -358,11 +356,11 @@ class TreeTarget:
             Tree.build(tree.token_ids[node], Draft.empty())
             for tree, node in zip(self._trees, nodes, strict=True)
         ]
-        kept = self.cache.pending(nodes)
+        kept, was_early = self.cache.pending(nodes), self._was_early
         self.commit([path[:-1] for path in paths])
         self._is_looking = True
         logits = self.forward_once(self.inputs(trees)).logits[:, 0].clone()
-        self._is_looking = False
+        self._is_looking, self._was_early = False, was_early
         self.cache.put_pending(kept)
         self.commit([[0]] * len(paths))
         return Alone(nodes, logits)
