@@ -169,11 +169,13 @@ def layers_of(model: Model, profile: Profile) -> Layers:
     except Exception as failure:
         raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
     order = [which for which, _ in calls]
-    found = [
-        name
-        for name, of_list in lists.items()
-        if [which for which in order if which in {*map(id, of_list)}] == [*map(id, of_list)]
-    ]
+
+    def is_run_in_order(modules: list[nn.Module]) -> bool:
+        expected = [*map(id, modules)]
+        is_each_other = len({*expected}) == len(expected)
+        return is_each_other and [which for which in order if which in expected] == expected
+
+    found = [name for name, modules in lists.items() if is_run_in_order(modules)]
     if not found:
         raise UnsupportedModelError(
             refusal(model, "it has no list of layers that a forward runs once each, in order")

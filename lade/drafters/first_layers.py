@@ -80,7 +80,7 @@ class FirstLayers:
         check_expansion(expansion)
         self.num_layers = num_layers
         self.name = name
-        self._length = Length(length, confidence)
+        self._length = Length(length, confidence, max_draft_tokens)
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
 

@@ -1,0 +1,471 @@
+"""The target's own first layers: the text is the same, and no layer runs a node twice."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lade
+from lade.drafters import FirstLayers
+from lade.drafters.exits import Cut, layers_of
+from lade.drafters.first_layers import EarlyRunner, Measured, measure
+from lade.drafters.runner import prepared
+from lade.drafting.drafts import chain
+from lade.errors import DrafterWarning, UnsupportedModelError
+from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.plan import choose_verification
+from lade.probing.profile import profile_of
+from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from lade.support.tiny import tiny_model as tiny_architecture
+from lade.targets.trees import TreeTarget
+from lade.tree import Tree
+from ngram_pool import Draft
+from tests.grids import thinned
+from tests.lade.drafters.test_exits import REFUSED, state_of
+from tests.lade.tiny import FAMILIES, random_prompt, tiny_model
+
+STRICT = lade.Config(strict_drafter=True)
+PROMPT = [5, 6, 7, 8, 5, 6, 9, 10]
+
+
+def plain(model: Any, prompt: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(1)
+    mask = torch.ones_like(prompt)
+    ids: Tensor = model.generate(prompt, **{"attention_mask": mask, "do_sample": False, **options})
+    return ids
+
+
+def ours(model: Any, prompt: Tensor, drafter: Any, config: Any = STRICT, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return lade.generate(
+        model,
+        prompt,
+        drafter=drafter,
+        config=config,
+        return_dict_in_generate=True,
+        **{"attention_mask": torch.ones_like(prompt), "do_sample": False, **options},
+    )
+
+
+def tree_target(model: Any, token_ids: Sequence[int] = PROMPT) -> TreeTarget:
+    input_ids = torch.tensor([token_ids])
+    config, model_kwargs = prepared(model, input_ids, 64)
+    plan = VerificationPlan("tree", None, {})
+    target = make_target(model, input_ids, model_kwargs, plan, 64, config)
+    assert isinstance(target, TreeTarget)
+    return target
+
+
+def halve_of(model: Any, num_layers: int = 1) -> Any:
+    layers = layers_of(model, profile_of(model))
+    return partial(Cut, layers=layers, num_layers=num_layers)
+
+
+def held(target: TreeTarget) -> list[Tensor]:
+    """The keys and values of all layers."""
+    return [each for layer in target.cache._held for each in (layer.keys, layer.values)]  # type: ignore[misc]
+
+
+def draft_of(token_ids: list[int], parents: list[int]) -> Draft:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    ids, over, down = (np.array(each, np.int32) for each in (token_ids, parents, depths))
+    return Draft(ids, over, down, np.ones(len(token_ids)))
+
+
+# --- the text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expansion", ["tree", "chain"])
+@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
+def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
+    rng = np.random.default_rng(0)
+    num_accepted = 0
+    model = tiny_model(family)
+    for number in range(8):
+        drafter = FirstLayers(1 + number % 2, length=[2, "seed"][number % 2], expansion=expansion)
+        prompt = random_prompt(rng)
+        options: dict[str, Any] = {"max_new_tokens": 20}
+        if number % 4 > 1:
+            options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+        output = ours(model, prompt, drafter, **options)
+        assert output.sequences.tolist() == plain(model, prompt, **options).tolist()
+        num_accepted += output.stats.num_accepted_tokens
+    assert num_accepted > 5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lade.Config(verification="chain", strict_drafter=True),
+        lade.Config(verification="rows", strict_drafter=True),
+        lade.Config(verification="snapshot", strict_drafter=True),
+        lade.Config(execution="fixed", strict_drafter=True),
+        lade.Config(lookahead=None, max_draft_tokens=3, strict_drafter=True),
+        lade.Config(stable_text=True, strict_drafter=True),
+    ],
+    ids=["chain", "rows", "snapshot", "fixed", "cut", "stable"],
+)
+def test_text_is_the_same_however_it_is_verified(config: lade.Config) -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    output = ours(model, prompt, FirstLayers(2, length=3), config, max_new_tokens=24)
+    assert output.sequences.tolist() == plain(model, prompt, max_new_tokens=24).tolist()
+    assert output.stats.num_accepted_tokens > 0
+    assert output.stats.sources["first_layers"].num_asked > 0
+
+
+def test_a_batch_has_the_rows_it_would_have_alone() -> None:
+    model = tiny_model("llama")
+    prompts = torch.tensor([PROMPT, [0, 0, *PROMPT[:6]]])
+    mask = (prompts != 0).long()
+    output = ours(model, prompts, FirstLayers(2, length=2), max_new_tokens=16, attention_mask=mask)
+    expected = plain(model, prompts, max_new_tokens=16, attention_mask=mask)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.stats.num_accepted_tokens > 0
+
+
+def test_hidden_states_that_are_asked_for_are_those_of_all_layers() -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    asked = {"output_hidden_states": True, "max_new_tokens": 8}
+    output = ours(model, prompt, FirstLayers(1, length=2), **asked)
+    torch.manual_seed(1)
+    expected = model.generate(prompt, do_sample=False, return_dict_in_generate=True, **asked)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+        for of_layer, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(of_layer, other)
+
+
+def test_drawn_drafts_are_verified_by_rejection() -> None:
+    model = tiny_model("llama")
+    config = lade.Config(acceptance="rejection", strict_drafter=True)
+    output = ours(
+        model, torch.tensor([PROMPT]), FirstLayers(2, length=2), config,
+        max_new_tokens=24, do_sample=True,
+    )  # fmt: skip
+    assert output.sequences.shape[1] == len(PROMPT) + 24
+    assert output.stats.num_accepted_tokens > 0
+
+
+def test_the_cache_that_is_handed_over_is_that_of_a_fresh_forward() -> None:
+    for family in ("llama", "gemma3_text"):
+        model = tiny_model(family)
+        output = ours(model, torch.tensor([PROMPT]), FirstLayers(1, length=3), max_new_tokens=20)
+        fresh = model(output.sequences[:, :-1]).past_key_values
+        for mine, theirs in zip(output.past_key_values.layers, fresh.layers, strict=True):
+            num = min(mine.keys.shape[2], theirs.keys.shape[2])
+            torch.testing.assert_close(mine.keys[:, :, -num:], theirs.keys[:, :, -num:])
+            torch.testing.assert_close(mine.values[:, :, -num:], theirs.values[:, :, -num:])
+
+
+# --- keys and values are those of the target ---------------------------------------------------
+
+
+def test_every_layer_runs_a_node_once() -> None:
+    model = tiny_model("llama")
+    target = tree_target(model)
+    target.prefill()
+    halve = halve_of(model, 2)
+    counts = [0, 0, 0]
+
+    def count(index: int, _: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        counts[index] += hidden.shape[1]
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(partial(count, index), with_kwargs=True)
+    target.run_early([11], [-1], halve)
+    target.run_early([12, 13, 14], [0, 0, 0], halve)
+    target.run_early([15], [2], halve)
+    assert counts == [5, 5, 0]
+    # Without 12 and 14, and with one more, in another order.
+    tree = Tree.build(11, draft_of([20, 13, 15], [-1, -1, 1]))
+    logits = target.forward(target.inputs([tree])).logits
+    assert counts == [6, 6, 4]
+    assert not target.is_timing_valid
+    other = tree_target(tiny_model("llama"))
+    other.prefill()
+    torch.testing.assert_close(logits, other.forward(other.inputs([tree])).logits)
+    for each in (target, other):
+        each.commit([[0, 2, 3]])
+    for mine, theirs in zip(held(target), held(other), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text", "gpt2"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cache_stays_that_of_a_fresh_forward(family: str, seed: int) -> None:
+    """Random trees, random parts of them run early, past every window."""
+    rng = np.random.default_rng(seed)
+    model = tiny_model(family)
+    halve = halve_of(model, int(rng.integers(1, 3)))
+    target, text = tree_target(model), [*PROMPT]
+    target.prefill()
+    for _ in range(12):
+        root = int(rng.integers(2, 90))
+        parents = [int(rng.integers(-1, i)) for i in range(int(rng.integers(0, 6)))]
+        draft = draft_of(rng.permutation(np.arange(2, 90))[: len(parents)].tolist(), parents)
+        tree = Tree.build(root, draft)
+        early = sorted(rng.permutation(len(parents))[: int(rng.integers(0, 6))].tolist())
+        if rng.random() < 0.8:
+            target.run_early([root], [-1], halve)
+            places = {-1: 0}
+            for node in early:
+                if parents[node] in places:
+                    stray = int(rng.integers(90, 95))
+                    target.run_early(
+                        [stray, int(draft.token_ids[node])], [places[parents[node]]] * 2, halve
+                    )
+                    places[node] = 2 * len(places)
+        target.forward(target.inputs([tree]))
+        path = [0]
+        while (below := [i + 1 for i, p in enumerate(parents) if p + 1 == path[-1]]) and (
+            rng.random() < 0.7
+        ):
+            path.append(int(rng.choice(below)))
+        target.commit([path])
+        text += [tree.token_ids[node] for node in path]
+    fresh = tree_target(model, text)
+    fresh.prefill()
+    for mine, theirs in zip(held(target), held(fresh), strict=True):
+        num = min(mine.shape[2], theirs.shape[2])
+        torch.testing.assert_close(mine[:, :, -num:], theirs[:, :, -num:])
+
+
+def test_what_was_run_early_is_dropped_with_the_step() -> None:
+    model = tiny_model("llama")
+    target, other = tree_target(model), tree_target(model)
+    halve = halve_of(model)
+    for each in (target, other):
+        each.prefill()
+    target.run_early([11], [-1], halve)
+    target.drop_early()
+    root = Tree.build(12, Draft.empty())
+    logits = [each.forward(each.inputs([root])).logits for each in (target, other)]
+    torch.testing.assert_close(*logits)
+    for each in (target, other):
+        each.discard()
+        each.forward(each.inputs([root]))
+        each.commit([[0]])
+    for mine, theirs in zip(held(target), held(other), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_look_at_one_token_runs_all_layers() -> None:
+    model = tiny_model("llama")
+    target = tree_target(model)
+    target.prefill()
+    target.run_early([11], [-1], halve_of(model))
+    tree = Tree.build(11, chain([12, 13]))
+    logits = target.forward(target.inputs([tree])).logits
+    alone = target.commit_and_look([[0, 1]])
+    assert alone is not None
+    torch.testing.assert_close(alone.logits, logits[:, 1])
+    assert not target.is_timing_valid
+    assert target.num_cached == [len(PROMPT) + 2]
+
+
+def test_tokens_that_a_grammar_forces_are_run_with_the_root() -> None:
+    model = tiny_model("llama")
+    target = tree_target(model)
+    target.prefill()
+    runner = EarlyRunner(target, halve_of(model, 2))
+    runner.begin(len(PROMPT))
+    text = [*PROMPT, 11, 12, 13]  # 12 and 13 are forced
+    logits = runner.follow(text)
+    after = runner.grow([20], [0])
+    layers = layers_of(model, profile_of(model))
+    view = layers.exit_view(model, 2)
+    torch.testing.assert_close(logits, view(torch.tensor([text])).logits[0, -1])
+    torch.testing.assert_close(after[0], view(torch.tensor([[*text, 20]])).logits[0, -1])
+    tree = Tree.build(11, chain([12, 13, 20]))
+    whole = target.forward(target.inputs([tree])).logits
+    torch.testing.assert_close(whole[0], model(torch.tensor([[*text, 20]])).logits[0, -4:])
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 2, 7])
+def test_a_drafter_that_fails_halfway_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, num_good: int
+) -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    drafter = FirstLayers(1, length=3)
+    expected = plain(model, prompt, max_new_tokens=20)
+    ours(model, prompt, drafter, max_new_tokens=4)  # checked and ready
+    first, num_run = Cut.first, [0]
+
+    def failing(self: Cut, inputs: Any) -> Any:
+        output = first(self, inputs)
+        num_run[0] += 1
+        if num_run[0] > num_good:
+            raise RuntimeError("broken")
+        return output
+
+    monkeypatch.setattr(Cut, "first", failing)
+    with pytest.warns(DrafterWarning, match="broken"):
+        output = ours(model, prompt, drafter, None, max_new_tokens=20)
+    assert output.sequences.tolist() == expected.tolist()
+    fresh = model(output.sequences[:, :-1]).past_key_values
+    for mine, theirs in zip(output.past_key_values.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys)
+        torch.testing.assert_close(mine.values, theirs.values)
+
+
+def test_a_verification_that_cannot_go_on_runs_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    drafter = FirstLayers(1, length=3)
+    ours(model, prompt, drafter, max_new_tokens=4)
+
+    def failing(self: Cut, inputs: Any, hidden: Tensor) -> Any:
+        self._rest(**{**inputs, "input_ids": inputs["input_ids"][:, :0]})
+
+    monkeypatch.setattr(Cut, "rest", failing)
+    with pytest.warns(DrafterWarning, match="could not go on"):
+        output = ours(model, prompt, drafter, None, max_new_tokens=20)
+    assert output.sequences.tolist() == plain(model, prompt, max_new_tokens=20).tolist()
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 5, 8])
+def test_interrupted_in_a_layer_nothing_is_left(at_call: int) -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    drafter = FirstLayers(1, length=3)
+    expected = ours(model, prompt, drafter, max_new_tokens=12).sequences
+    before, num_calls = state_of(model), [0]
+
+    def interrupt(*_: Any) -> None:
+        num_calls[0] += 1
+        if num_calls[0] == at_call:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours(model, prompt, drafter, max_new_tokens=12)
+    handle.remove()
+    assert state_of(model) == before
+    assert torch.equal(ours(model, prompt, drafter, max_new_tokens=12).sequences, expected)
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    model = tiny_model("gemma3_text")
+    prompt = torch.tensor([PROMPT])
+    plain(model, prompt, max_new_tokens=4)
+    before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
+    for config in (STRICT, lade.Config(verification="chain", strict_drafter=True)):
+        ours(model, prompt, FirstLayers(1), config, max_new_tokens=12)
+    assert state_of(model) == before
+    assert model.config.to_dict() == settings
+
+
+# --- how many layers ----------------------------------------------------------------------------
+
+
+def test_the_number_of_layers_follows_agreement_and_cost() -> None:
+    dear = Measured([0.3, 0.8, 0.9, 1.0], layer_cost=0.25, other_cost=0.0)
+    assert dear.ranked()[0] == 2
+    assert dear.speed(2) == pytest.approx(max(1.8 / 1.5, 2.44 / 2.0), abs=0.01)
+    cheap = Measured([0.9, 0.91, 0.92, 1.0], layer_cost=0.2, other_cost=0.2)
+    assert cheap.ranked()[0] == 1
+    useless = Measured([0.0, 0.0, 0.0, 1.0], layer_cost=0.25, other_cost=0.0)
+    assert {*useless.ranked()} == {1, 2, 3}
+
+
+def test_agreement_is_that_of_each_exit_with_the_model() -> None:
+    model = tiny_model("llama")
+    profile = profile_of(model)
+    state = torch.random.get_rng_state()
+    measured = measure(model, profile, layers_of(model, profile))
+    assert len(measured.agreements) == 3
+    assert measured.agreements[-1] == 1.0
+    assert all(0 <= each < 1 for each in measured.agreements[:-1])
+    assert measured.layer_cost * 3 + measured.other_cost == pytest.approx(1.0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_model_is_measured_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    prompt = torch.tensor([PROMPT])
+    ours(model, prompt, FirstLayers(), max_new_tokens=8)
+
+    def unexpected(*_: Any, **__: Any) -> None:
+        raise AssertionError("measured or checked twice")
+
+    for name in ("measure", "layers_of", "why_not_cut", "why_not_early"):
+        monkeypatch.setattr(f"lade.drafters.first_layers.{name}", unexpected)
+    output = ours(model, prompt, FirstLayers(), max_new_tokens=8)
+    assert output.stats.sources["first_layers"].num_asked > 0
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(TypeError, match="expected num_layers to be an int or None, got '2'"):
+        FirstLayers("2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected num_layers of at least 1, got 0"):
+        FirstLayers(0)
+    with pytest.raises(ValueError, match="expected max_draft_tokens of at least 1, got 0"):
+        FirstLayers(max_draft_tokens=0)
+    with pytest.raises(ValueError, match="expected num_layers from 1 to 2 for LlamaForCausalLM"):
+        ours(tiny_model("llama"), torch.tensor([PROMPT]), FirstLayers(3), max_new_tokens=4)
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_generated() -> None:
+    model = tiny_architecture("xlm")
+    with pytest.raises(UnsupportedModelError, match="XLMWithLMHeadModel cannot draft by its first"):
+        ours(model, torch.tensor([PROMPT]), FirstLayers(1), max_new_tokens=4)
+
+
+ARCHITECTURES = [
+    *("bloom", "falcon", "gemma3n_text", "gpt_oss", "jamba", "mamba", "mixtral", "olmo2"),
+    *("openai-gpt", "qwen3_next", "zamba2", "deepseek_v32", "rwkv", "qwen2_moe"),
+]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_other_architectures_keep_their_text(name: str) -> None:
+    assert _text_is_kept(name) in ("early", "own cache")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*causal_lm_types(), *VARIANTS])
+def test_every_architecture_keeps_its_text_or_is_refused(name: str) -> None:
+    try:
+        what = _text_is_kept(name)
+    except CannotBuild as reason:
+        pytest.skip(str(reason))
+    except UnsupportedModelError as refusal:
+        what = "refused" * ("cannot draft" in str(refusal))
+    assert what in ("plain", "early", "own cache", "refused")
+
+
+def _text_is_kept(name: str) -> str:
+    """Compare texts of a tiny model, greedy and sampled; return how its first layers were run."""
+    model = tiny_architecture(name)
+    prompt = torch.tensor([PROMPT])
+    drafter = FirstLayers(1, length=2)
+    num_asked = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+        for samples in (False, True):
+            options = {"max_new_tokens": 12, "do_sample": samples}
+            output = ours(model, prompt, drafter, **options)
+            assert output.sequences.tolist() == plain(model, prompt, **options).tolist()
+            num_asked += sum(each.num_asked for each in output.stats.sources.values())
+    profile = profile_of(model)
+    if choose_verification(model, profile=profile).verification == "plain":
+        return "plain"
+    assert name not in REFUSED
+    assert num_asked > 0
+    known = profile.of_drafters["first_layers"]
+    return "own cache" if known.views else "early"
