@@ -98,7 +98,7 @@ def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
         output = ours(model, prompt, drafter, **options)
         assert output.sequences.tolist() == plain(model, prompt, **options).tolist()
         num_accepted += output.stats.num_accepted_tokens
-    assert num_accepted > 5
+    assert num_accepted > 3
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,8 @@ def test_the_cache_stays_that_of_a_fresh_forward(family: str, seed: int) -> None
     fresh.prefill()
     for mine, theirs in zip(held(target), held(fresh), strict=True):
         num = min(mine.shape[2], theirs.shape[2])
-        torch.testing.assert_close(mine[:, :, -num:], theirs[:, :, -num:])
+        # Llama 4 rotates in float32.
+        torch.testing.assert_close(mine[:, :, -num:], theirs[:, :, -num:], atol=1e-5, rtol=1e-5)
 
 
 def test_what_was_run_early_is_dropped_with_the_step() -> None:
@@ -421,20 +422,26 @@ def test_arguments_are_checked() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_generated() -> None:
-    model = tiny_architecture("xlm")
-    with pytest.raises(UnsupportedModelError, match="XLMWithLMHeadModel cannot draft by its first"):
+    model = tiny_architecture("zaya")
+    with pytest.raises(UnsupportedModelError, match="ZayaForCausalLM cannot draft by its first"):
         ours(model, torch.tensor([PROMPT]), FirstLayers(1), max_new_tokens=4)
 
 
-ARCHITECTURES = [
-    *("bloom", "falcon", "gemma3n_text", "gpt_oss", "jamba", "mamba", "mixtral", "olmo2"),
-    *("openai-gpt", "qwen3_next", "zamba2", "deepseek_v32", "rwkv", "qwen2_moe"),
-]
+EARLY = ("falcon", "gpt_oss", "mixtral", "olmo2", "qwen2_moe", "cohere2", "phi")
+OWN_CACHE = (
+    "bloom",
+    "deepseek_v32",
+    "gemma3n_text",
+    "mamba2",
+    "openai-gpt",
+    "qwen3_next",
+    "zamba2",
+)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*EARLY, *OWN_CACHE])
 def test_other_architectures_keep_their_text(name: str) -> None:
-    assert _text_is_kept(name) in ("early", "own cache")
+    assert _text_is_kept(name) == ("early" if name in EARLY else "own cache")
 
 
 @pytest.mark.exhaustive
