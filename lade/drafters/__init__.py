@@ -1,7 +1,6 @@
 """Drafters that are models, and what combines drafters: objects for `drafter=`.
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
-`AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
 is in `model_drafter.py`: how far a draft goes is decided in `lengths.py`, and its tree in
 `expansion.py`. `runner.py` runs a model with a cache of its own; `exits.py` cuts one in two.
 """

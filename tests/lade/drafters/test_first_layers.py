@@ -90,7 +90,8 @@ def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
     num_accepted = 0
     model = tiny_model(family)
     for number in range(8):
-        drafter = FirstLayers(1 + number % 2, length=[2, "seed"][number % 2], expansion=expansion)
+        length: Any = "seed" if number % 2 else 2
+        drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)
         prompt = random_prompt(rng)
         options: dict[str, Any] = {"max_new_tokens": 20}
         if number % 4 > 1:
