@@ -32,6 +32,8 @@ from ngram_pool import Draft
 # Texts that the model writes itself to see how often its exits are right, and their tokens.
 _NUM_TEXTS = 4
 _NUM_TOKENS = 32
+# Exits that are measured; the head of a small model costs more than its layers.
+_MAX_EXITS = 8
 # Levels of a draft that are considered.
 _MAX_LEVELS = 8
 
@@ -278,11 +280,11 @@ class Measured(NamedTuple):
 
     def ranked(self) -> list[int]:
         """Return the numbers of layers of all exits, best first."""
-        return sorted(range(1, len(self.agreements)), key=self.speed, reverse=True)
+        return sorted(self.agreements, key=self.speed, reverse=True)
 
     def speed(self, num_layers: int) -> float:
         """Return how much faster chains of the best length make decoding, by these figures."""
-        right = self.agreements[num_layers - 1]
+        right = self.agreements[num_layers]
         cost = self.other_cost + num_layers * self.layer_cost
         return max(
             sum(right**depth for depth in range(num_levels + 1)) / (1 + num_levels * cost)
@@ -306,17 +308,24 @@ def measure(model: Model, profile: Profile, layers: Layers) -> Measured:
             first = texts.shape[1] - _NUM_TOKENS - 1
             noted, hidden = layers.noting(model)
             said = noted(**inputs_for(model, texts)).logits[:, first:].argmax(dim=-1)
-            agreements = []
-            for of_layer in [*hidden]:
+            agreements = {}
+            for num_layers in _some_exits(len(layers)):
+                of_layer = hidden[num_layers - 1]
                 exit_ = layers.passing(model, {**layers.all_same, 0: partial(_instead, of_layer)})
                 logits = exit_(**inputs_for(model, texts)).logits[:, first:]
-                agreements.append(float((logits.argmax(dim=-1) == said).double().mean()))
+                agreements[num_layers] = float((logits.argmax(dim=-1) == said).double().mean())
             token = texts[:1, :1]
             whole = _least_sec(model, token)
             other = min(whole, _least_sec(layers.passing(model, layers.all_same), token)) / whole
     except Exception as failure:
         raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
     return Measured(agreements, (1 - other) / len(layers), other)
+
+
+def _some_exits(num_layers: int) -> list[int]:
+    """Return numbers of layers to measure, at equal distances."""
+    num_exits = min(_MAX_EXITS, num_layers - 1)
+    return [round(num_layers * (1 + i) / (1 + num_exits)) for i in range(num_exits)]
 
 
 def _instead(hidden: Tensor, _: Tensor) -> Tensor:

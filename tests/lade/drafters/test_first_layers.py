@@ -373,12 +373,12 @@ def test_nothing_of_the_model_is_changed() -> None:
 
 
 def test_the_number_of_layers_follows_agreement_and_cost() -> None:
-    dear = Measured([0.3, 0.8, 0.9, 1.0], layer_cost=0.25, other_cost=0.0)
+    dear = Measured({1: 0.3, 2: 0.8, 3: 0.9}, layer_cost=0.25, other_cost=0.0)
     assert dear.ranked()[0] == 2
     assert dear.speed(2) == pytest.approx(max(1.8 / 1.5, 2.44 / 2.0), abs=0.01)
-    cheap = Measured([0.9, 0.91, 0.92, 1.0], layer_cost=0.2, other_cost=0.2)
+    cheap = Measured({1: 0.9, 2: 0.91, 3: 0.92}, layer_cost=0.2, other_cost=0.2)
     assert cheap.ranked()[0] == 1
-    useless = Measured([0.0, 0.0, 0.0, 1.0], layer_cost=0.25, other_cost=0.0)
+    useless = Measured({1: 0.0, 2: 0.0, 3: 0.0}, layer_cost=0.25, other_cost=0.0)
     assert {*useless.ranked()} == {1, 2, 3}
 
 
@@ -387,11 +387,14 @@ def test_agreement_is_that_of_each_exit_with_the_model() -> None:
     profile = profile_of(model)
     state = torch.random.get_rng_state()
     measured = measure(model, profile, layers_of(model, profile))
-    assert len(measured.agreements) == 3
-    assert measured.agreements[-1] == 1.0
-    assert all(0 <= each < 1 for each in measured.agreements[:-1])
+    assert [*measured.agreements] == [1, 2]
+    assert all(0 <= each < 1 for each in measured.agreements.values())
     assert measured.layer_cost * 3 + measured.other_cost == pytest.approx(1.0)
     assert torch.equal(torch.random.get_rng_state(), state)
+    deep = tiny_model("llama", num_hidden_layers=30)
+    layers = layers_of(deep, profile_of(deep))
+    exits = [*measure(deep, profile_of(deep), layers).agreements]
+    assert exits == [3, 7, 10, 13, 17, 20, 23, 27]
 
 
 def test_the_model_is_measured_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
