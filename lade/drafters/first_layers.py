@@ -272,9 +272,7 @@ class Exits:
 class Measured(NamedTuple):
     """What was measured of the exits of a model."""
 
-    agreements: list[
-        float
-    ]  # by number of layers less 1: how often an exit says what the model does
+    agreements: dict[int, float]  # by number of layers, how often an exit is right
     layer_cost: float  # of one layer, as a part of a forward of the model over one token
     other_cost: float  # of all that is no layer
 
