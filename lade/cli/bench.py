@@ -229,11 +229,12 @@ class ResultFiles:
 
             check_folder(self.plot)
 
-    def write(self, content: dict[str, Any], sheet: "Sheet") -> None:
-        """Write the JSON and the table as Markdown, where asked for; plots are drawn elsewhere."""
+    def write(self, content: dict[str, Any], *sheets: "Sheet") -> None:
+        """Write the JSON and the tables as Markdown, where asked for; plots are drawn elsewhere."""
         write_result(self.json, content)
         if self.markdown is not None:
-            self.markdown.write_text(sheet.as_markdown(), encoding="utf-8")
+            text = "\n".join(sheet.as_markdown() for sheet in sheets)
+            self.markdown.write_text(text, encoding="utf-8")
             say_written([self.markdown])
 
 

@@ -43,6 +43,7 @@ bench = typer.Typer(
 _ANSWERS = "Answers to prompts"
 _TRACES = "Recorded answers"
 _PARTS = "Parts"
+_FORMULA = "Formula of assisted generation"  # of the options of project
 
 SeedOption = Annotated[
     int,
@@ -575,39 +576,89 @@ def bench_fit(
 @bench.command("project", rich_help_panel=_TRACES)
 def bench_project(
     step_cost: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="FILE",
-            help="Seconds of one forward on the other machine by its number of tokens: CSV lines "
-            "like 8,0.023, or a JSON object. Sizes between are interpolated, none beyond.",
+            help="Seconds of one forward by its number of tokens: CSV lines like 8,0.023, or a "
+            "JSON object. Sizes between are interpolated, none beyond.",
             exists=True,
             dir_okay=False,
         ),
-    ],
+    ] = None,
     mat: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="What bench replay --json wrote; may be repeated.",
+            help="Project what bench replay --json wrote; may be repeated.",
             exists=True,
             dir_okay=False,
         ),
-    ],
+    ] = None,
+    cost_ratio: Annotated[
+        float | None,
+        typer.Option(
+            metavar="C",
+            min=0.0,
+            help="Cost of a draft forward, one of the model being 1.",
+            rich_help_panel=_FORMULA,
+        ),
+    ] = None,
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            metavar="A,…",
+            help="Comma-separated: probabilities that a draft token is accepted.",
+            rich_help_panel=_FORMULA,
+        ),
+    ] = "0.5,0.6,0.7,0.8,0.9",
+    k: Annotated[
+        str,
+        typer.Option(
+            "--k",
+            metavar="K,…",
+            help="Comma-separated: draft tokens of a step.",
+            rich_help_panel=_FORMULA,
+        ),
+    ] = "1,2,3,4,5,6,8,10,12,16",
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with what bench run --json wrote; may be repeated.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_FORMULA,
+        ),
+    ] = None,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
 ) -> None:
-    """Project replays to another machine by the cost of its steps.
+    """Project replays to another machine, or a draft model's speed-up by the formula.
 
-    The projected speed-up is MAT x cost of 1 token / cost of 1 + N tokens, where N is the limit of
-    draft tokens; the best N of each method is marked. Prefill and the time to draft are left out,
-    and every step counts as if its draft had N tokens.
+    With --mat and --step-cost, the speed-up is MAT x cost of 1 token / cost of 1 + N tokens, where
+    N is the limit of draft tokens; the best N of each method is marked. Prefill and the time to
+    draft are left out, and every step counts as if its draft had N tokens.
+
+    With --cost-ratio C, it is that of a draft model that runs K times a step, where each draft
+    token is accepted with probability A if those before it were: (1 - A^(K+1)) / (1 - A) tokens a
+    step, over a cost of K x C + 1. The table has a row for each K, and marks the best of each A.
+    With --step-cost, what it costs to verify K + 1 tokens takes the place of the 1.
+
+    With --measured, the formula is held against real runs, by their K, acceptance and costs.
     """
     from lade.cli.bench import ResultFiles
-    from lade.cli.replay import project
+    from lade.cli.project import project_by_formula, project_replays
 
     files = ResultFiles(json, markdown)
     files.check()
-    project(step_cost, mat, files)
+    if mat:
+        if step_cost is None or cost_ratio is not None or measured:
+            raise ValueError(
+                "expected --mat with --step-cost, and without --cost-ratio and --measured"
+            )
+        project_replays(step_cost, mat, files)
+    else:
+        project_by_formula(cost_ratio, acceptance, k, step_cost, measured or [], files)
 
 
 @bench.command("gpu", rich_help_panel=_PARTS)

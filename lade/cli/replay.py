@@ -165,20 +165,3 @@ def replay(
         say_written(plot_curves(files.plot, "mat", measured))
     if stopped_by is not None:
         raise stopped_by
-
-
-def project(step_cost_path: Path, mat_paths: list[Path], files: ResultFiles) -> None:
-    """Print and write replays projected to the step costs of another machine."""
-    from lade.bench.project import as_json, read_points, read_step_costs, table
-    from lade.bench.project import project as project_all
-    from lade.bench.report import prompts_fingerprint
-
-    costs = read_step_costs(step_cost_path)
-    made = [each for path in mat_paths for each in project_all(path.stem, read_points(path), costs)]
-    sheet = table(made, step_cost_path.name)
-    print_sheet(sheet)
-    described = {
-        "step_cost": prompts_fingerprint(step_cost_path),
-        "mat": [prompts_fingerprint(path) for path in mat_paths],
-    }
-    files.write(as_json(made, described), sheet)
