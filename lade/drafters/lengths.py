@@ -317,6 +317,12 @@ def _added(mean: Mean | None, sec: float) -> Mean:
     return mean
 
 
+class Heuristic(NamedTuple):
+    """The rule "heuristic" with a K to begin with."""
+
+    first_levels: int
+
+
 class Length:
     """A rule for K as the user asks for it, and what is known of costs from one call to the next.
 
@@ -332,11 +338,13 @@ class Length:
 
     def __init__(
         self,
-        length: LengthName | int = "measured",
+        length: LengthName | int | Heuristic = "measured",
         confidence: float = 0.4,
         max_levels: int | None = None,
         first_levels: int = _MAX_LEVELS,
     ) -> None:
+        if isinstance(length, Heuristic):
+            length, first_levels = "heuristic", length.first_levels
         is_number = isinstance(length, int) and not isinstance(length, bool)
         if not is_number and length not in get_args(LengthName):
             names = ", ".join(map(repr, get_args(LengthName)))

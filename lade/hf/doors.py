@@ -22,6 +22,7 @@ from lade.compat import Model, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import CallDrafter, Drafter
 from lade.hf.arguments import Arguments, OnStep
+from lade.hf.assistance import drafter_of, take_assistant
 from lade.hf.generation import Generation
 from lade.hf.options import (
     refuse_unsupported_arguments,
@@ -60,7 +61,9 @@ def generate(
         drafter: drafts instead of a pool, or makes a drafter for the call.
         config: overrides what is automatic otherwise.
         on_step: called with a `lade.stats.Step` after each step, once for each row.
-        generate_kwargs: anything that `model.generate` takes, including `streamer`.
+        generate_kwargs: anything that `model.generate` takes, including `streamer`. With
+            `assistant_model` or `assistant_early_exit`, the pool and that model, or the first
+            layers, draft together (`lade.drafters`).
 
     Returns:
         What `generate` returns; with `return_dict_in_generate=True`, with an extra field `stats`.
@@ -94,12 +97,38 @@ def decode(
 
     `pool`, `drafter`, `config` and `on_step` are as for `lade.generate`, and are passed to
     `model.generate`; so is `token_streamer`, which gets the emitted tokens and the end. A
-    `streamer` passed to `model.generate` gets only the prompt: transformers drops it before it
-    calls a custom function. `lade.generate` and `lade.wrap` do not have this limitation.
+    `streamer` passed to `model.generate` gets only the prompt, and an `assistant_model` is not
+    used, which nobody can tell here: transformers drops both before it calls a custom function.
+    Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
+    have this limitation.
     """
+    drafter = drafter_of(model, drafter, generation_config)
+    arguments = Arguments(pool, drafter, config, on_step)
+    return _decode(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        arguments,
+        token_streamer,
+        model_kwargs,
+    )
+
+
+def _decode(
+    model: Model,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    arguments: Arguments,
+    token_streamer: BaseStreamer | None,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Decode with arguments that hold the drafter of an assistant, if one is named."""
     refuse_encoder_decoder(model)
     refuse_unsupported_options(model, generation_config)
-    arguments = Arguments(pool, drafter, config, on_step)
     arguments.check()
     return Generation(
         model,
@@ -216,6 +245,12 @@ class _WrappedGenerate:
         """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
         if generate_kwargs.get("custom_generate") is not None:
             # The caller has chosen a decoding function, possibly `lade.decode`.
+            if (
+                generate_kwargs["custom_generate"] is decode
+                and "assistant_model" in generate_kwargs
+            ):
+                # Which would never know of it.
+                drafter = take_assistant(self._model, drafter, generate_kwargs)
             mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self._model)(*args, **generate_kwargs)
@@ -269,22 +304,32 @@ def _generate(
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
     Profiles.of(model)  # made here, for a twin of the model to share
+    drafter = take_assistant(model, arguments.drafter, generate_kwargs)
+    arguments = arguments._replace(drafter=drafter)
+    arguments.check()
     twin = take_stop_strings(model, generate_kwargs)
     if twin is not model:
         own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
 
-    def strategy(model: Model, input_ids: Tensor, **prepared_kwargs: Any) -> Any:
+    def strategy(
+        model: Model,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
         # Decode with the model passed in: the outer one may be PEFT's wrapper.
-        return decode(
+        return _decode(
             model,
             input_ids,
-            pool=arguments.pool,
-            drafter=arguments.drafter,
-            config=arguments.config,
-            on_step=arguments.on_step,
-            token_streamer=streamer,
-            **prepared_kwargs,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            arguments,
+            streamer,
+            model_kwargs,
         )
 
     strategy.is_lades = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from lade.errors import UnsupportedOptionError
 from lade.probing.rules import refuse_sharded
 
 # transformers drops these before it calls a custom function, or takes another path.
-_DROPPED = ("assistant_model", "assistant_tokenizer", "custom_generate")
+_DROPPED = ("custom_generate",)
 
 # Options by which a user selects a mode that is neither greedy nor sampling.
 _OPTIONS_OF_MODES = {
@@ -19,7 +19,7 @@ _OPTIONS_OF_MODES = {
     "group_beam_search": ("num_beam_groups",),
     "constrained_beam_search": ("constraints", "force_words_ids"),
     "contrastive_search": ("penalty_alpha",),
-    "assisted_generation": ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    "assisted_generation": ("prompt_lookup_num_tokens", "use_mtp"),
     "dola_generation": ("dola_layers",),
 }
 
@@ -77,7 +77,10 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for options that would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     refuse_sharded(model)
-    if mode not in ("greedy_search", "sample"):
+    # Early exit is a way of drafting (`assistance.py`); the others are other ways of decoding.
+    drafts = config.prompt_lookup_num_tokens is None and not getattr(config, "use_mtp", False)
+    exits = config.assistant_early_exit is not None and drafts
+    if mode not in ("greedy_search", "sample") and not (mode == "assisted_generation" and exits):
         named = _named(mode, config)
         raise UnsupportedOptionError(f"lade does not support {named} yet{_way_out(model)}")
 

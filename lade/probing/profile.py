@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -107,6 +108,8 @@ class Profiles:
         self._profiles: list[Profile] = []  # latest first; never changed in place, for threads
         #: Texts whose keys and values are kept, of the model's present state alone.
         self.prefixes = PrefixStore()
+        #: Drafters by this model as an assistant, by the model that they draft for and by options.
+        self.drafters: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle nothing."""

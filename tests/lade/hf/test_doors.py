@@ -365,7 +365,6 @@ def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
         ({"num_beams": 3}, "num_beams=3"),
         ({"prompt_lookup_num_tokens": 5}, "generation mode assisted_generation"),
         ({"custom_generate": lade.decode}, "custom_generate"),
-        ({"assistant_model": object()}, "assistant_model"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode contrastive_search"),
         ({"num_beams": 2, "do_sample": True}, "num_beams=2"),

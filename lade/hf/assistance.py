@@ -1,0 +1,217 @@
+"""Assisted generation by the options that transformers has for it.
+
+`assistant_model` and `assistant_early_exit` become drafters beside the call's pool. How they draft
+is steered by options of transformers' own: of the call, else of the assistant's generation config,
+which is where transformers looks for all but `assistant_early_exit`.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import GenerationConfig
+
+from lade.compat import Model, without_compiler
+from lade.drafting.drafter import CallDrafter, Drafter
+from lade.errors import UnsupportedOptionError
+from lade.probing.profile import Profiles
+
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+_STEERING = ("num_assistant_tokens", "num_assistant_tokens_schedule")
+_THRESHOLD = "assistant_confidence_threshold"
+# How transformers aligns texts of two tokenizers, and what would change the text.
+_REFUSED = ("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight")
+# What transformers fills in where nothing was asked for.
+_DEFAULTS: dict[str, Any] = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+_MAX_KEPT = 8  # drafters with different options that are kept for a target
+
+
+class Steering(NamedTuple):
+    """How far an assistant drafts, as transformers' options say; None where they do not."""
+
+    num_tokens: int | None = None
+    schedule: str | None = None
+    threshold: float | None = None
+
+    @classmethod
+    def of(cls, *sources: Any) -> "Steering":
+        """Return what dicts and generation configs say, the first that says anything of each.
+
+        Raises:
+            ValueError: a value is out of its range.
+            UnsupportedOptionError: an option cannot be honoured.
+        """
+        for name in _REFUSED:
+            if _first(name, sources) is not None:
+                raise UnsupportedOptionError(f"lade does not support {name} beside an assistant")
+        num_tokens, schedule = (_first(name, sources) for name in _STEERING)
+        threshold = _first(_THRESHOLD, sources)
+        if num_tokens is not None and not (num_tokens >= 1 and num_tokens == int(num_tokens)):
+            raise ValueError(f"expected num_assistant_tokens of at least 1, got {num_tokens!r}")
+        if schedule not in (None, *_SCHEDULES):
+            known = ", ".join(map(repr, _SCHEDULES))
+            raise ValueError(f"expected num_assistant_tokens_schedule of {known}, got {schedule!r}")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"expected {_THRESHOLD} from 0 to 1, got {threshold!r}")
+        return cls(None if num_tokens is None else int(num_tokens), schedule, threshold)
+
+    def options(self) -> dict[str, Any]:
+        """Return arguments of drafters that are models, for chains as transformers drafts them.
+
+        Its defaults stand for options that are not given. Without any, lade's own decide.
+        """
+        from lade.drafters.lengths import Heuristic
+
+        if self == Steering():
+            return {}
+        num_tokens = self.num_tokens or _DEFAULTS["num_assistant_tokens"]
+        threshold = _DEFAULTS[_THRESHOLD] if self.threshold is None else self.threshold
+        made: dict[str, Any] = {"expansion": "chain", "confidence": threshold}
+        if self.schedule in ("heuristic", "heuristic_transient"):
+            return {**made, "length": Heuristic(num_tokens)}
+        if threshold == 0:
+            return {**made, "length": num_tokens}
+        return {**made, "length": "confidence", "max_draft_tokens": num_tokens}
+
+
+class Assistants:
+    """The drafters that were made for assistants, kept between calls with what they measured.
+
+    They live in the assistant's profiles, and so no longer than the assistant, and by target.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._kept = Profiles.of(model).drafters
+
+    def get(self, target: Model, key: tuple[object, ...]) -> CallDrafter | None:
+        """Return the drafter for a target with the same options, if there is one."""
+        found: CallDrafter | None = self._kept.get(target, {}).get(key)
+        return found
+
+    def keep(self, target: Model, key: tuple[object, ...], drafter: CallDrafter) -> CallDrafter:
+        """Keep a drafter for later calls, and return it, or the one that another thread kept."""
+        with _LOCK:
+            of_target: dict[Any, CallDrafter] = self._kept.setdefault(target, {})
+            kept = of_target.setdefault(key, drafter)
+            while len(of_target) > _MAX_KEPT:
+                del of_target[next(iter(of_target))]
+        return kept
+
+
+_LOCK = threading.Lock()  # held for a moment: two threads must not lose each other's drafter
+
+
+def take_assistant(
+    model: Model, drafter: Drafter | CallDrafter | None, generate_kwargs: dict[str, Any]
+) -> Drafter | CallDrafter | None:
+    """Turn an assistant that the arguments of `generate` name into a drafter.
+
+    `assistant_model` and `assistant_tokenizer` are removed from the arguments, `tokenizer` is left
+    for stop strings, and `assistant_early_exit` for transformers' own checks.
+
+    Returns:
+        The given drafter if no assistant is named.
+
+    Raises:
+        TypeError: the assistant is no causal LM.
+        ValueError: arguments contradict each other, one is missing or out of its range.
+        UnsupportedOptionError: an option of assisted generation cannot be honoured.
+    """
+    assistant = generate_kwargs.pop("assistant_model", None)
+    assistant_tokenizer = generate_kwargs.pop("assistant_tokenizer", None)
+    tokenizer = generate_kwargs.get("tokenizer")
+    of_call = (generate_kwargs, generate_kwargs.get("generation_config"))
+    num_layers = _first("assistant_early_exit", (*of_call, model.generation_config))
+    if assistant is None and assistant_tokenizer is not None:
+        raise ValueError("expected assistant_tokenizer beside assistant_model, got none")
+    if assistant is None and num_layers is None:
+        return drafter
+    name = "assistant_early_exit" if assistant is None else "assistant_model"
+    if drafter is not None:
+        raise ValueError(f"expected drafter or {name}, got both")
+    if assistant is None:
+        return _exiting_early(model, num_layers, Steering.of(*of_call, model.generation_config))
+    if num_layers is not None:
+        raise ValueError("expected assistant_model or assistant_early_exit, got both")
+    assistant = without_compiler(assistant)
+    if not (isinstance(assistant, nn.Module) and hasattr(assistant, "generation_config")):
+        raise TypeError(
+            f"expected assistant_model to be a transformers causal LM, got {assistant!r:.100}"
+        )
+    if _first("speculation_type", (*of_call, model.generation_config)) is not None:
+        raise UnsupportedOptionError("lade does not support speculation_type")
+    if assistant_tokenizer is not None and tokenizer is None:
+        raise ValueError("expected tokenizer= beside assistant_tokenizer, got none")
+    steering = Steering.of(*of_call, assistant.generation_config)
+    return _assisted(model, assistant, steering, tokenizer, assistant_tokenizer)
+
+
+def drafter_of(
+    model: Model, drafter: Drafter | CallDrafter | None, config: GenerationConfig
+) -> Drafter | CallDrafter | None:
+    """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
+
+    There, options that nobody has set have transformers' defaults, which say nothing.
+
+    Raises:
+        ValueError: there is a drafter, too, or a value is out of its range.
+        UnsupportedOptionError: an option of assisted generation cannot be honoured.
+    """
+    num_layers = config.assistant_early_exit
+    if num_layers is None:
+        return drafter
+    if drafter is not None:
+        raise ValueError("expected drafter or assistant_early_exit, got both")
+    names = (*_STEERING, _THRESHOLD, *_REFUSED)
+    found = {name: getattr(config, name, None) for name in names}
+    asked = {name: value for name, value in found.items() if value != _DEFAULTS.get(name)}
+    return _exiting_early(model, num_layers, Steering.of(asked))
+
+
+def _assisted(
+    model: Model,
+    assistant: Model,
+    steering: Steering,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+) -> CallDrafter:
+    """Return a drafter by the call's pool and an assistant, the same as at the last such call."""
+    from lade.drafters import AssistantModel, CallPool, Merged
+
+    if assistant_tokenizer is None:
+        tokenizer = None  # which is there for stop strings
+    kept = Assistants(assistant)
+    key = (steering, id(tokenizer), id(assistant_tokenizer))  # a drafter holds its tokenizers
+    found = kept.get(model, key)
+    if found is not None:
+        return found
+    drafter = AssistantModel(
+        assistant, assistant_tokenizer, target_tokenizer=tokenizer, **steering.options()
+    )
+    return kept.keep(model, key, Merged([CallPool(), drafter]))
+
+
+def _exiting_early(model: Model, num_layers: int, steering: Steering) -> CallDrafter:
+    """Return a drafter by the call's pool and first layers, the same as at the last such call."""
+    from lade.drafters import CallPool, FirstLayers, Merged
+
+    kept, key = Assistants(model), (steering, num_layers)
+    found = kept.get(model, key)
+    if found is not None:
+        return found
+    layers = FirstLayers(num_layers, **steering.options())
+    return kept.keep(model, key, Merged([CallPool(), layers]))
+
+
+def _first(name: str, sources: Any) -> Any:
+    for source in sources:
+        found = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+        if found is not None:
+            return found
+    return None
