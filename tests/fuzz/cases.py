@@ -28,6 +28,7 @@ SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
 # Of what happens before the call and during it; a copy of a model is checked anew, which takes long
 # for some architectures.
 SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
+SHARE_OF_MODELS = 0.5  # of the drafters, those that are models
 SHARE_OF_MORE = 0.2  # with what lade is seldom given
 
 
@@ -79,6 +80,9 @@ class Case:
         ]
         given = ("lookahead", "stable_text", "execution")
         names += [f"lade {name}" for name in given if f"{name}=" in self.lade["config"]]
+        drafter = self.lade.get("drafter", "")
+        kinds = ("AssistantModel", "FirstLayers", "Merged", "ScriptDrafter")
+        names += [f"drafter {kind}" for kind in kinds if kind in drafter]
         names += [f"pool of {self.lade['pool'].partition('(')[0]}"] if "pool" in self.lade else []
         names += [
             f"event {re.sub('[^a-z ]|model|True|False', '', each).strip()}" for each in self.events
@@ -565,6 +569,8 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
         given["drafter"] = (
             f"ScriptDrafter(answer, {hand.vocab_size}, {accept}, {rng.randrange(99)})"
         )
+        if rng.random() < SHARE_OF_MODELS:
+            given["drafter"] = _draw_models(case, hand)
     else:
         if rng.random() < 0.3:
             sizes["max_candidates"] = rng.randint(1, 4)
@@ -578,6 +584,22 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
     returned = case.setting("return_dict_in_generate") == "True"
     follow_up = rng.choice(["plain", "lade"]) if returned and rng.random() < 0.15 else ""
     return replace(case, door=door, lade=given, num_calls=1 + again, follow_up=follow_up)
+
+
+def _draw_models(case: Case, hand: _Hand) -> str:
+    """Return an expression for a drafter that is a model, or of several parts."""
+    rng = hand.rng
+    length = rng.choice(["measured", "seed", "heuristic", "confidence", 1, 3, 6])
+    expansion = rng.choice(["tree", "chain", "beam"])
+    options = f"length={length!r}, expansion={expansion!r}"
+    family, seed = rng.choice(FAMILIES), rng.randrange(NUM_MODELS)
+    assistant = f"AssistantModel(fuzz_model({family!r}, {seed}, {hand.vocab_size}), {options})"
+    layers = f"FirstLayers(1, {options})"
+    # Some architectures have no layers that can be found, and refuse.
+    parts = [assistant] if case.architecture else [assistant, layers]
+    if rng.random() < 0.4:
+        return rng.choice(parts)
+    return f"Merged([CallPool(), {', '.join(rng.sample(parts, rng.randint(1, len(parts))))}])"
 
 
 def _draw_more(case: Case, hand: _Hand) -> Case:

@@ -220,7 +220,7 @@ def leaks(given: dict[str, Any]) -> list[str]:
     """Say what a call left open of what it was given."""
     pool, drafter = given.get("pool"), given.get("drafter")
     found = []
-    if drafter is not None and drafter.open_texts:
+    if getattr(drafter, "open_texts", None):
         found.append("the drafter was opened and not closed")
     if pool is not None and pool.num_open_sequences:
         found.append(f"the pool has {pool.num_open_sequences} sequences open")

@@ -28,17 +28,22 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import lade
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 from lade.support import tiny
 from ngram_pool import Draft
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 __all__ = [
     "AllowedTokens",
+    "AssistantModel",
+    "CallPool",
     "CallsProcessor",
+    "FirstLayers",
     "GenerationConfig",
     "InPlaceProcessor",
     "LastTokenProcessor",
     "LogitsProcessorList",
+    "Merged",
     "RandomProcessor",
     "Recorder",
     "ScriptDrafter",
