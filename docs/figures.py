@@ -24,7 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lade.bench.report import OVERALL, share_text, speedup_text
+from lade.bench.assisted import compare, comparison_table
+from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 from lade.support.formats import FormatRow
@@ -49,6 +50,13 @@ _NAMES = {
     "lade_lookahead": "**lade**, with a lookahead window",
     "lade_pool": "**lade**, with the pool",
     "lade_pool_fresh": "**lade**, with the pool",
+    "pool": "**lade**, a pool",
+    "assistant": "**lade**, an assistant",
+    "first_layers": "**lade**, first layers",
+    "pool+assistant": "**lade**, a pool and an assistant",
+    "pool+first_layers": "**lade**, a pool and first layers",
+    "hf_assistant": "transformers' `assistant_model`",
+    "hf_early_exit": "transformers' `assistant_early_exit`",
     "lade_stable": "**lade**, `stable_text=True`",
     "rival_prompt_lookup": "prompt lookup",
     "rival_lookahead": "lookahead pool (N=5, G=7)",
@@ -219,6 +227,48 @@ def methods(*files: str) -> str:
                 rows.append((label, f"{each['tokens_per_sec']:.1f}", ratio, *_counts(each)))
     headings = ("decoding", "tokens/s", "speed-up", "MAT", "draft tokens/step", "same text")
     return _table(headings, 1, rows)
+
+
+_UNMEASURED = "Not measured yet."
+
+
+@_figure
+def drafters(file: str) -> str:
+    """Return the methods of a run of drafters with their times and sources, and where from."""
+    if not _path(file).exists():
+        return _UNMEASURED
+    rows, sources = [], []
+    for method, entry in _read(file)["summary"][OVERALL].items():
+        name = _NAMES.get(method, f"`{method}`")
+        shares = (share_text(entry[key]) for key in ("acceptance_rate", "correction_rate"))
+        times = (msec_text(entry[f"{key}_sec_per_step"]) for key in ("draft", "target"))
+        speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
+        mat, cores = f"{entry['mean_accepted_tokens']:.2f}", f"{entry['busy_cores']:.2f}"
+        rows.append((name, *speed, mat, *shares, *times, cores, share_text(entry["same_text"])))
+        for source, each in entry.get("sources", {}).items():
+            counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
+            sources.append((name, source, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
+    headings = (
+        *("decoding", "tokens/s", "speed-up", "MAT", "accepted", "corrected"),
+        *("draft ms/step", "target ms/step", "busy cores", "same text"),
+    )
+    tables = [_table(headings, 1, rows)]
+    if sources:
+        names = ("decoding", "source", "asked", "drafted", "accepted", "seconds")
+        tables.append(_table(names, 2, sources))
+    return "\n\n".join([*tables, source(file)])
+
+
+@_figure
+def formula(file: str) -> str:
+    """Return the formula of assisted generation beside a real run."""
+    if not _path(file).exists():
+        return _UNMEASURED
+    sheet = comparison_table(compare(_path(file)))
+    rows = [
+        (_NAMES.get(row[1], f"`{row[1]}`"), *row[2:]) for rows in sheet.sections for row in rows
+    ]
+    return _table(sheet.headings[1:], 1, rows)
 
 
 @_figure

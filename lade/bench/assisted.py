@@ -62,7 +62,7 @@ def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
         raise ValueError(f"expected 0 draft tokens or more, got {num_draft_tokens}")
     if acceptance == 1:
         return num_draft_tokens + 1.0
-    return (1 - acceptance ** (num_draft_tokens + 1)) / (1 - acceptance)
+    return float((1 - acceptance ** (num_draft_tokens + 1)) / (1 - acceptance))
 
 
 def predict(
@@ -234,9 +234,8 @@ def comparison_table(made: Sequence[Comparison]) -> Sheet:
         *("speed-up, formula", "speed-up, measured"),
     )
     caption = (
-        "K and acceptance are means, of which the formula makes a step of its own; steps of varying "
-        "K come to other tokens.\nPrefill and all but drafts and forwards are left out of the "
-        "formula."
+        "K and acceptance are means; steps of varying K come to other tokens.\nPrefill and all but "
+        "drafts and forwards are left out of the formula."
     )
     return Sheet("The formula against real runs", headings, 2, [*sections.values()], caption)
 

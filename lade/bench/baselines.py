@@ -4,8 +4,7 @@ Nothing here imports numba or the pool, so that a process measuring the memory o
 only what a user of transformers would have. Next file: `methods.py`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor
 
 from lade.bench.batches import encode_batch, find_pad_token_id
+from lade.bench.forwards import counting_forwards
 from lade.bench.settings import Settings
+from lade.bench.utilisation import Utilisation
 from lade.config import Config, Verification
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
@@ -37,6 +38,7 @@ class Answer(NamedTuple):
     num_row_steps: int  # rows still decoding, summed over those steps
     num_draft_tokens: int  # verified in those steps, over all rows
     stats: DecodeStats | None = None
+    utilisation: Utilisation | None = None  # of the whole call
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +51,15 @@ class Method(Protocol):
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`; `options` are those of `generate`."""
+
+
+class DraftModels(NamedTuple):
+    """What drafts in a run besides pools: an assistant, first layers of the model itself."""
+
+    assistant: Any = None
+    tokenizer: Any = None  # of the assistant, where it has another vocabulary
+    target_tokenizer: Any = None  # then, too
+    num_layers: int | None = None  # first layers that draft; None for a measured number
 
 
 class MethodInfo(NamedTuple):
@@ -65,6 +76,11 @@ class MethodInfo(NamedTuple):
     is_default: bool = True  # else run only when named
     keeps_pool: bool = False  # one pool for all prompts, which may be `Pools.own`
     reads_pools: bool = False  # drafts from `Pools.read` besides; run only with such pools
+    #: Makes the method of a draft model; `make` is for those that need none.
+    make_assisted: "Callable[[Config | None, DraftModels], Method] | None" = None
+    needs_assistant: bool = False  # run only with `DraftModels.assistant`
+    uses_num_layers: bool = False  # of `DraftModels`
+    needs_num_layers: bool = False  # run only with those
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
@@ -74,37 +90,78 @@ def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer
     return Answer(rows, sec, max(len(row) for row in rows) - 1, num_row_steps, 0)
 
 
-class PromptLookup:
-    """Transformers' own prompt lookup, with ten tokens unless `config` says how many.
+class TransformersAssisted:
+    """Transformers' own assisted decoding of a single row, by options of `generate`.
 
     Its first forward runs the prompt with a draft attached; tokens accepted there are counted as if
     later steps had made them, which flatters its MAT a little. When it samples, it draws for the
     whole draft at once: its text is as likely as plain's, but differs for the same seed.
+
+    Drafting, for it, is all that happens between two forwards of the model.
+
+    Args:
+        options: of `generate`, beside those of the run.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
-        asked = None if config is None else config.max_draft_tokens
-        self._num_tokens = _LOOKUP_TOKENS if asked is None else asked
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the one row of `inputs`."""
-        if self._num_tokens == 0:  # transformers refuses it; no draft is plain decoding
-            return plain(model, inputs, options)
-        options = {**options, "prompt_lookup_num_tokens": self._num_tokens}
-        with _counting_forwards(model) as lengths:
-            rows, sec = _timed(model, inputs, options)
-        # The first forward runs the prompt with a draft attached; the others verify a draft each.
-        num_steps = len(lengths) - 1
-        return Answer(rows, sec, num_steps, num_steps, sum(lengths[1:]) - num_steps)
+        exit_layer = self._options.get("assistant_early_exit")
+        with counting_forwards(model, exit_layer) as forwards:
+            rows, sec = _timed(model, inputs, {**options, **self._options})
+        stats = forwards.stats(inputs["input_ids"].shape[1], len(rows[0]), sec)
+        return Answer(rows, sec, stats.num_steps, stats.num_steps, stats.num_draft_tokens, stats)
+
+
+def prompt_lookup(config: Config | None = None) -> Method:
+    """Return transformers' prompt lookup, with ten tokens unless `config` says how many."""
+    asked = None if config is None else config.max_draft_tokens
+    if asked == 0:  # transformers refuses it; no draft is plain decoding
+        return plain
+    return TransformersAssisted({"prompt_lookup_num_tokens": asked or _LOOKUP_TOKENS})
+
+
+def _needs_a_model(config: Config | None) -> Method:
+    raise ValueError("expected a model that drafts, got none")
+
+
+def _hf_assistant(config: Config | None, models: DraftModels) -> Method:
+    options = {"assistant_model": models.assistant}
+    if models.tokenizer is not None:
+        options |= {"tokenizer": models.target_tokenizer, "assistant_tokenizer": models.tokenizer}
+    return TransformersAssisted(options)
+
+
+def _hf_early_exit(config: Config | None, models: DraftModels) -> Method:
+    return TransformersAssisted({"assistant_early_exit": models.num_layers})
 
 
 #: By name.
 BASELINES: dict[str, MethodInfo] = {
     "plain": MethodInfo(lambda config: plain, "generate, one token a step"),
     "prompt_lookup": MethodInfo(
-        PromptLookup,
+        prompt_lookup,
         "transformers' prompt_lookup_num_tokens=10, or as many as max_draft_tokens says",
         is_single_row=True,
+    ),
+    "hf_assistant": MethodInfo(
+        _needs_a_model,
+        "transformers' assistant_model, as its generation config says",
+        is_single_row=True,
+        is_default=False,
+        make_assisted=_hf_assistant,
+        needs_assistant=True,
+    ),
+    "hf_early_exit": MethodInfo(
+        _needs_a_model,
+        "transformers' assistant_early_exit",
+        is_single_row=True,
+        is_default=False,
+        make_assisted=_hf_early_exit,
+        uses_num_layers=True,
+        needs_num_layers=True,
     ),
 }
 
@@ -149,18 +206,3 @@ def _timed(
     synchronise(model)
     sec = perf_counter() - start
     return new_rows(model, output, inputs["input_ids"].shape[1]), sec
-
-
-@contextmanager
-def _counting_forwards(model: Any) -> Iterator[list[int]]:
-    """Yield a list that receives the number of tokens of every forward."""
-    lengths: list[int] = []
-
-    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        lengths.append(kwargs["input_ids"].shape[1])
-
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield lengths
-    finally:
-        handle.remove()

@@ -8,10 +8,19 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from lade.bench.baselines import BASELINES, Answer, Method, MethodInfo, answer_of, synchronise
+from lade.bench.baselines import (
+    BASELINES,
+    Answer,
+    DraftModels,
+    Method,
+    MethodInfo,
+    answer_of,
+    synchronise,
+)
 from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Lookahead, Verification
-from lade.drafting.drafter import Drafter
+from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+from lade.drafting.drafter import CallDrafter, Drafter
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.hf.doors import generate
 from lade.stats import Step
@@ -26,7 +35,7 @@ class Lade:
         config: Config | None,
         pool: NGramPool | Sequence[NGramPool] | None = None,
         on_step: Callable[[Step], None] | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | CallDrafter | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -58,9 +67,16 @@ class Pools(NamedTuple):
     own: NGramPool | None = None  # of the method that keeps one; else a new one
 
 
-def make_method(name: str, config: Config | None, pools: Pools | None = None) -> Method:
+def make_method(
+    name: str,
+    config: Config | None,
+    pools: Pools | None = None,
+    models: DraftModels | None = None,
+) -> Method:
     """Return a method by name, for one pass."""
     info, pools = METHODS[name], pools or Pools()
+    if info.make_assisted is not None:
+        return info.make_assisted(config, models or DraftModels())
     if not (info.keeps_pool or info.reads_pools):
         return info.make(config)
     own = NGramPool(seed=0) if pools.own is None else pools.own
@@ -97,6 +113,37 @@ def _drafting_as(rival: Rival) -> MethodInfo:
         # A window needs the model.
         drafter=None if rival.lookahead else lambda prewarmed: rival.make_drafter(),
         is_default=False,
+    )
+
+
+def _assistant(models: DraftModels) -> CallDrafter:
+    return AssistantModel(
+        models.assistant, models.tokenizer, target_tokenizer=models.target_tokenizer
+    )
+
+
+def _first_layers(models: DraftModels) -> CallDrafter:
+    return FirstLayers(models.num_layers)
+
+
+def _drafting_by(
+    make_drafter: Callable[[DraftModels], CallDrafter], description: str, *, has_pool: bool
+) -> MethodInfo:
+    """Return the method of a model that drafts, alone or beside a pool for all prompts."""
+
+    def make(config: Config | None, models: DraftModels) -> Lade:
+        drafter = make_drafter(models)
+        if has_pool:
+            return Lade(config, NGramPool(seed=0), drafter=Merged([CallPool(), drafter]))
+        return Lade(config, drafter=drafter)
+
+    return MethodInfo(
+        lambda config: make(config, DraftModels()),
+        description,
+        is_default=False,
+        make_assisted=make,
+        needs_assistant=make_drafter is _assistant,
+        uses_num_layers=make_drafter is _first_layers,
     )
 
 
@@ -145,6 +192,21 @@ METHODS: dict[str, MethodInfo] = {
         lambda config: Lade(replace(config or Config(), lookahead=Lookahead()), NGramPool(seed=0)),
         "as lade, with a lookahead window of W=7, N=5 in every forward",
         is_default=False,
+    ),
+    "pool": MethodInfo(
+        lambda config: Lade(config, NGramPool(seed=0)),
+        "lade by its name beside other drafters: one pool for all prompts of a pass",
+        is_default=False,
+    ),
+    "assistant": _drafting_by(_assistant, "lade, the model of --assistant drafts", has_pool=False),
+    "first_layers": _drafting_by(
+        _first_layers, "lade, the model's own first layers draft", has_pool=False
+    ),
+    "pool+assistant": _drafting_by(
+        _assistant, "lade, a pool and the model of --assistant draft one tree", has_pool=True
+    ),
+    "pool+first_layers": _drafting_by(
+        _first_layers, "lade, a pool and the model's own first layers draft one tree", has_pool=True
     ),
     **{f"lade_{verification}": _verifying_by(verification) for verification in SPECULATING},
     **{name: _drafting_as(rival) for name, rival in RIVALS.items()},

@@ -6,14 +6,15 @@ Next file: `traces.py`.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lade.bench.environment import environment
-from lade.bench.run import Result, Summary, passes_of, share_repeated, summarise
+from lade.bench.run import Result, Summary, passes_of, share_repeated, stats_of, summarise
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
+from lade.stats import SourceStats
 
 _SUMMARY_COLUMNS = (
     *("tokens/s", "speed-up", "MAT", "draft tokens/step", "same text"),
@@ -93,6 +94,64 @@ def table(
     return Sheet(title, (*named, *columns), len(named), sections, caption)
 
 
+def time_table(
+    results: Sequence[Result], methods: Sequence[str], caption: str | None = None
+) -> Sheet:
+    """Return a table of where time goes, over all answers without loops if there are any."""
+    by_name = groups(results)
+    part = by_name.get(OVERALL, [*results])
+    rows = []
+    for method in methods:
+        summary = summarise(part, method)
+        rows.append(
+            (
+                method,
+                msec_text(summary.draft_sec_per_step),
+                msec_text(summary.target_sec_per_step),
+                "" if summary.busy_cores is None else f"{summary.busy_cores:.2f}",
+                share_text(summary.device_share),
+            )
+        )
+    headings = ("method", "draft ms/step", "target ms/step", "busy cores", "busy device")
+    return Sheet("Where time goes", headings, 1, [rows], caption)
+
+
+def source_table(results: Sequence[Result], methods: Sequence[str]) -> Sheet | None:
+    """Return a table of what each source of drafts did, or None where no drafter tells."""
+    by_name = groups(results)
+    sections = [
+        [
+            (
+                method,
+                name,
+                f"{source.num_asked:,}",
+                f"{source.num_draft_tokens:,}",
+                f"{source.num_accepted_tokens:,}",
+                share_text(source.acceptance_rate if source.num_draft_tokens else None),
+                msec_text(source.sec / source.num_asked if source.num_asked else None),
+                f"{source.sec:.2f}",
+            )
+            for name, source in sources_of(by_name.get(OVERALL, [*results]), method).items()
+        ]
+        for method in methods
+    ]
+    sections = [rows for rows in sections if rows]
+    if not sections:
+        return None
+    headings = (
+        *("method", "source", "asked", "drafted", "accepted", "accepted/drafted"),
+        *("ms/draft", "seconds"),
+    )
+    caption = "Tokens that several sources drafted are counted for each."
+    return Sheet("Sources of drafts", headings, 2, sections, caption)
+
+
+def sources_of(results: Sequence[Result], method: str) -> dict[str, SourceStats]:
+    """Return what each source of a method's drafts did, all passes together."""
+    stats = stats_of(result.answers[method] for result in results)
+    return {} if stats is None else stats.sources
+
+
 def table_of_files(paths: Sequence[Path]) -> Sheet:
     """Return one table of several result files of `lade bench run`, loops left out.
 
@@ -169,6 +228,10 @@ def as_json(
             each = [rounded(summarise(p, method)._asdict()) for p in passes_of(part)]
             entry["speedup_of_each_pass"] = [of_pass["speedup"] for of_pass in each]
             entry |= rounded({"share_repeated": share_repeated(part, method)})
+            if sources := sources_of(part, method):
+                entry["sources"] = {
+                    source: rounded(asdict(each)) for source, each in sources.items()
+                }
             if settings.get("keep"):  # then passes are not repeats of each other
                 entry["each_pass"] = each
             summary[name][method] = entry
@@ -266,8 +329,11 @@ def _as_json(result: Result) -> dict[str, Any]:
                 "num_drafted_row_steps": answer.stats.num_drafted_row_steps,
                 "num_corrected_row_steps": answer.stats.num_corrected_row_steps,
                 "draft_sec": round(answer.stats.draft_sec, _DIGITS),
+                "forward_sec": round(answer.stats.forward_sec, _DIGITS),
                 "overhead": round(answer.stats.overhead, 4),
             }
+        if answer.utilisation is not None:
+            entry[method]["cpu_sec"] = round(answer.utilisation.cpu_sec, 4)
         if plain is not None and method != "plain":
             entry[method]["same_text"] = answer.rows == plain.rows
             if len(answer.rows) > 1:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lade.bench.baselines import Answer, Method, warm_up
+from lade.bench.baselines import Answer, DraftModels, Method, warm_up
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
 from lade.bench.methods import METHODS, Pools, make_method
 from lade.bench.prompts import Prompt
 from lade.bench.settings import Settings
+from lade.bench.utilisation import measuring, total
 from lade.config import Config
 from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
@@ -56,10 +57,17 @@ class Summary(NamedTuple):
     acceptance_rate: float | None = None
     correction_rate: float | None = None
     draft_sec_per_step: float | None = None
+    target_sec_per_step: float | None = None  # of the model's forwards
+    busy_cores: float | None = None  # CPU time of the process over wall time; None in old files
+    device_share: float | None = None  # of the time that the device was busy; None if unknown
 
 
 def warm_up_methods(
-    loaded: LoadedModel, methods: Sequence[str], settings: Settings, config: Config | None = None
+    loaded: LoadedModel,
+    methods: Sequence[str],
+    settings: Settings,
+    config: Config | None = None,
+    models: DraftModels | None = None,
 ) -> dict[str, str]:
     """Warm up every method; return those that the model cannot do, with the reasons.
 
@@ -71,7 +79,7 @@ def warm_up_methods(
     left_out: dict[str, str] = {}
     for name in methods:
         try:
-            warm_up(loaded, METHODS[name].make(config), settings)
+            warm_up(loaded, make_method(name, config, None, models), settings)
         except UnsupportedModelError as error:
             left_out[name] = str(error)
             if METHODS[name].verification is None or len(left_out) == len(methods):
@@ -89,6 +97,7 @@ def run_methods(
     keep: bool = False,
     config: Config | None = None,
     pools: Pools | None = None,
+    models: DraftModels | None = None,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
@@ -98,7 +107,8 @@ def run_methods(
     time starting with another one, so that a machine that slows down slows all alike. Every pass
     uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
     It also starts with new methods and so with empty pools, unless `keep` is set: then each pass
-    goes on with the pools that the one before has filled. `pools` are those of the caller.
+    goes on with the pools that the one before has filled. `pools` and `models` are those of the
+    caller.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
@@ -106,14 +116,16 @@ def run_methods(
     running: dict[str, Method] = {}
     for num_pass in range(num_passes):
         if not (keep and running):
-            running = {name: make_method(name, config, pools) for name in methods}
+            running = {name: make_method(name, config, pools, models) for name in methods}
         for number, batch in enumerate(batches):
             inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
             first = number % len(methods)
             answers = {}
             for name in (*methods[first:], *methods[:first]):
                 torch.manual_seed(settings.seed + number)
-                answers[name] = running[name](loaded.model, inputs, options)
+                with measuring(loaded.model.device) as meter:
+                    answer = running[name](loaded.model, inputs, options)
+                answers[name] = answer._replace(utilisation=meter.utilisation)
                 on_answer(name, answers[name])
             reference = answers.get("plain", answers[methods[0]])
             results.append(
@@ -180,7 +192,8 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         speedup = rate / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
         plain_rows = [row for answer in plain for row in answer.rows]
         same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
-    stats = _stats_of(answers)
+    stats = stats_of(answers)
+    use = total([answer.utilisation for answer in answers])
     return Summary(
         num_prompts=sum(len(result.prompts) for result in results),
         tokens_per_sec=rate,
@@ -192,10 +205,15 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         acceptance_rate=None if stats is None else stats.acceptance_rate,
         correction_rate=None if stats is None else stats.correction_rate,
         draft_sec_per_step=None if stats is None else stats.draft_sec_per_step,
+        target_sec_per_step=(
+            stats.forward_sec / stats.num_steps if stats is not None and stats.num_steps else None
+        ),
+        busy_cores=None if use is None else use.cpu_sec / use.sec,
+        device_share=None if use is None else use.device_share,
     )
 
 
-def _stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
+def stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
     """Return the sum of the answers' stats; None if the method has none."""
     total = DecodeStats()
     for answer in answers:
@@ -206,4 +224,5 @@ def _stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
 
 
 def _median(values: Sequence[Any]) -> Any:
-    return None if values[0] is None else type(values[0])(median(values))
+    known = [value for value in values if value is not None]
+    return type(known[0])(median(known)) if known else None

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 from lade.chat.pieces import Piece, PieceStream
 from lade.chat.settings import Settings
 from lade.config import Config
+from lade.drafting.drafter import CallDrafter
 from lade.hf.doors import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
@@ -129,6 +130,8 @@ class Conversation:
         settings: of answers; may be replaced between two of them.
         config: of drafts; None for what is automatic, and to run only what is new of each prompt.
         pool: as for `lade.generate`; None for a new one.
+        drafter: drafts from that pool and whatever else it has, as a `lade.drafters.Merged` of a
+            `CallPool` and others does; None for the pool alone.
         system: a system prompt.
 
     Attributes:
@@ -148,6 +151,7 @@ class Conversation:
         settings: Settings | None = None,
         config: Config | None = None,
         pool: Pools | None = None,
+        drafter: CallDrafter | None = None,
         system: str | None = None,
     ) -> None:
         self.loaded = loaded
@@ -156,6 +160,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
+        self._drafter = drafter
         self._num_answers = 0
         self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
@@ -474,6 +479,7 @@ class _Worker:
             **self._inputs,
             **self._own_options(),
             pool=conversation._pools,
+            drafter=conversation._drafter,
             config=conversation._config,
             on_step=self._put,
             return_dict_in_generate=True,

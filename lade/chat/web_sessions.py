@@ -17,6 +17,7 @@ from lade.chat.conversation import Conversation, Turn
 from lade.chat.settings import Settings
 from lade.closeness import is_exact_in
 from lade.config import Config
+from lade.drafting.drafter import CallDrafter
 from lade.errors import LadeError, in_one_line
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
@@ -161,6 +162,7 @@ class Setup(NamedTuple):
     config: Config = Config()
     system: str | None = None
     pools: Sequence[NGramPool] = ()  # read by all of them
+    drafter: CallDrafter | None = None  # drafts beside their pools
 
     def conversation(self, *, reuses_prefix: bool = True) -> Conversation:
         """Begin a conversation, with a pool of its own."""
@@ -169,6 +171,7 @@ class Setup(NamedTuple):
             settings=self.settings,
             config=replace(self.config, reuses_prefix=reuses_prefix),
             pool=[NGramPool(), *self.pools],
+            drafter=self.drafter,
             system=self.system,
         )
 

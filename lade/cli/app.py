@@ -13,8 +13,10 @@ from lade.cli.bench_app import bench
 from lade.cli.options import (
     DRAFTING,
     MODEL_HELP,
+    AssistantOption,
     DeviceOption,
     DtypeOption,
+    FirstLayersOption,
     JsonOption,
     LearnOption,
     MarkdownOption,
@@ -34,6 +36,7 @@ from lade.cli.options import (
     check_pools,
     load,
     make_config,
+    make_drafting,
 )
 from lade.cli.pool_app import pool
 
@@ -96,6 +99,8 @@ def generate(
     seed: SeedOption = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    assistant: AssistantOption = None,
+    first_layers: FirstLayersOption = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     learns: LearnOption = True,
@@ -109,10 +114,12 @@ def generate(
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     config = make_config(max_draft_tokens, verification)
     check_pools(pools, save_pool, verification)
+    drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
-    run(asked, loaded, settings, config, pools or [], save_pool, learns)
+    drafter = drafting.make(loaded)
+    run(asked, loaded, settings, config, pools or [], save_pool, learns, drafter)
 
 
 @app.command(rich_help_panel=_USE)
@@ -129,6 +136,8 @@ def chat(
     seed: SeedOption = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    assistant: AssistantOption = None,
+    first_layers: FirstLayersOption = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     learns: LearnOption = True,
@@ -194,16 +203,19 @@ def chat(
     system = None if system is None else read_typed(system)
     config = make_config(max_draft_tokens, verification)
     check_pools(pools, save_pool, verification)
+    drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
     from lade.chat.settings import Settings
 
     seed = new_seed() if seed is None else seed
+    drafter = drafting.make(loaded)
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     if web:
         address = (host or "127.0.0.1", port, share)
-        serve(loaded, settings, config, system, pools or [], learns, *address)
+        serve(loaded, settings, config, system, pools or [], learns, *address, drafter)
     else:
-        run(question, loaded, settings, config, system, pools or [], save_pool, learns)
+        asked = (question, loaded, settings, config, system)
+        run(*asked, pools or [], save_pool, learns, drafter)
 
 
 @app.command(rich_help_panel=_USE)
@@ -364,6 +376,8 @@ def serve(
             rich_help_panel=DRAFTING,
         ),
     ] = 60.0,
+    assistant: AssistantOption = None,
+    first_layers: FirstLayersOption = None,
     pools: PoolsOption = None,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
@@ -383,6 +397,7 @@ def serve(
     check_extra()
     from lade.server.options import ServerOptions
 
+    drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
     options = ServerOptions(
         model_name=model_name,
         api_keys=read_keys(api_key or [], api_keys_file),
@@ -402,7 +417,8 @@ def serve(
             make_config(max_draft_tokens, verification), max_prefix_bytes=max_prefix_bytes
         ),
     )
-    run(load(model, device, dtype, threads, trust_remote_code), options, host, port)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    run(loaded, replace(options, drafter=drafting.make(loaded)), host, port)
 
 
 @app.command(rich_help_panel=_MEASURE)
@@ -421,6 +437,8 @@ def demo(
     trust_remote_code: TrustOption = False,
     max_draft_tokens: MaxDraftTokensOption = None,
     verification: VerificationOption = None,
+    assistant: AssistantOption = None,
+    first_layers: FirstLayersOption = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     prewarms: PrewarmOption = True,
@@ -434,8 +452,10 @@ def demo(
 
     config = make_config(max_draft_tokens, verification)
     check_pools(pools, save_pool, verification)
+    drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    run(loaded, prompt or [], max_new_tokens, config, pools or [], save_pool, json, prewarms)
+    given = (config, pools or [], save_pool, json, prewarms, drafting.make(loaded))
+    run(loaded, prompt or [], max_new_tokens, *given)
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_USE)

@@ -16,6 +16,7 @@ from lade.config import Config
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
+    from lade.bench.baselines import DraftModels
     from lade.bench.prompts import PromptFile
     from lade.bench.run import Result
     from lade.bench.tables import Sheet
@@ -96,20 +97,23 @@ def run(
     pool_paths: Sequence[Path],
     save_path: Path | None,
     files: "ResultFiles",
+    models: "DraftModels | None" = None,
+    assistant: str | None = None,
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption."""
     from lade.bench.baselines import BASELINES
     from lade.bench.batches import in_batches
     from lade.bench.methods import METHODS, Pools
     from lade.bench.plots import plot_speedups
-    from lade.bench.report import as_json, table
+    from lade.bench.report import as_json, source_table, table, time_table
     from lade.bench.run import run_methods, warm_up_methods
+    from lade.bench.utilisation import why_no_device_share
     from lade.cli.pool import open_pools
     from lade.probing.report import probe
 
     prompts = chosen.prompts
     check_prompts(loaded, [prompt.text for prompt in prompts], settings.max_new_tokens)
-    left_out = left_out | warm_up_methods(loaded, methods, settings, config)
+    left_out = left_out | warm_up_methods(loaded, methods, settings, config, models)
     methods = [name for name in methods if name not in left_out]
     target = None
     if any(name not in BASELINES and METHODS[name].verification is None for name in methods):
@@ -131,6 +135,7 @@ def run(
                 keep=keep,
                 config=config,
                 pools=Pools(read, None if save_path is None else own),
+                models=models,
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
             )
@@ -146,6 +151,8 @@ def run(
         "prompts": describe_prompts(chosen),
         "methods": {name: METHODS[name].description for name in methods},
         "left_out": left_out,
+        "assistant": assistant,
+        "first_layers": None if models is None else models.num_layers,
         "passes": num_passes,
         "keep": keep,
         "pools": {"names": [path.name for path in pool_paths], "num_tokens": num_read},
@@ -157,13 +164,18 @@ def run(
     if target is not None:
         notes.append(f"verification: {target}")
     sheet = table(results, methods, settings, "\n".join(notes) or None, keep=keep)
-    print_sheet(sheet)
+    why_not = why_no_device_share(loaded.model.device)
+    sheets = [sheet, time_table(results, methods, why_not)]
+    if (sources := source_table(results, methods)) is not None:
+        sheets.append(sources)
+    for each in sheets:
+        print_sheet(each)
     if stopped_by is not None:
         unit = "prompts" if settings.batch_size == 1 else "batches"
         rest = "" if len(results) == num_done else "; the unfinished pass is left out"
         console.print(f"stopped after {num_done} of {num_calls} {unit}{rest}")
     content = as_json(results, methods, described)
-    files.write(content, sheet)
+    files.write(content, *sheets)
     if files.plot is not None and "plain" in methods:
         say_written(plot_speedups(files.plot, "speedup", content["summary"]))
     if stopped_by is not None:

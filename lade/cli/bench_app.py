@@ -103,8 +103,10 @@ def bench_run(
             "one sequence at a time), lade (one pool for all prompts) and lade_fresh (an empty "
             "pool for each prompt or batch); with --pool, lade_pool and lade_pool_fresh, which are "
             "lade and lade_fresh with it. Also lade_tree, lade_rows, lade_chain and lade_snapshot, "
-            "which are lade with that --verification, left out where the model cannot do it; and "
-            "others, which an unknown name lists.",
+            "which are lade with that --verification, left out where the model cannot do it; "
+            "first_layers and pool+first_layers, and with --assistant assistant, pool+assistant "
+            "and hf_assistant (transformers' own), which draft by models; and others, which an "
+            "unknown name lists.",
         ),
     ] = None,
     max_new_tokens: MaxNewTokensOption = 128,
@@ -138,6 +140,24 @@ def bench_run(
     num_return_sequences: NumReturnSequencesOption = 1,
     max_draft_tokens: SameDraftTokensOption = None,
     verification: VerificationOption = None,
+    assistant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Model for the methods with an assistant: an id or a folder, as for --model, or "
+            "self for the model itself. ID:int8 and self:int8 take a copy with 8-bit weights.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
+    first_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Number of layers for the methods with first layers. Without it, they measure how "
+            "many; hf_early_exit needs it.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     json: JsonOption = None,
@@ -155,14 +175,19 @@ def bench_run(
     - accepted: the share of draft tokens that were accepted.
     - corrected: the share of steps with a draft that ended where the model chose another token
       than those drafted there.
+
+    A second table has the times of drafting and of the model's forwards, and how many cores, and
+    how much of a GPU, were busy; a third what each source of drafts did.
     """
     from lade.bench.prompts import PromptFile
     from lade.bench.settings import Settings
     from lade.cli.bench import ResultFiles, check_who_saves, choose_methods, run
+    from lade.cli.bench_models import check_models, load_models
 
     settings = Settings(max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences)
     check_pools(pools, save_pool, verification)
     names, left_out = choose_methods(methods, settings, bool(pools))
+    num_layers = check_models(names, assistant, first_layers)
     if save_pool is not None:
         check_who_saves(names, passes, keep)
     if keep and passes == 1:
@@ -173,6 +198,7 @@ def bench_run(
     files.check()
     chosen = PromptFile.read(prompts, limit, half)
     loaded = load(model, device, dtype, threads, trust_remote_code)
+    models = load_models(loaded, assistant, num_layers, trust_remote_code)
     config = make_config(max_draft_tokens, verification)
     run(
         loaded,
@@ -186,6 +212,8 @@ def bench_run(
         pools or [],
         save_pool,
         files,
+        models,
+        None if assistant is None else Path(assistant).name,
     )
 
 

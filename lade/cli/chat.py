@@ -15,6 +15,7 @@ from lade.models.loading import LoadedModel
 if TYPE_CHECKING:
     from lade.chat.conversation import Conversation
     from lade.chat.settings import Settings
+    from lade.drafting.drafter import CallDrafter
 
 
 def read_question() -> str | None:
@@ -45,6 +46,7 @@ def run(
     pool_paths: Sequence[Path],
     save_path: Path | None,
     learns: bool,
+    drafter: "CallDrafter | None" = None,
 ) -> None:
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation
@@ -54,10 +56,11 @@ def run(
 
     config = replace(config, reuses_prefix=True)
     learns = learns and config.verification != "plain"
-    check_verification(loaded.model, encode(loaded.tokenizer, "Hi", loaded.model.device), config)
+    hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
+    check_verification(loaded.model, hello, config, drafter)
     with open_pools(loaded, pool_paths, save_path) as pools:
         conversation = Conversation(
-            loaded, settings=settings, config=config, pool=pools, system=system
+            loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
         )
         if question is None:
             _chat(conversation, learns)
@@ -89,6 +92,7 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
 def _answer(conversation: "Conversation", question: str) -> None:
     """Print an answer as plain text, without its thinking, and its figures to standard error."""
     from lade.chat.figures import figures_of
+    from lade.cli.drafting import sources_text
 
     try:
         for piece in conversation.answer(question):
@@ -102,3 +106,5 @@ def _answer(conversation: "Conversation", question: str) -> None:
     if conversation.settings.temperature > 0:
         figures += f", seed {turn.seed}"
     console.print(f"[dim]{figures}[/dim]")
+    if turn.stats is not None and (text := sources_text(turn.stats.sources)):
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)

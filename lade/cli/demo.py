@@ -18,12 +18,14 @@ from lade.bench.tables import Sheet
 from lade.chat.pieces import TextStream
 from lade.cli.bench import check_writable, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
+from lade.cli.drafting import sources_text
 from lade.cli.loading import console
 from lade.cli.pool import open_pools
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.closeness import is_exact_in, limit_of
 from lade.config import Config
+from lade.drafting.drafter import CallDrafter
 from lade.models.loading import LoadedModel, encode
 from lade.probing.report import probe
 from lade.stats import DecodeStats, Step
@@ -65,6 +67,7 @@ def run(
     save_path: Path | None,
     json_path: Path | None,
     prewarms: bool,
+    drafter: CallDrafter | None = None,
 ) -> None:
     """Answer each prompt with both methods, streaming lade's answer, and print a table.
 
@@ -84,16 +87,17 @@ def run(
         f"{torch.get_num_threads()} threads. Each prompt is answered by plain generate, unseen, "
         "and then by lade. Text is shown as lade commits it:"
     )
-    out.print(Text("drafted by the n-gram pool and accepted by the model", style=_DRAFTED), end="")
+    drafting = "by the n-gram pool" if drafter is None else "by the n-gram pool and others"
+    out.print(Text(f"drafted {drafting} and accepted by the model", style=_DRAFTED), end="")
     out.print(", or the model's own token.\n")
     warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
     plain(model, warm_up, Settings(8).options())
-    Lade(config)(model, warm_up, Settings(8).options())
+    Lade(config, drafter=drafter)(model, warm_up, Settings(8).options())
     rows: list[Row] = []
     stopped_by: BaseException | None = None
     try:
         with open_pools(loaded, pool_paths, save_path) as pools:
-            _answer_all(loaded, titled, max_new_tokens, config, pools, out, rows)
+            _answer_all(loaded, titled, max_new_tokens, config, pools, drafter, out, rows)
     except BaseException as error:  # still show and write what was measured so far
         if not rows:
             raise
@@ -102,6 +106,11 @@ def run(
     print_sheet(_table(rows))
     if stopped_by is not None:
         console.print(f"stopped after {len(rows)} of {len(titled)} prompts")
+    total = DecodeStats()
+    for row in rows:
+        total.add(row.stats)
+    if text := sources_text(total.sources):
+        out.print(f"[dim]{text}[/dim]", soft_wrap=True)
     if any(row.difference is not None for row in rows):
         out.print(f"[dim]{why_different(model)}[/dim]")
     if json_path is not None:
@@ -123,6 +132,7 @@ def _answer_all(
     max_new_tokens: int,
     config: Config,
     pools: Sequence[NGramPool],
+    drafter: CallDrafter | None,
     out: Console,
     rows: list[Row],
 ) -> None:
@@ -136,7 +146,7 @@ def _answer_all(
         with out.status("plain generate …"):
             expected = plain(model, inputs, options)
         printer = TokenPrinter(loaded.tokenizer, out)
-        got = Lade(config, pools, printer.show)(model, inputs, options)
+        got = Lade(config, pools, printer.show, drafter)(model, inputs, options)
         out.print()
         assert got.stats is not None, "lade counts its steps"
         difference = find_difference(model, inputs, expected.rows[0], got.rows[0])

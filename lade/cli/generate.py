@@ -11,11 +11,13 @@ from transformers import TextStreamer
 
 import lade
 from lade.bench.settings import Settings
+from lade.cli.drafting import sources_text
 from lade.cli.loading import console
 from lade.cli.pool import open_pools
 from lade.cli.prewarm import learn_after
 from lade.cli.prompting import Asked, encode_prompt, room_for
 from lade.config import Config
+from lade.drafting.drafter import CallDrafter
 from lade.models.loading import LoadedModel
 
 
@@ -27,6 +29,7 @@ def run(
     pool_paths: Sequence[Path],
     save_path: Path | None,
     learns: bool,
+    drafter: CallDrafter | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
     inputs = encode_prompt(loaded, asked)
@@ -34,7 +37,7 @@ def run(
     options = replace(settings, max_new_tokens=room).options()
     if asked.stops:
         options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
-    check_verification(loaded.model, inputs, config)
+    check_verification(loaded.model, inputs, config, drafter)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     with open_pools(loaded, pool_paths, save_path) as pools:
         torch.manual_seed(settings.seed)
@@ -46,6 +49,7 @@ def run(
                 **options,
                 streamer=streamer,
                 pool=pools,
+                drafter=drafter,
                 config=config,
                 return_dict_in_generate=True,
             )
@@ -60,11 +64,15 @@ def run(
         f"[dim]{stats.num_tokens} {noun}, {stats.num_tokens / sec:.1f} a second, "
         f"{stats.mean_accepted_tokens:.2f} a step{seed}[/dim]"
     )
+    if text := sources_text(stats.sources):
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
     if learns and config.verification != "plain":
         learn_after(loaded, sec)
 
 
-def check_verification(model: Any, inputs: dict[str, Any], config: Config) -> None:
+def check_verification(
+    model: Any, inputs: dict[str, Any], config: Config, drafter: CallDrafter | None = None
+) -> None:
     """Do the work now that is done once per model, so that the answer's time is the answer's own.
 
     It is checking how drafts are verified, reading the table of `lade prewarm` and compiling the
@@ -72,4 +80,5 @@ def check_verification(model: Any, inputs: dict[str, Any], config: Config) -> No
     """
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     first = {name: tensor[:, :1] for name, tensor in inputs.items()}
-    lade.generate(model, **first, config=config, do_sample=False, max_new_tokens=2)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2}
+    lade.generate(model, **first, drafter=drafter, config=config, **options)

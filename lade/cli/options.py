@@ -12,6 +12,7 @@ import typer
 from lade.bench.prompts import Half
 
 if TYPE_CHECKING:
+    from lade.cli.drafting import Drafting
     from lade.config import Config
     from lade.models.loading import LoadedModel
 
@@ -190,6 +191,25 @@ SavePoolOption = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+AssistantOption = Annotated[
+    str | None,
+    typer.Option(
+        "--assistant",
+        metavar="ID",
+        help="Let this model draft, too: an id or a folder, as for --model. Texts are translated "
+        "where its vocabulary is another.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+FirstLayersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--first-layers",
+        metavar="N",
+        help="Let the first N layers of the model itself draft, too; auto measures how many.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -257,6 +277,20 @@ def make_config(max_draft_tokens: int | None, verification: Verification | None)
     return Config(
         max_draft_tokens=max_draft_tokens, verification=verification.value if verification else None
     )
+
+
+def make_drafting(
+    assistant: str | None,
+    first_layers: str | None,
+    trust_remote_code: bool,
+    verification: Verification | None,
+) -> "Drafting":
+    """Return what models are to draft, checked before any is loaded."""
+    from lade.cli.drafting import Drafting
+
+    made = Drafting(assistant, first_layers, trust_remote_code)
+    made.check(None if verification is None else verification.value)
+    return made
 
 
 def check_pools(

@@ -17,6 +17,7 @@ from lade.models.loading import LoadedModel, encode
 
 if TYPE_CHECKING:
     from lade.chat.settings import Settings
+    from lade.drafting.drafter import CallDrafter
 
 
 def run(
@@ -29,13 +30,15 @@ def run(
     host: str,
     port: int | None,
     share: bool,
+    drafter: "CallDrafter | None" = None,
 ) -> None:
     """Serve the page; its address is printed to standard output."""
-    check_verification(loaded.model, encode(loaded.tokenizer, "Hi", loaded.model.device), config)
+    hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
+    check_verification(loaded.model, hello, config, drafter)
     learns = learns and config.verification != "plain"
     rest = IdleLearner(loaded.model, note).pause if learns else no_rest
     with open_pools(loaded, pool_paths, None) as (_, *layers):
-        page = Page(Setup(loaded, settings, config, system, layers), rest)
+        page = Page(Setup(loaded, settings, config, system, layers, drafter), rest)
         try:
             print(page.launch(host, port, share), flush=True)
             if share or not _is_loopback(host):

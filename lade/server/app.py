@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from lade.config import Config
 from lade.hf.doors import generate
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
@@ -91,7 +90,7 @@ class Server:
             reader = Reader(self.name, vocab_size, loaded.tokenizer, grammars)
             keys = ApiKeys(options.api_keys)
             gate = Gate(app, reader, keys, self._pools, line, self.metrics, options)
-            self._manager.submit(_warm_up, loaded, options.config).result()
+            self._manager.submit(_warm_up, loaded, options).result()
             self._uvicorn = _Uvicorn(gate, options.grace_sec)
             self._stack = stack.pop_all()
         found = self._socket.getsockname()
@@ -198,14 +197,15 @@ def _add_routes(app: FastAPI, metrics: Metrics) -> None:
         return await _refuse(_, failed())
 
 
-def _warm_up(loaded: LoadedModel, config: Config) -> None:
+def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:
     """Do now what is done once for a model: checking it, compiling the pool."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=loaded.model.device)
     generate(
         loaded.model,
         ids,
         attention_mask=torch.ones_like(ids),
-        config=config,
+        drafter=options.drafter,
+        config=options.config,
         do_sample=False,
         max_new_tokens=2,
     )

@@ -144,7 +144,11 @@ class Gate:
         except TimeoutError:
             raise timed_out(self._options.timeout_sec) from None
         exchange = Exchange(
-            request.asked, asyncio.get_running_loop(), self._line.leave, self._options.config
+            request.asked,
+            asyncio.get_running_loop(),
+            self._line.leave,
+            self._options.config,
+            self._options.drafter,
         )
         exchange.pools, exchange.is_private = self._pools.of(
             key, request.asked.user, request.asked.salt

@@ -98,6 +98,7 @@ def _answer(
             stopping_criteria,
             generation_config,
             pool=exchange.pools,
+            drafter=exchange.drafter,
             config=config,
             token_streamer=relay,
             **prepared,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lade.config import Config
+from lade.drafting.drafter import CallDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class ServerOptions:
         timeout_sec: of a request, from its first byte to the last of its answer.
         grace_sec: for answers that are under way when the server is told to stop.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.
+        drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
+            of a `CallPool` and others does; None for the pools alone.
 
     Raises:
         ValueError: one is out of its range.
@@ -46,6 +49,7 @@ class ServerOptions:
     timeout_sec: float = 600.0
     grace_sec: float = 30.0
     config: Config = field(default_factory=Config)
+    drafter: CallDrafter | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
