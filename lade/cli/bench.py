@@ -49,7 +49,8 @@ def choose_methods(
             for name, info in METHODS.items()
             if info.is_default or (has_pools and info.reads_pools)
         ]
-        return [name for name in names if name not in unable], unable
+        left_out = {name: unable[name] for name in names if name in unable}
+        return [name for name in names if name not in unable], left_out
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in METHODS]
     if unknown or not names or len(set(names)) < len(names):
