@@ -3,6 +3,7 @@
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
 is in `model_drafter.py`: how far a draft goes is decided in `lengths.py`, and its tree in
 `expansion.py`. `runner.py` runs a model with a cache of its own; `exits.py` cuts one in two.
+`Merged` is several drafters as one; `check` finds what is wrong with a drafter.
 """
 
 from importlib import import_module
@@ -10,17 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lade.drafters.assistant import AssistantModel as AssistantModel
+    from lade.drafters.checking import DrafterError as DrafterError
+    from lade.drafters.checking import check as check
     from lade.drafters.first_layers import FirstLayers as FirstLayers
+    from lade.drafters.merged import CallPool as CallPool
+    from lade.drafters.merged import Merged as Merged
 
 # Imported at first use, as those of `lade` are.
 _HOMES = {
     "AssistantModel": "lade.drafters.assistant",
+    "CallPool": "lade.drafters.merged",
+    "DrafterError": "lade.drafters.checking",
     "FirstLayers": "lade.drafters.first_layers",
+    "Merged": "lade.drafters.merged",
+    "check": "lade.drafters.checking",
 }
 
 __all__ = [
     "AssistantModel",
+    "CallPool",
+    "DrafterError",
     "FirstLayers",
+    "Merged",
+    "check",
 ]
 
 

@@ -142,6 +142,7 @@ class DraftingCall:
             row, to draw with; else None.
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
+        is_strict: Whether what a drafter raises is to end the call (`Config(strict_drafter=True)`).
     """
 
     model: Any
@@ -154,6 +155,7 @@ class DraftingCall:
     samples: bool
     rngs: Sequence[np.random.Generator] | None
     make_pool_drafter: Callable[[], Drafter]
+    is_strict: bool = False
 
 
 @runtime_checkable

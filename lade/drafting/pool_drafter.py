@@ -132,4 +132,4 @@ def has_table(drafter: Drafter) -> bool:
     If it has, the ends of prompts are not harvested: that took more time (0.7 % of an answer) than
     it saved.
     """
-    return isinstance(drafter, PoolDrafter) and drafter.has_prewarmed
+    return bool(getattr(drafter, "has_prewarmed", False))

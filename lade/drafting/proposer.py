@@ -82,7 +82,8 @@ class Proposer:
         if isinstance(drafter, ExploringDrafter) and max_candidates is None and rngs is None:
             self._exploring = drafter
         # Its drafts are what they should be; looking at them took as long as half of drafting.
-        self._is_pool = type(drafter) is PoolDrafter
+        is_checked = getattr(type(drafter), "checks_drafts", False)  # as by `lade.drafters.Merged`
+        self._is_checked = type(drafter) is PoolDrafter or is_checked
         self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
         if self._num_successors:
             self._asked(compile_kernels, None)
@@ -258,9 +259,7 @@ class Proposer:
 
     def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
         drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
-        if self._is_pool:
-            return drafted
-        draft = checked(drafted, max_draft_tokens)
+        draft = drafted if self._is_checked else checked(drafted, max_draft_tokens)
         if isinstance(draft, SampledDraft):
             self._check_drawn(draft)
         return draft
@@ -283,7 +282,7 @@ class Proposer:
     ) -> Draft:
         assert self._exploring is not None
         explored = self._exploring.explore(self._sequences[row], excluded, max_draft_tokens)
-        if not self._is_pool:
+        if not self._is_checked:
             token_ids, worths = checked_tokens(*explored)
             is_new = ~np.isin(token_ids, excluded)
             explored = token_ids[is_new], worths[is_new]
@@ -294,7 +293,7 @@ class Proposer:
     ) -> Draft:
         assert self._sampling is not None
         drawn = self._sampling.sample(self._sequences[row], context, max_draft_tokens, rng)
-        return drawn if self._is_pool else checked(drawn, max_draft_tokens)
+        return drawn if self._is_checked else checked(drawn, max_draft_tokens)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

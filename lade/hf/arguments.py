@@ -46,14 +46,25 @@ class Arguments(NamedTuple):
                 f"expected drafter to be a lade.Drafter, got {drafter!r}"
                 + (f", which has no {lacking[0]}" if lacking else "")
             )
-        if self.pool is not None:
-            raise ValueError("expected pool or drafter, got both")
-        if config.max_candidates:
-            raise ValueError(
-                "expected no Config(max_candidates=…) beside a drafter: it is a setting of the pool"
-            )
-        if config.lookahead is not None and not (makes or isinstance(drafter, NgramDrafter)):
-            raise UnsupportedOptionError(
-                "lade does not support Config(lookahead=…) beside a drafter that learns no "
-                f"n-grams: {type(drafter).__name__} has no method observe_ngrams"
-            )
+        if not getattr(drafter, "takes_pool", False):
+            if self.pool is not None:
+                raise ValueError(
+                    "expected pool or drafter, got both; to draft by both, pass "
+                    "drafter=lade.drafters.Merged([lade.drafters.CallPool(), drafter])"
+                )
+            if config.max_candidates:
+                raise ValueError(
+                    "expected no Config(max_candidates=…) beside a drafter: it is a setting of the "
+                    "pool"
+                )
+        if config.lookahead is not None and not makes:
+            refuse_lookahead(drafter)
+
+
+def refuse_lookahead(drafter: Drafter | CallDrafter) -> None:
+    """Raise if a drafter would make nothing of a lookahead window."""
+    if not isinstance(drafter, NgramDrafter):
+        raise UnsupportedOptionError(
+            "lade does not support Config(lookahead=…) beside a drafter that learns no "
+            f"n-grams: {type(drafter).__name__} has no method observe_ngrams"
+        )

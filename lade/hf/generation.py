@@ -46,7 +46,7 @@ from lade.errors import (
 )
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
-from lade.hf.arguments import Arguments
+from lade.hf.arguments import Arguments, refuse_lookahead
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import Told, finish_plainly
@@ -210,6 +210,7 @@ class Generation:
                 samples=bool(self._options.do_sample),
                 rngs=rngs,
                 make_pool_drafter=lambda: self._pool_drafter(target),
+                is_strict=self._config.strict_drafter,
             )
             return self._made(drafter, drafting_call)
         draws = self._config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
@@ -224,7 +225,10 @@ class Generation:
     def _made(self, drafter: CallDrafter, drafting_call: DraftingCall) -> Drafter:
         """Return the drafter of a call, or one that drafts nothing where making it fails."""
         try:
-            return drafter.for_call(drafting_call)
+            made = drafter.for_call(drafting_call)
+            if self._config.lookahead is not None:
+                refuse_lookahead(made)
+            return made
         except (LadeError, TypeError, ValueError):
             raise
         except Exception as failure:  # no memory, say: only the drafts are lost
