@@ -33,23 +33,8 @@ ORDER = [
         "batch",
     ),
     *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
-<<<<<<< HEAD
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
     *("models", "chat", "server"),
-=======
-    *(
-        "gpu",
-        "probing",
-        "decoder",
-        "prewarming",
-        "pools",
-        "drafters",
-        "hf",
-        "models",
-        "chat",
-        "server",
-    ),
->>>>>>> 2e903e1 (Merge several drafters to one tree)
 ]
 EDGE = ["cli", "bench", "support"]  # may import all of it
 

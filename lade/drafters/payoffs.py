@@ -27,7 +27,7 @@ _CHEAP = 0.01
 _SHARE_OF_TRIALS = 0.005
 # Those are no dearer than so many tokens, which a draft may add in all.
 _FIRST_TRIALS, _MOST_TRIALS = 4.0, 8.0
-_MOST_TOKENS = 16.0
+_MOST_TOKENS = 8.0
 # Drafts between two trials at a level: doubled after each that lost, from the first to the last;
 # the first again after one that gained. Where a source pays, it is left out as rarely as the last,
 # to measure the step without its nodes.
