@@ -146,6 +146,7 @@ def wrap(
     model: _AnyModel,
     *,
     pool: Pools | None = None,
+    drafter: Drafter | CallDrafter | None = None,
     config: Config | None = None,
     shares_text: bool = False,
     learns: bool = False,
@@ -162,6 +163,8 @@ def wrap(
         model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
         pool: shared by all calls that bring no pool or drafter of their own; also a list of pools,
             as for `generate`.
+        drafter: drafts for all calls that bring no pool or drafter of their own. Copies of the
+            model are left without it, for it may hold text.
         config: of all calls that bring none of their own.
         shares_text: whether all calls share a new pool, as suits a machine with one user, where
             later answers benefit from earlier ones.
@@ -171,10 +174,13 @@ def wrap(
 
     Raises:
         TypeError: `model` cannot generate, or another argument has a wrong type.
-        ValueError: `learns` is set, and `config` leaves the table out.
+        ValueError: `learns` is set, and `config` leaves the table out; or `drafter` is given beside
+            pools that it does not use.
     """
     inner = _generating(model)
-    Arguments(pool, None, config).check()
+    Arguments(pool, drafter, config).check()
+    if drafter is not None and shares_text and not getattr(drafter, "takes_pool", False):
+        raise ValueError("expected shares_text=True without a drafter, which drafts by no pool")
     if learns and config is not None and not config.uses_table:
         raise ValueError("expected learns=True without Config(uses_table=False)")
     if pool is None and shares_text:
@@ -183,7 +189,7 @@ def wrap(
     if isinstance(before, _WrappedGenerate):
         before = before.before
     learner = Learner() if learns else None
-    inner.generate = _WrappedGenerate(inner, pool, config, before, learner)
+    inner.generate = _WrappedGenerate(inner, pool, config, before, learner, drafter)
     return model
 
 
@@ -215,6 +221,7 @@ class _WrappedGenerate:
         config: of its calls.
         before: the model's own instance attribute `generate`, or None if it had none.
         learner: learns after calls; None for nothing.
+        drafter: of its calls, or None.
     """
 
     is_lades = True  # how other code recognises it
@@ -226,8 +233,10 @@ class _WrappedGenerate:
         config: Config | None,
         before: Callable[..., Any] | None,
         learner: Learner | None = None,
+        drafter: Drafter | CallDrafter | None = None,
     ) -> None:
         self.pool = pool
+        self.drafter = drafter
         self.config = config
         self.before = before
         self._model = model
@@ -255,7 +264,7 @@ class _WrappedGenerate:
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self._model)(*args, **generate_kwargs)
         if pool is None and drafter is None:
-            pool = self.pool
+            pool, drafter = self.pool, self.drafter
         config = self.config if config is None else config
         start = perf_counter()
         output = _generate(
@@ -268,8 +277,8 @@ class _WrappedGenerate:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out all text: the user of a copy may be somebody else.
 
-        A pool that learns becomes an empty one; named pools and those that are only read are left
-        to the original.
+        A pool that learns becomes an empty one; named pools, those that are only read, and drafters
+        are left to the original.
         """
         own = [each for each in pools_of(self.pool) if isinstance(each, NGramPool)]
         emptied = [
@@ -277,7 +286,7 @@ class _WrappedGenerate:
             for pool in own
             if not pool.is_read_only
         ]
-        return {**vars(self), "pool": emptied[0] if emptied else None}
+        return {**vars(self), "pool": emptied[0] if emptied else None, "drafter": None}
 
 
 def _generating(model: Model) -> Model:

@@ -109,9 +109,17 @@ class Run(NamedTuple):
 
 def a_call(max_length: int = 10**6, **changes: Any) -> DraftingCall:
     fields: dict[str, Any] = {
-        **{"model": None, "target": None, "vocab_size": VOCAB_SIZE, "num_rows": 1},
-        **{"max_length": max_length, "max_candidates": None, "processors": [], "samples": False},
-        **{"rngs": None, "make_pool_drafter": lambda: None, "is_strict": True},
+        "model": None,
+        "target": None,
+        "vocab_size": VOCAB_SIZE,
+        "num_rows": 1,
+        "max_length": max_length,
+        "max_candidates": None,
+        "processors": [],
+        "samples": False,
+        "rngs": None,
+        "make_pool_drafter": lambda: None,
+        "is_strict": True,
     }
     return DraftingCall(**(fields | changes))
 
