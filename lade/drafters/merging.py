@@ -345,8 +345,9 @@ class MergedDrafter:
             with self._lock:
                 gains = {s: self._payoffs.net_gain(s, known.asked[s].level) for s in others}
             others = [max(others, key=lambda each: gains[each])]
-        for source, asked in known.asked.items():
-            asked.was_asked = source == first or source in others
+        for source in order:
+            if source != first:
+                known.asked[source].was_asked = source in others
         for source in others:
             found = self._ask(source, known, committed, max_draft_tokens)
             if found is not None:
