@@ -136,11 +136,14 @@ def test_the_drafter_of_the_guide_drafts() -> None:
 
     import lade
 
-    (block,) = _CODE.finditer((DOCS / "guides" / "drafters.md").read_text())
+    blocks = _CODE.finditer((DOCS / "guides" / "drafters.md").read_text())
     ids = torch.tensor([[5, 6]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     names: dict[str, Any] = {"model": tiny_model("llama"), "inputs": inputs}
-    exec(compile(block["code"], "drafters.md", "exec"), names)
+    names["small_model"] = tiny_model("llama", seed=1, num_hidden_layers=1)
+    for block in blocks:  # the drafter; its check; the drafter with others
+        exec(compile(block["code"], "drafters.md", "exec"), names)
+    assert {*names["output"].stats.sources} == {"pool", "assistant", "RepeatLast"}
     output = lade.generate(
         names["model"],
         **inputs,

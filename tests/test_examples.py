@@ -66,6 +66,12 @@ class TestWithTheDefaultModel:
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20
 
+    def test_own_drafter(self, capsys: pytest.CaptureFixture[str]) -> None:
+        pool, phrases = run("own_drafter.py", capsys).splitlines()
+        assert pool.startswith("('pool', SourceStats(num_asked=")
+        assert phrases.startswith("('Phrases', SourceStats(num_asked=")
+        assert "num_asked=0," not in phrases
+
     @pytest.mark.exhaustive
     def test_sampling(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "same tokens: True" in run("sampling.py", capsys)

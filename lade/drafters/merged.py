@@ -43,8 +43,9 @@ class Merged:
     on. An expensive drafter is asked where the tokens that it adds are worth its time, which is
     measured: at each level of how sure the cheaper ones are. Where it does not pay, it is tried
     again at growing intervals, for at most half a percent of the time; the first few trials of a
-    new object come on top. One that makes a drafter for each call, as a model does, is not even
-    opened before it is asked. A part that fails is dropped with one `lade.DrafterWarning`.
+    new object come on top. Pools are always asked. What makes a drafter for each call, as a model
+    does, is not even opened before it is asked. A part that fails is dropped with one
+    `lade.DrafterWarning`.
 
     Where drafts are drawn (`Config(acceptance="rejection")`), one drafter alone drafts a step: that
     which is expected to save most time. It is chosen before anything is drawn; choosing among draws

@@ -263,6 +263,8 @@ class MergedDrafter:
     def _pays(self, source: int, level: int, known: _Sequence) -> bool:
         payoffs, part = self._payoffs, self._parts[source]
         is_open = source in known.handles
+        if type(part.drafter) is PoolDrafter:
+            return True  # as without the other parts: what it knows comes and goes too fast
         if payoffs.is_cheap(source) or not (part.opens_late or payoffs.is_known(source)):
             return True
         num_prompt = 0 if is_open else len(known.text)

@@ -179,14 +179,10 @@ class Payoffs:
             known.cold_sec.add(sec)
             usual = known.sec.value if known.sec.num else 0.0
             known.opening_sec.add(max(0.0, sec - usual) / num_prompt)
-            if known.savings is None and known.cold_sec.num > 1:  # as where answers are one step
-                known.savings = self._first_savings(known)
         else:
             if known.sec.num >= 2:
                 sec = min(sec, _OUTLIER * known.sec.value)
             known.sec.add(sec)
-            if known.savings is None:
-                known.savings = self._first_savings(known)
 
     def record_gain(self, source: int, level: int, num_added: float, sec: float) -> None:
         """Learn what a source that was asked has added to what cheaper ones proposed.
@@ -223,6 +219,8 @@ class Payoffs:
             if source.savings is not None:
                 most = _MOST_TRIALS * (self._cost_of(source) + source.cold_sec.value)
                 source.savings = min(source.savings + _SHARE_OF_TRIALS * sec, most)
+            elif source.sec.num or source.cold_sec.num > 1:  # the latter where answers are short
+                source.savings = self._first_savings(source)
 
     def _first_savings(self, source: _Source) -> float:
         return min(_FIRST_TRIALS * self._cost_of(source), _MOST_TOKENS * self.token_sec)

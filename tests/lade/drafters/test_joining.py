@@ -17,7 +17,8 @@ Path = tuple[int, ...]
 
 def draft_of(nodes: list[tuple[Path, float]]) -> Draft:
     """Return a draft of paths, parents before children."""
-    place = {(): -1} | {path: number for number, (path, _) in enumerate(nodes)}
+    place: dict[Path, int] = {(): -1}
+    place |= {path: number for number, (path, _) in enumerate(nodes)}
     return Draft(
         np.array([path[-1] for path, _ in nodes], np.int32),
         np.array([place[path[:-1]] for path, _ in nodes], np.int32),
@@ -67,7 +68,8 @@ def joined_plainly(drafts: dict[int, Draft], worths: Any, agreement: Any) -> dic
             if path in mine and mine[path[:-1]] > 0:
                 miss *= 1 - mine[path] / mine[path[:-1]]
         given_parent[path] = 1 - miss
-    promised, found = {(): 1.0}, {(): 1.0}
+    promised: dict[Path, float] = {(): 1.0}
+    found: dict[Path, float] = {(): 1.0}
     for path in sorted(all_paths, key=len):
         of_siblings = sum(p for other, p in given_parent.items() if other[:-1] == path[:-1])
         promised[path] = promised[path[:-1]] * given_parent[path] / max(1.0, of_siblings)

@@ -1,6 +1,7 @@
 """Several drafters as one: the text is that of plain decoding, and each part does what it does."""
 
 import copy
+import itertools
 import pickle
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
+from lade.drafters.merging import MergedDrafter
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
@@ -24,6 +26,21 @@ from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, random_prompt, tiny_model
 
 STRICT = lade.Config(strict_drafter=True)
+
+
+@pytest.fixture(autouse=True)
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each look at the clock take 1 ms and each row's step 20 ms, however busy a machine is."""
+    ticks = itertools.count()
+    observe = MergedDrafter.observe
+
+    def observe_later(self: MergedDrafter, sequence: int, token_ids: Sequence[int]) -> None:
+        for _ in range(20):
+            next(ticks)
+        observe(self, sequence, token_ids)
+
+    monkeypatch.setattr("lade.drafters.merging.perf_counter", lambda: 1e-3 * next(ticks))
+    monkeypatch.setattr(MergedDrafter, "observe", observe_later)
 
 
 class Guessing:
@@ -70,43 +87,45 @@ def answers_of(model: Any, prompt: torch.Tensor, seed: int | None, **options: An
     return model.generate(prompt, do_sample=seed is not None, **options)
 
 
-def ours(model: Any, prompt: torch.Tensor, seed: int | None, drafter: Any, **options: Any) -> Any:
-    options = {
+def ours(model: Any, prompt: torch.Tensor, seed: int | None, drafter: Any, **changes: Any) -> Any:
+    options: dict[str, Any] = {
         "attention_mask": torch.ones_like(prompt),
         "pad_token_id": 0,
         "config": STRICT,
         "return_dict_in_generate": True,
         "do_sample": seed is not None,
-    } | options
+    } | changes
     torch.manual_seed(seed or 0)
     return lade.generate(model, prompt, drafter=drafter, **options)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 @pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_text_is_that_of_plain_generate(family: str, samples: bool, num_rows: int) -> None:
     model = shared_model(family, seed=2)
     rng = np.random.default_rng(3)
     assistant = AssistantModel(shared_model("llama", seed=5), length=2)
     total = lade.DecodeStats()
-    for number in range(6):
+    for number in range(4):
         prompt = random_prompt(rng).repeat(num_rows, 1)
         seed = number if samples else None
         expected = answers_of(model, prompt, seed, max_new_tokens=24)
         guessing = MadeLate(expected.tolist(), number)
         merged = Merged([CallPool(), guessing, Guessing(expected.tolist()), assistant])
-        for _ in range(2):  # the second time with what was learned
-            got = ours(model, prompt, seed, merged, pool=lade.NGramPool(), max_new_tokens=24)
+        for most in (None, 12):  # the second time with what was learned
+            config = lade.Config(strict_drafter=True, max_draft_tokens=most)
+            options: dict[str, Any] = {"max_new_tokens": 24, "config": config}
+            got = ours(model, prompt, seed, merged, pool=lade.NGramPool(), **options)
             assert got.sequences.tolist() == expected.tolist()
             assert not guessing.texts
             total.add(got.stats)
-    assert total.num_accepted_tokens > 50
+    assert total.num_accepted_tokens > 30
     assert set(total.sources) == {"pool", "guessing", "guessing_2", "assistant"}
     for stats in total.sources.values():
         assert stats.num_asked > 0
         assert stats.sec > 0
-    assert total.sources["guessing"].num_accepted_tokens > 20
+    assert total.sources["guessing"].num_accepted_tokens > 10
 
 
 def test_joined_drafts_accept_at_least_what_each_part_would() -> None:
@@ -179,10 +198,9 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]] * 2)
     expected = answers_of(model, prompt, None, max_new_tokens=24)
     right = Guessing(expected.tolist())
+    merged, config = Merged([Failing(method), right]), lade.Config(max_draft_tokens=8)
     with pytest.warns(DrafterWarning, match="goes on without the drafter 'failing'") as told:
-        got = ours(
-            model, prompt, None, Merged([Failing(method), right]), max_new_tokens=24, config=None
-        )
+        got = ours(model, prompt, None, merged, max_new_tokens=24, config=config)
     assert len([each for each in told if each.category is DrafterWarning]) == 1
     assert got.sequences.tolist() == expected.tolist()
     assert got.stats.num_accepted_tokens > 5
@@ -278,7 +296,12 @@ def test_rejection_has_the_targets_distribution(with_pool: bool) -> None:
     """A right scheme fails once in a million; with seeds fixed, always or never."""
     model = tiny_model("llama", seed=3, vocab_size=8, eos_token_id=None)
     prompt = torch.tensor([[2, 3, 2, 3, 2]])
-    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "do_sample": True,
+        "top_k": 0,
+        "pad_token_id": 0,
+    }
     config = lade.Config(strict_drafter=True, acceptance="rejection", max_draft_tokens=4)
     parts: list[Any] = [Drawing(), *([lade.NGramPool()] if with_pool else [])]
     merged = Merged(parts)
