@@ -1,6 +1,7 @@
 """Another causal LM as a drafter."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,14 +9,21 @@ import torch
 from lade.compat import Model, device_of_inputs
 from lade.drafters.expansion import ExpansionName, check_expansion
 from lade.drafters.lengths import Length, LengthName
-from lade.drafters.model_drafter import ModelDrafter
+from lade.drafters.model_drafter import ModelDrafter, OpenScorer, end_tokens_of
+from lade.drafters.overlap import OverlappedDrafter
 from lade.drafters.runner import ModelRunner, plan_for
+from lade.drafters.translated import TranslatedDrafter
+from lade.drafters.vocabularies import Vocabularies, shares_ids
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
 
 
 class AssistantModel:
-    """A small causal LM that drafts for a larger one of the same vocabulary.
+    """A small causal LM that drafts for a larger one.
+
+    With another vocabulary than the target's, its drafts are chains that are translated through
+    text, which both tokenizers are needed for. On another device than the target, it goes on while
+    the target verifies.
 
     One object serves any number of calls, one after another or side by side. Each call has caches
     of its own; what forwards cost and how often drafts were right is kept for the next.
@@ -24,8 +32,9 @@ class AssistantModel:
         model: drafts; it is not changed, and may be in use elsewhere.
         tokenizer: of the assistant; see `target_tokenizer`.
         device: where the model is to be; it is never moved.
-        target_tokenizer: of the target. With both tokenizers, the vocabularies are compared by
-            their tokens; without, their sizes must be equal.
+        target_tokenizer: of the target. With both tokenizers, vocabularies may differ: tokens of
+            the same ids are the same, however far models pad their number, and all others are
+            translated. Without, the sizes of the vocabularies must be equal.
         length: how many tokens a draft has along a path, K: "measured" goes on as long as that
             makes tokens come faster, by measured times; "confidence" ends after the first token of
             a probability below `confidence`; "seed" begins with 1, adds 1 after a draft that was
@@ -36,6 +45,8 @@ class AssistantModel:
         max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
         confidence: threshold of "confidence" and "heuristic", from 0 to 1.
         name: of this source in `DecodeStats.sources`.
+        overlap: whether to go on drafting, in a thread, while the target verifies; None for where
+            the two are on different devices, so that neither makes the other slower.
 
     Raises:
         TypeError, ValueError: an argument is none of those.
@@ -53,6 +64,7 @@ class AssistantModel:
         max_draft_tokens: int | None = None,
         confidence: float = 0.4,
         name: str = "assistant",
+        overlap: bool | None = None,
     ) -> None:
         if not callable(getattr(model, "generate", None)):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
@@ -66,8 +78,11 @@ class AssistantModel:
         check_expansion(expansion)
         self.model = model
         self.name = name
-        self._tokenizer = tokenizer
-        self._target_tokenizer = target_tokenizer
+        self._overlap = overlap
+        self._has_tokenizers = tokenizer is not None and target_tokenizer is not None
+        self._vocabularies: Vocabularies | None = None  # if they differ
+        if self._has_tokenizers and not shares_ids(target_tokenizer, tokenizer, self._vocab_size):
+            self._vocabularies = Vocabularies(target_tokenizer, tokenizer)
         # As transformers does, a K that grows from what the assistant says itself.
         first = getattr(model.generation_config, "num_assistant_tokens", None)
         self._length = Length(length, confidence, max_draft_tokens, first or 20)
@@ -84,30 +99,57 @@ class AssistantModel:
         plan = plan_for(self.model)
 
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
-            return ModelRunner(self.model, plan, call.max_length)
+            # In another vocabulary, texts have other lengths; memory grows where this is too short.
+            return ModelRunner(self.model, plan, max(call.max_length, len(committed) + 1))
 
-        config = self.model.config.get_text_config(decoder=True)
-        return ModelDrafter(
-            call,
-            self.name,
-            open_scorer,
-            self._length,
-            self._expansion,
-            self._max_draft_tokens,
-            getattr(config, "max_position_embeddings", None),
+        overlaps = self._overlap
+        if overlaps is None:
+            overlaps = device_of_inputs(self.model) != device_of_inputs(call.model)
+        make_drafter = partial(self._drafter, overlaps)
+        if self._vocabularies is None:
+            return make_drafter(call, open_scorer)
+        return TranslatedDrafter(
+            call, self.name, self._vocabularies, self.model, make_drafter, open_scorer
         )
 
+    def _drafter(
+        self, overlaps: bool, call: DraftingCall, open_scorer: OpenScorer
+    ) -> ModelDrafter | OverlappedDrafter:
+        """Return a drafter for a call in the vocabulary of the assistant."""
+        config = self.model.config.get_text_config(decoder=True)
+        max_positions = getattr(config, "max_position_embeddings", None)
+
+        def make_drafter(open_scorer: OpenScorer) -> ModelDrafter:
+            return ModelDrafter(
+                call,
+                self.name,
+                open_scorer,
+                self._length,
+                self._expansion,
+                self._max_draft_tokens,
+                max_positions,
+            )
+
+        if not overlaps:
+            return make_drafter(open_scorer)
+        max_length = min(call.max_length, max_positions or call.max_length)
+        return OverlappedDrafter(
+            make_drafter, open_scorer, max_length, call.vocab_size, end_tokens_of(call.model)
+        )
+
+    @property
+    def _vocab_size(self) -> int:
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return size
+
     def _check_vocabulary(self, call: DraftingCall) -> None:
-        mine = self.model.config.get_text_config(decoder=True).vocab_size
-        theirs = call.vocab_size
-        if self._tokenizer is not None and self._target_tokenizer is not None:
-            if self._tokenizer.get_vocab() == self._target_tokenizer.get_vocab():
-                return
-        elif mine == theirs:
+        mine, theirs = self._vocab_size, call.vocab_size
+        if self._has_tokenizers or mine == theirs:
             return
         raise UnsupportedModelError(
             f"{type(self.model).__name__} cannot draft for {type(call.model).__name__}: it has "
-            f"another vocabulary, of {mine} tokens and not {theirs}"
+            f"another vocabulary, of {mine} tokens and not {theirs}; with both tokenizers "
+            "(tokenizer=, target_tokenizer=), drafts are translated"
         )
 
 

@@ -49,6 +49,10 @@ class Scorer(Protocol):
         """Free what is held."""
 
 
+#: Returns a scorer for a sequence, given its text.
+OpenScorer = Callable[[Sequence[int]], Scorer]
+
+
 @dataclass(slots=True)
 class _Sequence:
     """The state of one sequence."""
@@ -78,7 +82,7 @@ class ModelDrafter:
         self,
         call: DraftingCall,
         name: str,
-        open_scorer: Callable[[Sequence[int]], Scorer],
+        open_scorer: OpenScorer,
         length: Length,
         expansion: ExpansionName,
         max_draft_tokens: int | None = None,
@@ -99,7 +103,7 @@ class ModelDrafter:
         self._sequences: dict[int, _Sequence] = {}
         self._num_opened = 0
         self._processors = HypotheticalProcessors(call.processors, call.num_rows)
-        self._ends = _end_tokens_of(call.model)
+        self._ends = end_tokens_of(call.model)
         self._last_return: float | None = None  # when the last draft was returned
         self._num_since = 0  # nodes drafted since the last step
 
@@ -298,7 +302,7 @@ class ModelSpeaker:
         return Ranked(token_ids.numpy(), on_host.double().numpy())
 
 
-def _end_tokens_of(model: Any) -> frozenset[int]:
+def end_tokens_of(model: Any) -> frozenset[int]:
     """Return the tokens that end a text."""
     config = getattr(model, "generation_config", None)
     ids = getattr(config, "eos_token_id", None)

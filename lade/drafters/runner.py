@@ -66,6 +66,7 @@ class ModelRunner:
         self._tokens: list[int] = []
         self._parents: list[int] = []  # -1 for the first
         self._root = -1  # the node that what is grown first hangs under; -1 if it is committed
+        self._after: Tensor | None = None  # logits after what is held, where all of the text is
 
     @torch.no_grad()
     def follow(self, committed: Sequence[int]) -> Tensor:
@@ -74,12 +75,16 @@ class ModelRunner:
         What is grown next follows it: its last token is node 0.
         """
         held = self._held
+        if self._after is not None and committed == held:  # nothing but drafts is to be dropped
+            self._commit(committed)
+            return self._after
         if self._target is None or len(committed) <= len(held) or committed[: len(held)] != held:
             new = committed if self.is_chain else committed[:-1]
             self._check(committed)
             logits = self._prefill([*new])
             self._held = [*new]
             if self.is_chain:
+                self._after = logits
                 return logits
         else:
             self._check(committed[len(held) :])
@@ -105,6 +110,7 @@ class ModelRunner:
             self._target.close()
         self._target = None
         self._held, self._tokens, self._parents, self._root = [], [], [], -1
+        self._after = None
 
     def _check(self, token_ids: Sequence[int]) -> None:
         # On a GPU, an index out of range would end the process's use of it.
@@ -150,6 +156,7 @@ class ModelRunner:
             self._target.commit([[*range(len(token_ids))]])
             self._held += token_ids
             self._tokens, self._parents, self._root = [], [], -1
+            self._after = logits
         return logits
 
     def _run(self, num_run: int) -> Tensor:

@@ -1,0 +1,169 @@
+"""Drafts of a model with another vocabulary: translated to its tokens and back."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lade.drafters.model_drafter import OpenScorer, Scorer
+from lade.drafters.vocabularies import Translation, Vocabularies
+from lade.drafting.drafter import Drafter, DraftingCall
+from lade.stats import SourceStats
+from ngram_pool import Draft
+
+# A token that no draft has: what it stands for left the draft.
+_ELSEWHERE = -1
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The state of one sequence."""
+
+    translation: Translation
+    text: list[int]  # target tokens
+    drafted: list[int] = field(default_factory=list)  # target tokens of the last draft
+    chain: list[int] = field(default_factory=list)  # the assistant's tokens of the last draft
+
+
+class TranslatedDrafter:
+    """Drafter that asks another one, of another vocabulary, for chains.
+
+    Args:
+        call: the call, as the target has it.
+        name: of the source, in statistics.
+        vocabularies: the target's and the assistant's.
+        model: the assistant.
+        make_drafter: makes the drafter that is asked, from the call as it has it and what opens
+            its scorers.
+        open_scorer: returns the assistant for a sequence, given its tokens of the text.
+    """
+
+    def __init__(
+        self,
+        call: DraftingCall,
+        name: str,
+        vocabularies: Vocabularies,
+        model: Any,
+        make_drafter: Callable[[DraftingCall, OpenScorer], Drafter],
+        open_scorer: OpenScorer,
+    ) -> None:
+        self._max_length = call.max_length
+        self._name = name
+        self._vocabularies = vocabularies
+        self._open_scorer = open_scorer
+        self._stats = SourceStats()
+        self._sequences: dict[int, _Sequence] = {}
+        self._asking: Translation | None = None  # of the sequence that is drafted for
+        # Processors, and with them the target's draws, are about its own tokens alone.
+        inner = replace(
+            call,
+            model=model,
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+            max_length=sys.maxsize,
+            max_candidates=1,
+            processors=(),
+            samples=False,
+            rngs=None,
+        )
+        self._drafter = make_drafter(inner, self._open)
+
+    @property
+    def sources(self) -> Mapping[str, SourceStats]:
+        """Counts of target tokens, and times, under the name of this source."""
+        return {self._name: self._stats}
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin a sequence; translate its prompt."""
+        translation = self._vocabularies.translation()
+        handle = self._drafter.open(translation.follow(prompt_ids))
+        self._sequences[handle] = _Sequence(translation, [*prompt_ids])
+        return handle
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        """Translate the text, ask for a chain, and translate it back."""
+        start = perf_counter()
+        state = self._sequences[sequence]
+        state.drafted, state.chain = [], []
+        most = min(max_draft_tokens, self._max_length - len(committed) - 1)
+        if most < 1:
+            return Draft.empty()
+        self._asking = state.translation
+        chain = self._drafter.draft(sequence, state.translation.follow(committed), most)
+        if not len(chain):
+            return chain
+        state.chain = chain.token_ids.tolist()
+        draft = _chain(*state.translation.back(state.chain, chain.probs.tolist())).first(most)
+        state.drafted = draft.token_ids.tolist()
+        self._stats.num_asked += 1
+        self._stats.num_draft_tokens += len(draft)
+        self._stats.sec += perf_counter() - start
+        return draft
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """See what became of the last draft."""
+        state = self._sequences[sequence]
+        state.text += token_ids
+        state.translation.follow(state.text)
+        num_right, is_left = state.translation.outcome()
+        self._drafter.observe(
+            sequence, [*state.chain[:num_right], *([_ELSEWHERE] if is_left else [])]
+        )
+        for token_id, drafted in zip(token_ids, state.drafted, strict=False):
+            if token_id != drafted:
+                break
+            self._stats.num_accepted_tokens += 1
+        state.drafted, state.chain = [], []
+
+    def close(self, sequence: int) -> None:
+        """End a sequence."""
+        del self._sequences[sequence]
+        self._drafter.close(sequence)
+
+    def _open(self, committed: Sequence[int]) -> Scorer:
+        assert self._asking is not None
+        return _SettledScorer(self._open_scorer, self._asking)
+
+
+class _SettledScorer:
+    """Scorer that commits only what stays as it is when the text goes on.
+
+    The newest tokens of the text are grown after that as if they were drafted, so that another
+    tokenisation of them costs no more than running them again.
+    """
+
+    def __init__(self, open_scorer: OpenScorer, translation: Translation) -> None:
+        self.is_chain = True  # that is what is translated
+        self._open_scorer = open_scorer
+        self._translation = translation
+        self._scorer: Scorer | None = None
+        self._num_unsettled = 0
+
+    def follow(self, committed: Sequence[int]) -> Tensor:
+        """Commit what is settled, and run the rest."""
+        # A scorer needs a token, and one before it.
+        num = max(self._translation.num_settled, min(2, len(committed)))
+        settled, rest = committed[:num], committed[num:]
+        if self._scorer is None:
+            self._scorer = self._open_scorer(settled)
+        logits = self._scorer.follow(settled)
+        self._num_unsettled = len(rest)
+        return self._scorer.grow(rest, range(len(rest)))[-1] if rest else logits
+
+    def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Run nodes."""
+        assert self._scorer is not None
+        return self._scorer.grow(token_ids, [self._num_unsettled + parent for parent in parents])
+
+    def close(self) -> None:
+        """Free what is held."""
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+def _chain(token_ids: Sequence[int], probs: Sequence[float]) -> Draft:
+    depths = np.arange(1, len(token_ids) + 1, dtype=np.int32)
+    return Draft(np.array(token_ids, np.int32), depths - 2, depths, np.array(probs, np.float64))
