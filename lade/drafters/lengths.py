@@ -344,7 +344,7 @@ class Length:
         first_levels: int = _MAX_LEVELS,
     ) -> None:
         if isinstance(length, Heuristic):
-            length, first_levels = "heuristic", length.first_levels
+            first_levels, length = length.first_levels, "heuristic"
         is_number = isinstance(length, int) and not isinstance(length, bool)
         if not is_number and length not in get_args(LengthName):
             names = ", ".join(map(repr, get_args(LengthName)))
