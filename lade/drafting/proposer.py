@@ -14,6 +14,7 @@ from lade.drafting.drafter import (
     ExploringDrafter,
     HarvestingDrafter,
     NgramDrafter,
+    ReportingDrafter,
     SamplingDrafter,
     num_successors_of,
 )
@@ -22,6 +23,7 @@ from lade.drafting.grammar import ForcedTokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors, compile_kernels
 from lade.errors import DrafterWarning, in_one_line
+from lade.stats import SourceStats
 from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
 
@@ -153,6 +155,13 @@ class Proposer:
             self._learning.observe_ngrams(self._sequences[row], ngrams)
 
         self._asked(tell, None)
+
+    def sources(self) -> dict[str, SourceStats]:
+        """Return what each source of the drafter did; empty if it does not say."""
+        drafter = self._drafter
+        if not isinstance(drafter, ReportingDrafter):
+            return {}
+        return self._asked(lambda: {**drafter.sources}, {}, even_if_failed=True)
 
     def close(self, row: int) -> None:
         """End a row."""

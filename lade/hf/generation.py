@@ -25,7 +25,6 @@ from lade.drafting.drafter import (
     Drafter,
     DraftingCall,
     NoDrafter,
-    ReportingDrafter,
     SamplingDrafter,
 )
 from lade.drafting.grammar import forced_tokens_of
@@ -377,8 +376,7 @@ class Generation:
             with suppress(Exception):  # what cannot be kept for the next call is dropped
                 target.release()
             raise
-        if isinstance(drafter, ReportingDrafter):
-            stats.sources = {**drafter.sources}
+        stats.sources = proposer.sources()
         credit(self._arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             emit(told.missing(stats))
