@@ -2,8 +2,10 @@
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
 is in `model_drafter.py`: how far a draft goes is decided in `lengths.py`, and its tree in
-`expansion.py`. `runner.py` runs a model with a cache of its own; `exits.py` cuts one in two.
-`Merged` is several drafters as one; `check` finds what is wrong with a drafter.
+`expansion.py`. `runner.py` runs a model with a cache of its own; `overlap.py` does so in a thread
+while the target verifies, and `translated.py` in another vocabulary, through the text of
+`vocabularies.py`; `exits.py` cuts a model in two. `Merged` is several drafters as one; `check`
+finds what is wrong with a drafter.
 """
 
 from importlib import import_module

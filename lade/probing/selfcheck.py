@@ -28,9 +28,9 @@ from lade.tree import Tree, origins
 from ngram_pool import Draft
 
 # Of the logits of a model that drafts, whose mistakes cost time and change no text. Weights in int8
-# (`lade.bench.quantized`) make no difference here. Where activations are quantized by the largest of
-# a whole forward, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees): such a model is refused, for
-# by this measure it is not to be told from one whose positions are wrong.
+# (`lade.bench.quantized`) make no difference here. Where the largest activation of a forward sets
+# the scale, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: by this measure it
+# is not to be told from a model whose positions are wrong.
 _DRAFTING_LIMIT = 1.0
 
 
