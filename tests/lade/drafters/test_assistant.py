@@ -19,7 +19,7 @@ from lade.support.tiny import tiny_model as tiny_architecture
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE
 from tests.lade.shared import shared_model
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import IS_NEWEST, tiny_model
 
 EIGHT = lade.Config(max_draft_tokens=8, strict_drafter=True)
 # Trees, windows, chunks and experts; paths as rows; states, also in part.
@@ -299,6 +299,7 @@ def drafts_of_transformers(
     return found
 
 
+@pytest.mark.skipif(not IS_NEWEST, reason="its assisted decoding fails once a draft was cut")
 @pytest.mark.parametrize("noise", [0.0, 0.1, 3.0], ids=["always", "sometimes", "never"])
 @pytest.mark.parametrize("schedule", ["constant", "confidence", "heuristic"])
 def test_drafts_are_those_of_transformers(
