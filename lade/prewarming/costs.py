@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,11 @@ from ngram_pool.writing import write_whole
 _FORMAT = 1
 _MAX_LENGTH = 2**12  # of a file
 _MAX_SIZE = 2**12  # tokens of a forward
+# On a busy machine, one forward may take ten times as long as the next. What is kept decides the
+# first steps of every process to come, so only times are kept that come again, to this factor, and
+# none where more tokens take less than this share of the time of one.
+_STEADY = 1.25
+_LEAST_SHARE = 0.8
 
 
 def costs_folder() -> Path:
@@ -34,7 +39,9 @@ def first_costs_of(
     """Return the seconds of forwards by their tokens, from the disk, or measured and kept there.
 
     It is a first guess; what steps take corrects it. Empty where steps are not eager trees, for
-    models of several processes, which would measure different times, and where measuring fails.
+    models of several processes, which would measure different times, where measuring fails, and
+    where more tokens seemed to take less time than one. What was measured on a busy machine is not
+    kept.
 
     Args:
         model: the target.
@@ -52,8 +59,9 @@ def first_costs_of(
             path = folder / f"{fingerprint}-{_setting_of(model, profile, chosen)}.json"
         costs = {} if path is None else read_costs(path)
         if not costs:
-            costs = time_forwards(model, profile, chosen)
-            if path is not None and costs:
+            times = time_forwards(model, profile, chosen)
+            costs = _plausible({size: min(of_size) for size, of_size in times.items()})
+            if path is not None and costs and all(map(_is_steady, times.values())):
                 write_costs(path, costs)
     except Exception:  # steps will be measured
         return {}
@@ -70,7 +78,7 @@ def read_costs(path: Path) -> dict[int, float]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
     is_valid &= all(1 <= size <= _MAX_SIZE and 0 < sec < 3600 for size, sec in costs.items())
-    return costs if is_valid else {}
+    return _plausible(costs) if is_valid else {}
 
 
 def write_costs(path: Path, costs: Mapping[int, float]) -> None:
@@ -78,6 +86,18 @@ def write_costs(path: Path, costs: Mapping[int, float]) -> None:
     seconds = {str(size): round(sec, 6) for size, sec in sorted(costs.items())}
     with suppress(OSError):
         write_whole(path, json.dumps({"format": _FORMAT, "seconds": seconds}).encode())
+
+
+def _plausible(costs: Mapping[int, float]) -> dict[int, float]:
+    """Return costs as they are, or none if more tokens take less time than one."""
+    is_plausible = bool(costs) and min(costs.values()) >= _LEAST_SHARE * costs[1]
+    return {**costs} if is_plausible else {}
+
+
+def _is_steady(times: Sequence[float]) -> bool:
+    """Return whether the shortest time came again."""
+    shortest, second = sorted(times)[:2]
+    return second <= _STEADY * shortest
 
 
 def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str:

@@ -20,15 +20,18 @@ from ngram_pool import Draft
 # of tokens of a small model on two cores. For large models that is the first sizes alone.
 _SIZES = (1, 8, 2, 16, 4, 32)
 _MAX_SEC = 1.0
+_MOST_TURNS = 8
 # Forwards of smaller models take a few milliseconds, and a step without drafts says as much.
 _MIN_PARAMETERS = 20_000_000
 
 
-def time_forwards(model: Model, profile: Profile, chosen: VerificationPlan) -> dict[int, float]:
+def time_forwards(
+    model: Model, profile: Profile, chosen: VerificationPlan
+) -> dict[int, list[float]]:
     """Return the seconds of forwards by their tokens; empty if it is not worth measuring.
 
-    All sizes are measured in turn, several times, and the shortest time of each counts, so that a
-    busy machine slows none of them more than the others.
+    All sizes are measured in turn, at least twice, the shortest time of each first: so a busy
+    machine slows none of them more than the others, and times that differ show that it was busy.
 
     Args:
         model: the target.
@@ -37,18 +40,18 @@ def time_forwards(model: Model, profile: Profile, chosen: VerificationPlan) -> d
     """
     if sum(parameter.numel() for parameter in model.parameters()) < _MIN_PARAMETERS:
         return {}
-    found: dict[int, float] = {}
+    found: dict[int, list[float]] = {}
 
     def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
         for unwanted in ("logits_processor", "stopping_criteria"):
             prepared.pop(unwanted, None)
-        longest = 8 * max(_SIZES)
+        longest = 8 * max(_SIZES)  # each forward leaves one token
         target = make_target(
             model, input_ids, prepared, chosen, longest, generation_config, profile
         )
         try:
             target.prefill()
-            found.update(_in_turn(model, target, longest))
+            found.update(_in_turn(model, target))
         finally:
             target.close()
         return input_ids
@@ -58,19 +61,17 @@ def time_forwards(model: Model, profile: Profile, chosen: VerificationPlan) -> d
     return found
 
 
-def _in_turn(model: Model, target: Target, longest: int) -> dict[int, float]:
+def _in_turn(model: Model, target: Target) -> dict[int, list[float]]:
     """Measure as many sizes, and as often, as there is time for; the first two at least."""
-    found: dict[int, float] = {}
+    found: dict[int, list[float]] = {}
     end = perf_counter() + _MAX_SEC
-    for num_forwards in range(longest // 2):
-        size = _SIZES[num_forwards // 2 % len(_SIZES)]
-        is_first = num_forwards < 2 * len(_SIZES)
-        if perf_counter() > end and num_forwards % 2 == 0 and len(found) > 1:
+    for size in _SIZES * _MOST_TURNS:
+        if perf_counter() > end and len(found) > 1:
             break
-        sec = _time_one(model, target, size)
-        # The first forward of a size does not count: libraries prepare kernels for it.
-        if num_forwards % 2 or not is_first:
-            found[size] = min(sec, found.get(size, sec))
+        if size not in found:  # does not count: libraries prepare kernels for a new size
+            _time_one(model, target, size)
+        times = [_time_one(model, target, size) for _ in range(2)]
+        found[size] = sorted(found.get(size, []) + times)
     return found
 
 

@@ -1,6 +1,7 @@
 """Costs of forwards on disk: measured once, read later, and never in the way."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,22 @@ from lade.probing.profile import profile_of
 from tests.lade.tiny import tiny_model
 
 BY_TREE = VerificationPlan("tree", None, {})
+STEADY = {1: [0.030, 0.031, 0.090], 8: [0.035, 0.036]}
 PROMPT = torch.tensor([[5, 6, 7]])
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of costs, where even tiny models are measured."""
+    """A folder of costs, where even tiny models are measured, and all times come again."""
     monkeypatch.setattr(timing, "_MIN_PARAMETERS", 0)
     monkeypatch.setattr(timing, "_MAX_SEC", 0.2)
     monkeypatch.setattr(costs, "costs_folder", lambda: tmp_path / "costs")
+    monkeypatch.setattr(costs, "_STEADY", math.inf)
+    monkeypatch.setattr(costs, "_LEAST_SHARE", 0.0)
     return tmp_path / "costs"
 
 
-def measured_never(*_: Any) -> dict[int, float]:
+def measured_never(*_: Any) -> dict[int, list[float]]:
     raise AssertionError("nothing is measured again")
 
 
@@ -78,6 +82,7 @@ def test_other_settings_have_costs_of_their_own(folder: Path) -> None:
         b'{"format": 1, "seconds": {"1": 0.03, "x": 0.04}}',
         b'{"format": 1, "seconds": {"1": 0.03, "99999999": 0.04}}',
         b'{"format": 1, "seconds": {"1": 0.03, "8": null}}',
+        b'{"format": 1, "seconds": {"1": 1.94, "8": 0.48}}',
         b"[" * 5000,
     ],
 )
@@ -95,6 +100,42 @@ def test_a_damaged_file_is_measured_and_written_anew(folder: Path) -> None:
     path.write_text("{")
     assert first_costs_of(model, profile_of(model), BY_TREE)
     assert json.loads(path.read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "found", "is_kept"),
+    [
+        (STEADY, {1: 0.030, 8: 0.035}, True),
+        ({**STEADY, 2: [0.027, 0.028]}, {1: 0.030, 2: 0.027, 8: 0.035}, True),
+        ({**STEADY, 8: [0.035, 0.080]}, {1: 0.030, 8: 0.035}, False),
+        ({**STEADY, 1: [0.060, 0.061]}, {}, False),  # slower than eight tokens
+        ({}, {}, False),
+    ],
+)
+def test_times_of_a_busy_machine_are_not_kept(
+    times: dict[int, list[float]],
+    found: dict[int, float],
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(costs, "time_forwards", lambda *_: times)
+    model = tiny_model("llama")
+    assert first_costs_of(model, profile_of(model), BY_TREE, tmp_path / "costs") == found
+    assert (tmp_path / "costs").exists() == is_kept
+
+
+def test_each_size_is_timed_as_often_and_its_shortest_time_is_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "_MAX_SEC", math.inf)
+    monkeypatch.setattr(timing, "_MOST_TURNS", 2)
+    model = tiny_model("llama")
+    found = timing.time_forwards(model, profile_of(model), BY_TREE)
+    assert found.keys() == {1, 2, 4, 8, 16, 32}
+    assert all(len(times) == 4 and times == sorted(times) for times in found.values())
+    monkeypatch.setattr(timing, "_MAX_SEC", 0.0)  # as where a forward takes a second
+    assert [*timing.time_forwards(model, profile_of(model), BY_TREE)] == [1, 8]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
