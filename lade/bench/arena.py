@@ -69,9 +69,9 @@ class SameText:
 
 
 def enterable() -> list[str]:
-    """Return the names of all methods of lade's own decoding."""
-    own = [name for name in METHODS if name not in BASELINES]
-    return [name for name in own if not METHODS[name].reads_pools]
+    """Return the names of all methods of lade's own decoding that need neither pool nor model."""
+    own = {name: info for name, info in METHODS.items() if name not in BASELINES}
+    return [name for name, info in own.items() if not (info.reads_pools or info.needs_assistant)]
 
 
 def run_arena(

@@ -13,7 +13,7 @@ from ngram_pool import Draft, SampledDraft
 ExpansionName = Literal["tree", "chain", "beam"]
 
 # Nodes of a level that are run for the next, and children that each may have. Nodes far less likely
-# than the best of their level are not run: hardly any text takes them.
+# than the best of their level are left out: hardly any text takes them.
 _TREE_WIDTH = 4
 _TREE_CHILDREN = 4
 _LEAST_SHARE = 0.1
@@ -132,16 +132,14 @@ class Expansion(NamedTuple):
     def _kept(self, nodes: "_Nodes", level: list[int], limits: Limits) -> list[int]:
         """Return the nodes of a new level that may be in the draft, best first."""
         level = sorted(level, key=lambda node: -nodes.probs[node])
-        return level[: self.width if self.name == "beam" else limits.num_nodes]
+        if self.name == "beam":
+            return level[: self.width]
+        least = _LEAST_SHARE * nodes.probs[level[0]]
+        return [node for node in level[: limits.num_nodes] if nodes.probs[node] >= least]
 
     def _running(self, nodes: "_Nodes", level: Sequence[int], speaker: Speaker) -> list[int]:
         """Return the nodes of a level to run."""
-        least = 0.0 if self.name == "beam" else _LEAST_SHARE * nodes.probs[level[0]]
-        return [
-            node
-            for node in level[: self.width]
-            if nodes.probs[node] >= least and not speaker.is_end(nodes.token_ids[node])
-        ]
+        return [node for node in level[: self.width] if not speaker.is_end(nodes.token_ids[node])]
 
 
 class DrawnExpansion(NamedTuple):

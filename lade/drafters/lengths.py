@@ -131,13 +131,21 @@ _PRIOR = 0.7
 # What is left of the weight of levels after another one, of its own probability and of any.
 _KEPT, _KEPT_OF_ANY = 0.99, 0.97
 # Least weight of the newest time in a running mean, and how many times the mean it may be: others
-# use the machine, too.
+# use the machine, too. Of the first few, the shortest counts: libraries prepare kernels.
 _NEWEST, _MOST_TIMES = 0.1, 4.0
+_NUM_FIRST = 3
+# What is left of the weight of steps after another one. As if there had been steps before the first
+# whose draft tokens took this share of a step each, with a sum of squares of their numbers.
+_KEPT_OF_STEPS = 0.95
+_PRIOR_SHARE, _PRIOR_SQUARES = 0.01, 20.0
+# A step without draft tokens takes this share of the mean step, at least.
+_LEAST_BASE = 0.25
 # Share of the time without drafts that may be spent to see whether they pay by now; halved after
 # each time that they did not, so often at most.
 _TRIAL_SHARE, _MOST_HALVED = 0.02, 4
-# Levels of a draft that is made to see whether drafts pay.
-_TRIAL_LEVELS = 3
+# Levels of a draft that is made to see whether drafts pay; and levels that must have been right or
+# wrong before it is seen: two wrong ones, as there are in any text, say little.
+_TRIAL_LEVELS, _LEAST_SEEN = 3, 6.0
 # Tokens of the text that are run in about the time of one.
 _FEW_BEHIND = 8
 
@@ -152,8 +160,55 @@ class Mean:
     def add(self, sec: float) -> None:
         """Take a time into account."""
         self.num += 1
-        newest = min(sec, _MOST_TIMES * self.sec) if self.num > 3 else sec
-        self.sec += max(_NEWEST, 1 / self.num) * (newest - self.sec)
+        if self.num <= _NUM_FIRST:
+            self.sec = min(self.sec, sec)
+        else:
+            newest = min(sec, _MOST_TIMES * self.sec)
+            self.sec += max(_NEWEST, 1 / self.num) * (newest - self.sec)
+
+
+@dataclass
+class StepSeconds:
+    """Seconds of a step of the target by the number of its draft tokens: a line through the newest.
+
+    Steps become slower as a text grows, so a line is fitted to those of late alone.
+
+    Attributes:
+        num, nodes, secs, squares, products: Decayed sums over steps: of 1, of draft tokens, of
+            seconds, of squares of the former, and of products of both.
+    """
+
+    num: float = 0.0
+    nodes: float = 0.0
+    secs: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, num_nodes: int, sec: float) -> None:
+        """Learn from a step, or from the mean of several."""
+        if self.num:
+            sec = min(sec, _MOST_TIMES * (self.base + num_nodes * self.node))
+        news = (1.0, num_nodes, sec, num_nodes**2, num_nodes * sec)
+        old = (self.num, self.nodes, self.secs, self.squares, self.products)
+        self.num, self.nodes, self.secs, self.squares, self.products = (
+            _KEPT_OF_STEPS * before + new for before, new in zip(old, news, strict=True)
+        )
+
+    @property
+    def node(self) -> float:
+        """What a draft token adds."""
+        if not self.num:
+            return 0.0
+        spread = max(0.0, self.squares - self.nodes**2 / self.num)
+        together = self.products - self.nodes * self.secs / self.num
+        prior = _PRIOR_SQUARES * _PRIOR_SHARE * self.secs / self.num
+        return max(0.0, (together + prior) / (spread + _PRIOR_SQUARES))
+
+    @property
+    def base(self) -> float:
+        """Of a step without draft tokens."""
+        mean = self.secs / self.num
+        return max(_LEAST_BASE * mean, mean - self.node * self.nodes / self.num)
 
 
 @dataclass
@@ -163,8 +218,7 @@ class MeasuredCosts:
     Attributes:
         forward: Of a forward over a level; None while unknown.
         token: Of a token of the text that is run together with others; None while unknown.
-        step: Of a step of the target without a draft; None while unknown.
-        node: That a draft token adds to a step.
+        step: Of steps of the target.
         tried, right: By the probability that a level has the right token: how often that was seen,
             and how often it had.
         newest_tried, newest_right: The same of the newest levels of any probability.
@@ -174,8 +228,7 @@ class MeasuredCosts:
 
     forward: Mean | None = None
     token: Mean | None = None
-    step: Mean | None = None
-    node: Mean = field(default_factory=lambda: Mean(0.0, 0))
+    step: StepSeconds = field(default_factory=StepSeconds)
     tried: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
     right: list[float] = field(default_factory=lambda: [0.0] * _NUM_BINS)
     newest_tried: float = 0.0
@@ -213,11 +266,7 @@ class MeasuredCosts:
         """Learn the time between two drafts, in which up to `num_nodes` tokens were verified."""
         if num_nodes == 0:
             self.resting_sec += sec
-        if num_nodes == 0 or self.step is None:
-            self.step = _added(self.step, sec)
-        else:
-            self.node.add(max(0.0, sec - self.step.sec) / num_nodes)
-            self.step.sec = min(self.step.sec, sec)
+        self.step.add(num_nodes, sec)
 
     def copy(self) -> "MeasuredCosts":
         """Return a copy that shares nothing."""
@@ -250,10 +299,13 @@ class Measured:
         """Return the maximum, a few levels to try, or 0."""
         costs = self._costs
         self._is_trial = False
-        if costs.forward is None or costs.step is None:
+        is_known = (
+            costs.forward is not None and costs.step.num and costs.newest_tried >= _LEAST_SEEN
+        )
+        if costs.forward is None or not is_known:
             self._is_trial = True
             return min(self._most, _TRIAL_LEVELS)
-        if self._gain(costs.forward.sec, costs.step.sec) > 1.0:
+        if self._gain(costs.forward.sec, costs.step) > 1.0:
             costs.num_failed = 0
             return self._most
         token_sec = costs.forward.sec / _FEW_BEHIND if costs.token is None else costs.token.sec
@@ -268,17 +320,18 @@ class Measured:
     def goes_on(self, levels: Sequence[Level]) -> bool:
         """Go on while that makes tokens come faster."""
         costs = self._costs
-        if self._is_trial or costs.forward is None or costs.step is None:
+        if self._is_trial or costs.forward is None or not costs.step.num:
             return True
+        node_sec = costs.step.node
         expected, alive, before = 1.0, 1.0, 1.0
         for level in levels:
             alive *= costs.continuing(level.mass / before if before else 0.0)
             expected += alive
             before = level.mass
         num_nodes = sum(level.num_nodes for level in levels)
-        sec = costs.step.sec + len(levels) * costs.forward.sec + num_nodes * costs.node.sec
+        sec = costs.step.base + len(levels) * costs.forward.sec + num_nodes * node_sec
         more = alive * costs.mean_continuing
-        more_sec = costs.forward.sec + levels[-1].num_nodes * costs.node.sec
+        more_sec = costs.forward.sec + levels[-1].num_nodes * node_sec
         return more * sec > expected * more_sec
 
     def learn(self, outcome: Outcome) -> None:
@@ -298,14 +351,15 @@ class Measured:
             costs.newest_right = costs.newest_right * _KEPT_OF_ANY + is_right
             before = level.mass
 
-    def _gain(self, forward_sec: float, step_sec: float) -> float:
+    def _gain(self, forward_sec: float, step: StepSeconds) -> float:
         """Return how much faster tokens would come with drafts of the best number of levels."""
         costs, best = self._costs, 0.0
         right, expected, alive = costs.mean_continuing, 1.0, 1.0
+        step_sec, level_sec = step.base, forward_sec + step.node
         for num_levels in range(1, self._most + 1):
             alive *= right
             expected += alive
-            sec = step_sec + num_levels * (forward_sec + costs.node.sec)
+            sec = step_sec + num_levels * level_sec
             best = max(best, expected * step_sec / sec)
         return best
 

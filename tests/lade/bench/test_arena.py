@@ -69,8 +69,10 @@ def test_a_method_that_writes_another_text_is_found(
         run_arena(loaded, PROMPTS, ["lade"], [4], Settings(8), Config(), entries=[])
 
 
-def test_those_of_transformers_stay_out_of_the_arena() -> None:
-    left_out = {"plain", "prompt_lookup", "lade_pool", "lade_pool_fresh"}
+def test_methods_that_are_not_lades_alone_stay_out_of_the_arena() -> None:
+    of_transformers = {"plain", "prompt_lookup", "hf_assistant", "hf_early_exit"}
+    of_given_models = {"assistant", "pool+assistant"}
+    left_out = of_transformers | of_given_models | {"lade_pool", "lade_pool_fresh"}
     assert set(METHODS) - set(enterable()) == left_out
     assert set(arena.DEFAULT_METHODS) < set(enterable())
 

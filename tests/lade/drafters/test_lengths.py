@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lade.drafters.lengths import Length, Level, Mean, MeasuredCosts, Outcome, Rule
+from lade.drafters.lengths import (
+    Length,
+    Level,
+    Mean,
+    MeasuredCosts,
+    Outcome,
+    Rule,
+    StepSeconds,
+)
 
 SURE = Level(0.9, 0.9, 1)
 UNSURE = Level(0.1, 0.3, 1)
@@ -72,6 +80,14 @@ def test_confidence_ends_a_draft_with_its_first_unlikely_token() -> None:
     assert grown(rule_of("seed", confidence=0.4), [0.1]) == 1
 
 
+def steps(base: float, node: float = 0.0) -> StepSeconds:
+    """Return what is known after many steps that take so long."""
+    known = StepSeconds()
+    for num_nodes in [0, 2, 5, 9] * 100:
+        known.add(num_nodes, base + node * num_nodes)
+    return known
+
+
 def best_length(right: float, step: float, forward: float, node: float, most: int) -> int:
     """Return how many levels give the most tokens per second, by trying all."""
     speeds = [
@@ -85,7 +101,7 @@ def best_length(right: float, step: float, forward: float, node: float, most: in
 @pytest.mark.parametrize("forward", [0.001, 0.01, 0.05, 0.2])
 def test_measured_drafts_are_as_long_as_is_fastest(right: float, forward: float) -> None:
     """Where all levels are as likely and that is known, the best length is found by trying all."""
-    costs = MeasuredCosts(Mean(forward), Mean(0.001), Mean(0.1), Mean(0.002))
+    costs = MeasuredCosts(Mean(forward), Mean(0.001), steps(0.1, 0.002))
     costs.tried, costs.right = [100_000.0] * 10, [100_000.0 * right] * 10
     costs.newest_tried, costs.newest_right = 100_000.0, 100_000.0 * right
     expected = best_length(right, 0.1, forward, 0.002, 20)
@@ -103,9 +119,10 @@ def test_measured_drafts_rest_where_they_do_not_pay_and_are_tried_more_and_more_
         num_levels = grown(rule, [0.5] * 20, num_behind)
         if num_levels:
             tried.append(step)
-            costs.record_draft(num_behind, 0.0001 * num_behind, [0.1] * (num_levels - 1))
+            first_sec = 0.1 + 0.0001 * num_behind
+            costs.record_draft(num_behind, first_sec, [0.1] * (num_levels - 1))
             told(rule, num_levels, 0)
-            spent += 0.0001 * num_behind + 0.1 * (num_levels - 1)
+            spent += first_sec + 0.1 * (num_levels - 1)
             num_behind = 0
         costs.record_step(num_levels, 0.1 + 0.001 * num_levels)
         num_behind += 1
@@ -117,7 +134,7 @@ def test_measured_drafts_rest_where_they_do_not_pay_and_are_tried_more_and_more_
 
 def test_a_long_text_is_not_run_for_a_trial_alone() -> None:
     """A token to catch up with costs more than a trial may, so only a new, short text is tried."""
-    costs = MeasuredCosts(Mean(0.1), Mean(0.01), Mean(0.1))
+    costs = MeasuredCosts(Mean(0.1), Mean(0.01), steps(0.1))
     costs.newest_tried = 50.0
     rule = rule_of("measured", costs)
     for step in range(5000):
@@ -126,8 +143,20 @@ def test_a_long_text_is_not_run_for_a_trial_alone() -> None:
     assert rule.begin(20) == 3
 
 
+def test_two_wrong_levels_decide_nothing() -> None:
+    """A trial costs little beside a rest that holds for two per cent of the time."""
+    costs = MeasuredCosts()
+    rule = rule_of("measured", costs)
+    for is_right in (False, False, True, True, True, True, True, True):
+        num_levels = grown(rule, [0.9] * 20)
+        assert num_levels >= 3
+        costs.record_draft(1, 0.01, [0.01] * (num_levels - 1))
+        told(rule, num_levels, num_levels * is_right)
+        costs.record_step(num_levels, 0.1)
+
+
 def test_measured_drafts_come_back_where_they_begin_to_pay() -> None:
-    costs = MeasuredCosts(Mean(0.01), Mean(0.001), Mean(0.1))
+    costs = MeasuredCosts(Mean(0.01), Mean(0.001), steps(0.1))
     costs.newest_tried = 50.0
     rule = rule_of("measured", costs)
     assert rule.begin(1) == 0
@@ -142,6 +171,42 @@ def test_measured_drafts_come_back_where_they_begin_to_pay() -> None:
     assert num_drafts > 1000
 
 
+def test_a_line_through_steps_follows_a_text_that_grows() -> None:
+    known = StepSeconds()
+    for _ in range(100):
+        for num_nodes in (3, 6, 9):
+            known.add(num_nodes, 0.030 + 0.001 * num_nodes)
+    assert known.base == pytest.approx(0.030, rel=0.02)
+    assert known.node == pytest.approx(0.001, rel=0.1)
+    for _ in range(40):  # a text that is much longer: all steps are slower, none by its draft
+        for num_nodes in (3, 6, 9):
+            known.add(num_nodes, 0.060 + 0.001 * num_nodes)
+    assert known.base == pytest.approx(0.060, rel=0.02)
+    assert known.node == pytest.approx(0.001, rel=0.1)
+    known.add(6, 30.0)  # a pause of the user's
+    assert known.base < 0.1
+
+
+def test_steps_alike_tell_little_of_a_draft_token() -> None:
+    known = StepSeconds()
+    assert known.node == 0.0
+    for _ in range(100):
+        known.add(0, 0.1)
+    assert known.base == pytest.approx(0.1)
+    assert known.node == pytest.approx(0.001)
+
+
+def test_of_the_first_times_the_shortest_counts() -> None:
+    """Libraries prepare kernels in a first forward; it may take seconds."""
+    mean = Mean(1.5)
+    for _ in range(10):
+        mean.add(0.02)
+    assert mean.sec == pytest.approx(0.02)
+    for _ in range(20):
+        mean.add(0.04)
+    assert mean.sec == pytest.approx(0.04, rel=0.1)
+
+
 def test_what_is_measured_is_kept_from_call_to_call() -> None:
     length = Length("measured")
     costs = length.begin_call()
@@ -154,7 +219,7 @@ def test_what_is_measured_is_kept_from_call_to_call() -> None:
     known = length.begin_call()
     assert known.tried[3] == 7.0
     assert known.forward == Mean(0.5, 2)
-    assert known.step == Mean(0.1, 1)
+    assert known.step.base == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

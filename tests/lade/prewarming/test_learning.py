@@ -27,7 +27,7 @@ def learn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn after every call, the same in every run."""
     monkeypatch.setattr(learning, "_LEAST_SEC", 0.0)
     monkeypatch.setattr(
-        learning, "prewarm", lambda model, sec, folder: prewarm(model, 60, max_tokens=3000)
+        learning, "prewarm", lambda model, sec, folder: prewarm(model, 3600, max_tokens=3000)
     )
     rng = np.random.default_rng
     monkeypatch.setattr(
