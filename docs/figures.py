@@ -245,9 +245,9 @@ def drafters(file: str) -> str:
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
         mat, cores = f"{entry['mean_accepted_tokens']:.2f}", f"{entry['busy_cores']:.2f}"
         rows.append((name, *speed, mat, *shares, *times, cores, share_text(entry["same_text"])))
-        for source, each in entry.get("sources", {}).items():
+        for part, each in entry.get("sources", {}).items():
             counts = (each["num_asked"], each["num_draft_tokens"], each["num_accepted_tokens"])
-            sources.append((name, source, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
+            sources.append((name, part, *(f"{n:,}" for n in counts), f"{each['sec']:.1f}"))
     headings = (
         *("decoding", "tokens/s", "speed-up", "MAT", "accepted", "corrected"),
         *("draft ms/step", "target ms/step", "busy cores", "same text"),
