@@ -36,7 +36,7 @@ class Merged:
 
         assistant = lade.drafters.AssistantModel(small_model)
         both = lade.drafters.Merged([lade.drafters.CallPool(), assistant])
-        lade.generate(model, **inputs, drafter=both)
+        lade.generate(model, input_ids, drafter=both)
 
     Drafters are asked in the order of their cost. Tokens on the same path become one node, whose
     probability is learned from what became of each drafter's nodes, and of those that several agree

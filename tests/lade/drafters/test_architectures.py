@@ -34,7 +34,7 @@ def _draft(model: Any) -> dict[str, int]:
     asked: dict[str, int] = {}
     for kind, drafter in (("assistant", assistant), ("merged", Merged([CallPool(), assistant]))):
         for do_sample in (False, True):
-            options = {"max_new_tokens": 12, "do_sample": do_sample}
+            options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": do_sample}
             mask = torch.ones_like(PROMPT)
             torch.manual_seed(1)
             expected = model.generate(PROMPT, attention_mask=mask, **options)
