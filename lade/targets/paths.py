@@ -20,6 +20,7 @@ from lade.targets import ties
 from lade.targets.base import Alone, Forward
 from lade.targets.inputs import extended, widened
 from lade.targets.rollback import (
+    can_grow,
     crop,
     expand,
     find_cache,
@@ -52,6 +53,15 @@ class _Outputs(NamedTuple):
     logits: Tensor
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor | None, ...] | None
+
+    def after(self, num_nodes: int) -> "_Outputs":
+        """Return what there is of all but the first nodes."""
+        states, weights = self.hidden_states, self.attentions
+        return _Outputs(
+            self.logits[:, num_nodes:],
+            states and tuple(each[:, num_nodes:] for each in states),
+            weights and tuple(None if each is None else each[:, :, num_nodes:] for each in weights),
+        )
 
 
 class ChainTarget:
@@ -149,6 +159,11 @@ class ChainTarget:
         For a single row. `commit` takes a path of the whole chain.
         """
         assert len(tree) == max(tree.depths) + 1
+        if num_run and self._cache is not None and not self._restores:
+            cache = self._cache[1]
+            if not can_grow(cache):
+                crop(cache, num_run)
+                return self.forward(self._inputs([tree], 0)).after(num_run)
         inputs = self._inputs([tree], num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
@@ -184,7 +199,7 @@ class ChainTarget:
         num_new = width - num_run if num_run else self.num_pending + width
         return self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
 
-    def forward(self, inputs: Any) -> Forward:
+    def forward(self, inputs: Any) -> _Outputs:
         """Run the model and return its outputs in node order."""
         layout = self._layout
         if self._cache is not None:

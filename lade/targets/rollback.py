@@ -5,6 +5,7 @@ forward will change, for caches that fold the past into a state.
 """
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -98,6 +99,29 @@ def crop(cache: Any, num_tokens: int) -> None:
                     layer.cumulative_length.sub_(num_tokens)  # later slots are overwritten
             elif not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.record_past:
                 layer.crop(-num_tokens)
+
+
+def can_grow(cache: Any) -> bool:
+    """Return whether a forward may follow another with no `crop` in between."""
+    windowed = cache_utils.DynamicSlidingWindowLayer
+    return _windows_can_grow() or not any(
+        type(layer) is windowed and layer.record_past
+        for part in _parts(cache)
+        for layer in part.layers
+    )
+
+
+@functools.cache
+def _windows_can_grow() -> bool:
+    """Return whether a windowed layer may be updated again before the next `crop`.
+
+    Older releases of transformers then return more keys than their mask is for.
+    """
+    layer, states = cache_utils.DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 2, 1)
+    layer.activate_past_recording()
+    layer.update(states, states)
+    keys, _ = layer.update(states, states)
+    return bool(keys.shape[-2] == 3)
 
 
 def _parts(cache: Any) -> list[Cache]:
