@@ -2,11 +2,18 @@
 
 It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
 alone: an engine's draft proposer needs no more than `NGramPool.observe` and `NGramPool.draft`.
-Reading order: `draft.py`, `pool.py`, `table.py`, `_kernels.py`; then `files.py`, `store.py`.
+Reading order: `draft.py`, `pool.py`, `table.py`, `_kernels.py`; then `delta.py`, `files.py`,
+`store.py`.
 """
 
+from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
-from ngram_pool.errors import NewerPoolFileError, PoolFileError, ReadOnlyPoolError
+from ngram_pool.errors import (
+    NewerPoolFileError,
+    PoolDeltaError,
+    PoolFileError,
+    ReadOnlyPoolError,
+)
 from ngram_pool.pool import NGramPool
 from ngram_pool.store import NamedPool, PoolStore, StoreStats
 from ngram_pool.table import DEFAULT_NUM_SUCCESSORS, SuccessorTable
@@ -17,7 +24,10 @@ __all__ = [
     "NGramPool",
     "NamedPool",
     "NewerPoolFileError",
+    "PoolDelta",
+    "PoolDeltaError",
     "PoolFileError",
+    "PoolStamp",
     "PoolStore",
     "ReadOnlyPoolError",
     "SampledDraft",

@@ -1378,6 +1378,7 @@ def open_front(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     begin: int,
     row: int,
 ) -> None:
@@ -1385,6 +1386,7 @@ def open_front(
     for other in range(row, begin, -1):
         keys[other] = keys[other - 1]
         counts[other] = counts[other - 1]
+        epochs[other] = epochs[other - 1]
         for j in range(successor_ids.shape[1]):
             successor_ids[other, j] = successor_ids[other - 1, j]
             costs[other, j] = costs[other - 1, j]
@@ -1396,10 +1398,12 @@ def rehash(
     old_counts: Int32Array,
     old_ids: Int32Array,
     old_costs: NDArray[np.uint16],
+    old_epochs: Int32Array,
     keys: Int64Array,
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
 ) -> None:
     """Copy the rows of a table to an empty one of another size."""
@@ -1409,9 +1413,10 @@ def rehash(
         previous = old_keys[old] // (HASH_MASK + 1) - 1
         begin = bucket_of(keys, previous, old_keys[old] % (HASH_MASK + 1))
         num_contexts[0] += keys[begin + WAYS - 1] == NONE
-        open_front(keys, counts, successor_ids, costs, begin, begin + WAYS - 1)
+        open_front(keys, counts, successor_ids, costs, epochs, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
         counts[begin] = old_counts[old]
+        epochs[begin] = old_epochs[old]
         for j in range(successor_ids.shape[1]):
             successor_ids[begin, j] = old_ids[old, j]
             costs[begin, j] = old_costs[old, j]
@@ -1423,6 +1428,7 @@ def put_context(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
     previous: int,
     last: int,
@@ -1430,6 +1436,7 @@ def put_context(
     new_probs: NDArray[np.float32],
     i: int,
     averages: bool,
+    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
@@ -1440,11 +1447,13 @@ def put_context(
     Args:
         keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
             `successor_ids`, `costs`: [num_rows, num_successors], likeliest first, NONE where fewer
-            are known; `num_contexts`: int64 [1], number of rows in use.
+            are known; `epochs`: int32 [num_rows], when each was put last; `num_contexts`: int64
+            [1], number of rows in use.
         previous, last: the context; `previous` may be NONE.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row. Row `i` is put.
         averages: whether a context's new successors are averaged with the known ones or replace
             them.
+        epoch: what is noted as the time.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     num_held, k = successor_ids.shape[1], new_ids.shape[1]
@@ -1478,9 +1487,10 @@ def put_context(
             merged_probs[place] = 0.0
             num_merged += 1
         merged_probs[place] += share * float(new_probs[i, j])
-    open_front(keys, counts, successor_ids, costs, begin, row)
+    open_front(keys, counts, successor_ids, costs, epochs, begin, row)
     keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
     counts[begin] = count
+    epochs[begin] = epoch
     for j in range(num_held):
         best = NONE
         for m in range(num_merged):
@@ -1502,11 +1512,13 @@ def put_successors(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
     contexts: Int64Array,
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
+    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> None:
@@ -1518,6 +1530,7 @@ def put_successors(
             counts,
             successor_ids,
             costs,
+            epochs,
             num_contexts,
             previous,
             last,
@@ -1525,6 +1538,7 @@ def put_successors(
             new_probs,
             i,
             averages,
+            epoch,
             merged_ids,
             merged_probs,
         )
@@ -1536,6 +1550,7 @@ def put_tree(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
     previous: int,
     token_ids: Int64Array,
@@ -1543,6 +1558,7 @@ def put_tree(
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
     averages: bool,
+    epoch: int,
     merged_ids: Int32Array,
     merged_probs: Float64Array,
 ) -> bool:
@@ -1574,6 +1590,7 @@ def put_tree(
             counts,
             successor_ids,
             costs,
+            epochs,
             num_contexts,
             NONE,
             last,
@@ -1581,6 +1598,7 @@ def put_tree(
             new_probs,
             node,
             averages,
+            epoch,
             merged_ids,
             merged_probs,
         )
@@ -1592,6 +1610,7 @@ def put_tree(
             counts,
             successor_ids,
             costs,
+            epochs,
             num_contexts,
             before,
             last,
@@ -1599,6 +1618,7 @@ def put_tree(
             new_probs,
             node,
             averages,
+            epoch,
             merged_ids,
             merged_probs,
         )
@@ -1772,13 +1792,20 @@ def follow(text: Int32Array, position: int, end: int) -> int:
 
 @kernel
 def write_texts(
-    text: Int32Array, counts: Int64Array, since: int, token_ids: Int32Array, bounds: Int32Array
+    text: Int32Array,
+    counts: Int64Array,
+    since: int,
+    token_ids: Int32Array,
+    bounds: Int32Array,
+    places: Int32Array,
 ) -> int:
     """Write what is held from position `since` on, by sequence; return how many sequences it is.
 
     Args:
         token_ids: int32 [at least as many as are held], filled.
         bounds: int32 [one more], filled: sequence i is `token_ids[bounds[i] : bounds[i + 1]]`.
+        places: int32 [as many as `token_ids`, 3], filled: for each sequence, the position before
+            its first token, held or not, that of its first token, and that of its last one.
     """
     first, end = max(first_held(text, counts), since), int(counts[NEXT_POSITION])
     num_tokens = num_sequences = 0
@@ -1787,10 +1814,13 @@ def write_texts(
         row = begin % text.shape[0]
         if text[row, PREVIOUS] >= first or text[row, TOKEN] == NONE:
             continue
+        places[num_sequences, 0] = text[row, PREVIOUS]
+        places[num_sequences, 1] = begin
         position = begin
         while position != NONE:
             token_ids[num_tokens] = text[position % text.shape[0], TOKEN]
             num_tokens += 1
+            places[num_sequences, 2] = position
             position = follow(text, position, end)
         num_sequences += 1
         bounds[num_sequences] = num_tokens
@@ -1925,6 +1955,7 @@ def drop_contexts(
     counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
     dropped_keys: Int64Array,
     dropped_ids: Int64Array,
@@ -1956,9 +1987,11 @@ def drop_contexts(
             costs[kept, num_kept:] = MAX_COST
             keys[kept] = key
             counts[kept] = counts[row]
+            epochs[kept] = epochs[row]
             kept += 1
         keys[kept : begin + WAYS] = NONE
         counts[kept : begin + WAYS] = 0
+        epochs[kept : begin + WAYS] = 0
         successor_ids[kept : begin + WAYS, :] = NONE
         costs[kept : begin + WAYS, :] = MAX_COST
 
@@ -1974,6 +2007,7 @@ def forget(
     key_counts: Int32Array,
     successor_ids: Int32Array,
     costs: NDArray[np.uint16],
+    epochs: Int32Array,
     num_contexts: Int64Array,
     unigram_ids: Int32Array,
     unigram_counts: Float64Array,
@@ -1985,13 +2019,23 @@ def forget(
 
     Args:
         left: as `find_occurrences` left it; `has_rows`: whether any is above 0.
-        keys, key_counts, successor_ids, costs, num_contexts: of the table, as for `put_context`.
+        keys, key_counts, successor_ids, costs, epochs, num_contexts: of the table, as for
+            `put_context`.
         unigram_ids, unigram_counts: as for `count_unigrams`.
         dropped_keys, dropped_ids: as for `drop_contexts`.
     """
     if has_rows:
         empty_rows(text, links, heads, counts, left)
-    drop_contexts(keys, key_counts, successor_ids, costs, num_contexts, dropped_keys, dropped_ids)
+    drop_contexts(
+        keys,
+        key_counts,
+        successor_ids,
+        costs,
+        epochs,
+        num_contexts,
+        dropped_keys,
+        dropped_ids,
+    )
     for row in range(unigram_ids.shape[0]):
         if contains(dropped_ids, unigram_ids[row]):
             unigram_ids[row] = NONE

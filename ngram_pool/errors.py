@@ -1,4 +1,4 @@
-"""What can be wrong with a pool's file, or with writing to a pool."""
+"""What can be wrong with a pool's file, with what a pool is sent, or with writing to it."""
 
 
 class PoolFileError(ValueError):
@@ -7,6 +7,10 @@ class PoolFileError(ValueError):
 
 class NewerPoolFileError(PoolFileError):
     """A file has a format of a newer version, which this one cannot read; it may well be whole."""
+
+
+class PoolDeltaError(ValueError):
+    """Bytes are no delta of a pool, are damaged, or of another version; it says what."""
 
 
 class ReadOnlyPoolError(TypeError):

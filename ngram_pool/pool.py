@@ -9,6 +9,7 @@ import os
 import secrets
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
     ANSWER,
+    COST_STEPS,
     HASH_MASK,
     HASH_MULTIPLIER,
     LOWERED,
@@ -42,8 +44,9 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
+from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
-from ngram_pool.errors import PoolFileError
+from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import StoredPool, read_pool, write_pool
 from ngram_pool.locks import lock_of_pool, reading, writing
 from ngram_pool.table import SuccessorTable, keys_of
@@ -73,8 +76,18 @@ _LEAST_ROOM = 64  # nodes that scratch is for at least
 _LEARNING_RATE = 0.003
 _UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence without text
 _FIRST_PURGE = 64  # sequences held before those whose handle is gone are first dropped
+# Pools whose last delta is remembered, so that it is not taken twice, and sequences of theirs that
+# may go on in their next ones; those that came longest ago are dropped.
+_MAX_ORIGINS = 4096
+_MAX_CONTINUED = 1024
+# Stretches of text that came from other pools. Beyond that, the text between the two oldest ones
+# counts as other pools', too.
+_MAX_STRETCHES = 1024
 # Attributes that a copy of a pool allocates anew.
-_NOT_COPIED = {"_lock", "_sequences", "_purge_at", "_no_sequence", "_rooms", "_keeper"}
+_NOT_COPIED = {
+    *("_lock", "_sequences", "_purge_at", "_no_sequence", "_rooms", "_keeper"),
+    *("_origin", "_continued"),
+}
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -216,6 +229,10 @@ class NGramPool:
         self._counts = _first_counts(seed)
         self._held = self._empty(min(_FIRST_NUM_ROWS, self._capacity))
         self._sequence_0 = _Sequence(_NO_TABLE)
+        # From where to where text came from other pools, counted as `_num_observed` counts.
+        self._taken: tuple[tuple[int, int], ...] = ()
+        # By origin, in the order in which they came: the epoch until which deltas were taken.
+        self._taken_until: OrderedDict[str, int] = OrderedDict()
         self._allocate_the_rest()
         compile_by(self._run_kernels)
 
@@ -236,6 +253,10 @@ class NGramPool:
         self._sequences = {0: weakref.ref(self._sequence_0)}
         self._purge_at = _FIRST_PURGE
         self._no_sequence = _Sequence(_NO_TABLE)
+        # The name of this pool among all there are, and the process in which it is that.
+        self._origin = "", -1
+        # Sequences of other pools, by origin and last position there.
+        self._continued: OrderedDict[tuple[str, int], _Sequence] = OrderedDict()
         # Free scratch, by number of layers.
         self._rooms: dict[int, list[_Room]] = {0: [self._room(_LEAST_ROOM, 0)]}
 
@@ -409,17 +430,24 @@ class NGramPool:
         """
         return self._texts_since(0)
 
-    def merge(self, other: "NGramPool") -> None:
-        """Observe all text of another pool, and take its harvested successors.
+    def merge(self, other: "NGramPool | PoolDelta") -> None:
+        """Observe all text of another pool, or of a delta, and take its harvested successors.
 
-        Each of its sequences is observed as one of its own. Where both know the successors of a
-        context, those of the other are taken; of a token's expected counts, the greater. The
-        weights of the sources stay as they are, and `other` is unchanged.
+        Each of its sequences is observed as one of its own; one that goes on in the next delta of
+        the same pool goes on here. Where both know the successors of a context, those of the other
+        are taken. Of a token's expected counts, the greater is taken from a pool; to them is added
+        what a delta expects of it. The weights of the sources stay as they are, and `other` is
+        unchanged.
+
+        A delta that was merged before is left out, and so is one of this pool itself. A pool
+        remembers that of the last 4,096 pools which deltas came from, not in its file.
 
         Raises:
-            TypeError: `other` is not a pool.
-            ValueError: it is this pool itself, or holds text of another tokenizer. The pool is
-                unchanged after such an error; after an interrupt, it has taken a first part.
+            ReadOnlyPoolError: the pool is read-only.
+            TypeError: `other` is neither a pool nor a delta.
+            ValueError: it is this pool itself, or holds text of another tokenizer; or a delta has
+                a part of what was merged before, and more. The pool is unchanged after such an
+                error; after an interrupt, it has taken a first part.
 
         Warns:
             UserWarning: `other` has successors of another model, which are left out.
@@ -430,15 +458,74 @@ class NGramPool:
         >>> pool.draft([5], max_draft_tokens=2).candidates()
         [[6, 7]]
         """
-        if not isinstance(other, NGramPool):
-            raise TypeError(f"expected an NGramPool, got {other!r}")
+        if not isinstance(other, NGramPool | PoolDelta):
+            raise TypeError(f"expected an NGramPool or a PoolDelta, got {other!r}")
         if other is self:
             raise ValueError("expected another pool, got this one itself")
+        if self._is_read_only:
+            raise ReadOnlyPoolError(f"expected a pool that learns for merge, got {self!r}")
         if self.tokenizer and other.tokenizer and self.tokenizer != other.tokenizer:
+            kind = "pool" if isinstance(other, NGramPool) else "delta"
             raise ValueError(
-                f"expected text of the tokenizer {self.tokenizer}, got a pool of {other.tokenizer}"
+                f"expected text of the tokenizer {self.tokenizer}, got a {kind} of "
+                f"{other.tokenizer}"
             )
-        self._take_from(other, 0)
+        if isinstance(other, PoolDelta):
+            self._take_delta(other)
+        else:
+            self._take_from(other, 0)
+
+    @writing
+    def stamp(self) -> PoolStamp:
+        """Mark this moment: `delta` of the stamp has what is learned later; O(1).
+
+        A stamp is of this pool in memory. It is none of a copy, nor of what is loaded from its
+        file: they take their own.
+        """
+        return self._stamp()
+
+    def delta(
+        self,
+        since: PoolStamp | None = None,
+        *,
+        with_harvest: bool = True,
+        max_bytes: int | None = None,
+    ) -> PoolDelta:
+        """Return what the pool itself learned since a stamp, to be merged into other pools.
+
+        What it took from other pools (`merge`) is not in it, so that pools can exchange deltas back
+        and forth. What has been overwritten or forgotten is not, either; what was sent before
+        something was forgotten has to be forgotten wherever it went. Linear in what came since.
+
+        A delta is text. What is private to a user, a call or a tenant must not leave them in one:
+        keep a pool for each, or send the deltas of shared pools only.
+
+        Args:
+            since: `stamp()` of this pool, or `until` of its last delta; None for all that is held,
+                what was in the file that it was loaded from too.
+            with_harvest: whether harvested successors are in it; they take far more room than text.
+            max_bytes: of its arrays in memory (`PoolDelta.nbytes`): the newest text that fits, and
+                then the newest contexts; None for all. What is left out is in no later delta.
+
+        Raises:
+            ReadOnlyPoolError: the pool is read-only.
+            TypeError, ValueError: the stamp is not one, or of another pool; `max_bytes` is not a
+                positive integer.
+
+        >>> pool, other = NGramPool(), NGramPool()
+        >>> pool.observe([5, 6, 7])
+        >>> delta = pool.delta()
+        >>> other.merge(PoolDelta.from_bytes(delta.to_bytes()))
+        >>> pool.observe([8])
+        >>> pool.delta(delta.until).num_tokens, other.delta().num_tokens
+        (1, 0)
+        """
+        if not isinstance(since, PoolStamp | None):
+            raise TypeError(f"expected since to be a PoolStamp or None, got {since!r}")
+        if max_bytes is not None:
+            max_bytes = positive("max_bytes", max_bytes)
+        delta = self._delta(since, with_harvest)
+        return delta if max_bytes is None else delta.newest(max_bytes)
 
     def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
         """Remove every occurrence of some tokens in a row, for good; linear in what is held.
@@ -771,7 +858,10 @@ class NGramPool:
         assert len(self._harvested) == len(self._harvested.contexts())
         assert np.isfinite(self._unigrams.counts).all()
         assert (self._unigrams.counts[self._unigrams.token_ids == NONE] == 0).all()
-        for opened in [ref() for ref in self._sequences.values()]:
+        assert all(begin < end for begin, end in self._taken)
+        assert all(one[1] < two[0] for one, two in pairwise(self._taken))
+        assert len(self._taken) <= _MAX_STRETCHES
+        for opened in [ref() for ref in self._sequences.values()] + [*self._continued.values()]:
             if opened is None:
                 continue
             state = opened.state.copy()
@@ -868,7 +958,9 @@ class NGramPool:
 
     @writing
     def _observe(self, ids: Int64Array, sequence: int, is_answer: bool) -> None:
-        opened = self._sequence(sequence)
+        self._append_all(ids, self._sequence(sequence), is_answer)
+
+    def _append_all(self, ids: Int64Array, opened: _Sequence, is_answer: bool) -> None:
         num_tokens = self._counts.item(NEXT_POSITION) + len(ids)
         if len(self._held.text) < min(num_tokens, self._capacity):
             self._grow(num_tokens)
@@ -928,25 +1020,154 @@ class NGramPool:
     @reading
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
         """Return what is held of the text observed after so many tokens."""
-        token_ids, bounds = np.empty(len(self), np.int32), np.empty(len(self) + 1, np.int32)
-        since = num_observed - self._counts.item(LOWERED)
-        num = _kernels.write_texts(self._held.text, self._counts, since, token_ids, bounds)
-        return (token_ids[begin:end] for begin, end in pairwise(bounds[: num + 1].tolist()))
+        token_ids, bounds, _ = self._write_texts(num_observed)
+        return (token_ids[begin:end] for begin, end in pairwise(bounds.tolist()))
+
+    def _write_texts(self, num_observed: int) -> tuple[Int32Array, Int32Array, Int64Array]:
+        """Return the same as one array, bounds of texts in it, and the kernel's `places`.
+
+        These count as `_num_observed` does.
+        """
+        lowered = self._counts.item(LOWERED)
+        since = num_observed - lowered
+        num_tokens = min(len(self), max(0, self._counts.item(NEXT_POSITION) - since))
+        token_ids, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
+        places = np.empty((num_tokens, 3), np.int32)
+        num = _kernels.write_texts(self._held.text, self._counts, since, token_ids, bounds, places)
+        positions = places[:num].astype(np.int64)
+        positions[positions != NONE] += lowered
+        return token_ids[: bounds[num]], bounds[: num + 1], positions
+
+    # --- exchange with other pools ----------------------------------------------------------
+
+    def _stamp(self) -> PoolStamp:
+        if self._origin[1] != os.getpid():  # a forked child learns on its own
+            self._origin = secrets.token_hex(8), os.getpid()
+        return PoolStamp(self._origin[0], self._num_observed, self._harvested.end_epoch())
+
+    @writing
+    def _delta(self, since: PoolStamp | None, with_harvest: bool) -> PoolDelta:
+        until = self._stamp()
+        since = PoolStamp(until.origin, 0, 0) if since is None else since
+        if since.origin != until.origin:
+            raise ValueError(f"expected a stamp of the pool {until.origin}, got {since}")
+        if not (0 <= since.num_observed <= until.num_observed and 0 <= since.epoch < until.epoch):
+            raise ValueError(f"expected a stamp before {until}, got {since}")
+        token_ids, bounds, places = self._write_texts(since.num_observed)
+        is_own = ~self._is_taken(places[:, 1])
+        sizes = np.diff(bounds)
+        token_ids = token_ids[np.repeat(is_own, sizes)]
+        bounds = np.concatenate([[0], sizes[is_own].cumsum()]).astype(np.int32)
+        changed = self._harvested.arrays(since.epoch if with_harvest else until.epoch)
+        return PoolDelta(
+            since,
+            until,
+            self.tokenizer,
+            self.model,
+            token_ids,
+            bounds,
+            places[is_own][:, ::2].copy(),
+            keys=changed["keys"][::-1].copy(),
+            successor_ids=changed["token_ids"][::-1].copy(),
+            costs=changed["costs"][::-1].copy(),
+        )
+
+    def _is_taken(self, positions: Int64Array) -> NDArray[np.bool_]:
+        """Return whether text came from other pools, by positions counted as `_num_observed`."""
+        begins, ends = np.array(self._taken, np.int64).reshape(-1, 2).T
+        stretch = np.searchsorted(begins, positions, "right") - 1
+        is_taken: NDArray[np.bool_] = (stretch >= 0) & (positions < np.append(ends, 0)[stretch])
+        return is_taken
+
+    def _take_delta(self, delta: PoolDelta) -> None:
+        if not self._begin_delta(delta):
+            return
+        origin = delta.since.origin
+        ids = delta.token_ids.astype(np.int64)
+        places = delta.places.tolist()
+        for (begin, end), place in zip(pairwise(delta.bounds.tolist()), places, strict=True):
+            self._take_text(ids[begin:end], origin, *place)
+        if self._is_of_model(delta.model):
+            self._take_successors(delta)
+        self._take_fingerprints(delta)
+
+    @writing
+    def _begin_delta(self, delta: PoolDelta) -> bool:
+        """Return whether a delta is to be taken, and count it as taken: at most once, then."""
+        origin, until = delta.since.origin, self._taken_until
+        if (origin, os.getpid()) == self._origin or delta.until.epoch <= until.get(origin, 0):
+            return False
+        if delta.since.epoch < until.get(origin, 0):
+            raise ValueError(
+                f"expected a delta of the pool {origin} since epoch {until[origin]}, which was "
+                f"merged last, or later, got {delta!r}"
+            )
+        until[origin] = delta.until.epoch
+        until.move_to_end(origin)
+        while len(until) > _MAX_ORIGINS:
+            until.popitem(last=False)
+        return True
+
+    @writing
+    def _take_text(
+        self, ids: Int64Array, origin: str = "", previous: int = NONE, last: int = NONE
+    ) -> None:
+        """Observe a text of another pool, in the sequence that it goes on with there.
+
+        Args:
+            origin: of that pool; "" where nothing will go on with the text.
+            previous, last: positions there, as `PoolDelta.places`.
+        """
+        opened = self._continued.pop((origin, previous), None) or _Sequence(_NO_TABLE)
+        try:
+            # Before it is there: wherever this is interrupted, it is sent back to nobody.
+            self._note_taken(len(ids))
+            self._append_all(ids, opened, is_answer=False)
+        finally:
+            self._note_taken(0)
+        if origin:
+            self._continued[origin, last] = opened
+            while len(self._continued) > _MAX_CONTINUED:
+                self._continued.popitem(last=False)
+
+    def _note_taken(self, num_tokens: int) -> None:
+        """Note that the next tokens to be observed are another pool's, and none after them."""
+        now = self._num_observed
+        oldest = now - len(self)
+        taken = [(begin, min(end, now)) for begin, end in self._taken if oldest < end]
+        taken = [(begin, end) for begin, end in taken if begin < end]
+        if num_tokens:
+            begin = taken.pop()[0] if taken and taken[-1][1] == now else now
+            taken.append((begin, now + num_tokens))
+        if len(taken) > _MAX_STRETCHES:
+            taken[:2] = [(taken[0][0], taken[1][1])]
+        self._taken = tuple(taken)
 
     def _take_from(self, other: "NGramPool", num_observed: int) -> None:
         """Take another pool's text observed after so many tokens, and its harvest."""
         for text in other._texts_since(num_observed):
-            self.observe(text, self.open_sequence())
-        is_of_model = not (self.model and other.model and self.model != other.model)
-        if is_of_model:
+            self._take_text(text.astype(np.int64))
+        if self._is_of_model(other.model):
             self._take_harvest(*other._harvest())
+        self._take_fingerprints(other)
+
+    def _is_of_model(self, model: str) -> bool:
+        return not (self.model and model and self.model != model)
+
+    def _take_fingerprints(self, other: "NGramPool | PoolDelta") -> None:
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
-        if not is_of_model:
+        if self.model != other.model and other.model:
             warnings.warn(
                 f"successors of the model {other.model} are left out of a pool of {self.model}",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+    @writing
+    def _take_successors(self, delta: PoolDelta) -> None:
+        self._harvested.take_successors(delta.keys, delta.successor_ids, delta.costs)
+        probs = np.exp(delta.costs / np.float32(-COST_STEPS))
+        self._count_unigrams(delta.successor_ids, probs)
 
     @reading
     def _harvest(self) -> tuple[SuccessorTable, _Unigrams]:
@@ -983,6 +1204,7 @@ class NGramPool:
             table.counts,
             table.token_ids,
             table.costs,
+            table.epochs,
             table.num_contexts,
             *self._unigrams,
             self._contexts_of(ids, np.flatnonzero(left)),

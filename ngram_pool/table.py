@@ -25,6 +25,8 @@ from ngram_pool.locks import alone, lock_of_table
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
 _LEAST_PIECE = 16
+_TAKEN = 0  # the epoch of what another table gave
+_FIRST_EPOCH = 1  # that of what was read from a file, too
 
 
 class _Rows(NamedTuple):
@@ -34,6 +36,7 @@ class _Rows(NamedTuple):
     token_ids: Int32Array  # [num_rows, num_successors], likeliest first, NONE where fewer are known
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
+    epochs: Int32Array  # [num_rows], in which epoch each was put last; _TAKEN from elsewhere
     num_contexts: Int64Array  # [1], number of rows in use
 
     def copy(self) -> "_Rows":
@@ -75,6 +78,7 @@ class SuccessorTable:
         self._capacity = _power_of_two(max(positive("capacity", capacity), _LEAST_ROWS))
         self._num_successors = positive("num_successors", num_successors)
         self._averages = averages
+        self._epoch = _FIRST_EPOCH
         self._lock = lock_of_table()
         self._held = self._empty(_LEAST_ROWS)
 
@@ -107,7 +111,7 @@ class SuccessorTable:
     @property
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
-        return sum(array.nbytes for array in self._held[:4])
+        return sum(array.nbytes for array in self._held[:5])
 
     @property
     def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
@@ -127,7 +131,15 @@ class SuccessorTable:
             ValueError: shapes do not match, or a value is out of range. The table is unchanged
                 after such an error. After an interrupt, it has learned a first part.
         """
-        self._put(*_checked(contexts, token_ids, probs))
+        self._put(*_checked(contexts, token_ids, probs), is_own=True)
+
+    def take_successors(
+        self, keys: Int64Array, token_ids: Int32Array, costs: NDArray[np.uint16]
+    ) -> None:
+        """Learn successors as `arrays` returns them, once each; they are not of any epoch."""
+        probs = np.exp(costs / np.float32(-COST_STEPS))
+        probs[token_ids == NONE] = 0.0
+        self._put(*_checked(_pairs_of(keys), token_ids, probs), is_own=False)
 
     def update(self, other: "SuccessorTable") -> None:
         """Learn what another table holds, as if it were put as often as it was put there.
@@ -136,12 +148,10 @@ class SuccessorTable:
             other: a table of the same number of successors or fewer; unchanged.
         """
         arrays = {name: array[::-1] for name, array in other.arrays().items()}  # newest last
-        probs = np.exp(arrays["costs"] / np.float32(-COST_STEPS))
-        probs[arrays["token_ids"] == NONE] = 0.0
-        pairs, counts = _pairs_of(arrays["keys"]), arrays["counts"]
+        counts = arrays.pop("counts")
         for times in range(counts.max(initial=0) if self._averages else min(1, len(counts))):
             is_put = counts > times
-            self.put(pairs[is_put], arrays["token_ids"][is_put], probs[is_put])
+            self.take_successors(**{name: array[is_put] for name, array in arrays.items()})
 
     @alone
     def put_tree(
@@ -184,6 +194,7 @@ class SuccessorTable:
             held.counts,
             held.token_ids,
             held.costs,
+            held.epochs,
             held.num_contexts,
             previous,
             np.ascontiguousarray(lasts, np.int64),
@@ -191,6 +202,7 @@ class SuccessorTable:
             np.ascontiguousarray(ids, np.int32),
             np.ascontiguousarray(floats, np.float32),
             self._averages,
+            self._epoch,
             np.empty(size, np.int32),
             np.empty(size, np.float64),
         )
@@ -222,13 +234,29 @@ class SuccessorTable:
         """Return the contexts held, int64 [num_contexts, 2], as `put` takes them."""
         return _pairs_of(self.arrays()["keys"])
 
+    # --- epochs -----------------------------------------------------------------------------
+
+    @alone
+    def end_epoch(self) -> int:
+        """Return the number of the epoch that ends now; what is put later is of the next."""
+        self._epoch += 1
+        return self._epoch - 1
+
     # --- on disk ----------------------------------------------------------------------------
 
     @alone
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of all that is held, for writing to a file."""
+    def arrays(self, after_epoch: int | None = None) -> dict[str, NDArray[Any]]:
+        """Return copies of all that is held, for writing to a file; newest first in each bucket.
+
+        Args:
+            after_epoch: only what was put in later epochs than this one, newest first; None for
+                all, what was taken from other tables too.
+        """
         held = self._held
         is_held = held.keys != NONE
+        if after_epoch is not None:
+            rows = np.flatnonzero(held.epochs > max(after_epoch, _TAKEN))
+            is_held = rows[np.argsort(-held.epochs[rows], kind="stable")]
         return {
             "keys": held.keys[is_held],
             "counts": held.counts[is_held],
@@ -264,7 +292,7 @@ class SuccessorTable:
         while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
             num_rows *= 2
         by_row = [np.ascontiguousarray(array) for array in (keys, ids, costs, counts)]
-        old = _Rows._make([*by_row, np.array([num])])
+        old = _Rows._make([*by_row, np.full(num, _FIRST_EPOCH, np.int32), np.array([num])])
         table._resize(old, num_rows)
         return table
 
@@ -282,7 +310,8 @@ class SuccessorTable:
     ) -> None:
         """Hold arrays as `held` returned them, themselves, from now on."""
         num_contexts = np.array([np.count_nonzero(keys != NONE)], np.int64)
-        self._held = _Rows(keys, token_ids, costs, counts, num_contexts)
+        epochs = np.full(len(keys), _FIRST_EPOCH, np.int32)
+        self._held = _Rows(keys, token_ids, costs, counts, epochs, num_contexts)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -293,11 +322,15 @@ class SuccessorTable:
             np.full(shape, NONE, np.int32),
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
+            np.full(num_rows, _TAKEN, np.int32),
             np.zeros(1, np.int64),
         )
 
     @alone
-    def _put(self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32]) -> None:
+    def _put(
+        self, pairs: Int64Array, ids: Int32Array, probs: NDArray[np.float32], is_own: bool
+    ) -> None:
+        epoch = self._epoch if is_own else _TAKEN
         scratch_size = ids.shape[1] + self._num_successors
         scratch = np.empty(scratch_size, np.int32), np.empty(scratch_size, np.float64)
         start = 0
@@ -309,7 +342,7 @@ class SuccessorTable:
                 self._resize(self._held, 2 * num_rows)
                 continue
             part = slice(start, start + max(room, _LEAST_PIECE))
-            self._put_part(pairs[part], ids[part], probs[part], scratch)
+            self._put_part(pairs[part], ids[part], probs[part], epoch, scratch)
             start = part.stop
 
     def _put_part(
@@ -317,6 +350,7 @@ class SuccessorTable:
         pairs: Int64Array,
         ids: Int32Array,
         probs: NDArray[np.float32],
+        epoch: int,
         scratch: tuple[Int32Array, Float64Array],
     ) -> None:
         held = self._held
@@ -325,11 +359,13 @@ class SuccessorTable:
             held.counts,
             held.token_ids,
             held.costs,
+            held.epochs,
             held.num_contexts,
             pairs,
             ids,
             probs,
             self._averages,
+            epoch,
             *scratch,
         )
 
@@ -341,10 +377,12 @@ class SuccessorTable:
             old.counts,
             old.token_ids,
             old.costs,
+            old.epochs,
             new.keys,
             new.counts,
             new.token_ids,
             new.costs,
+            new.epochs,
             new.num_contexts,
         )
         self._held = new

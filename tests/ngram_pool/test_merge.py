@@ -105,5 +105,5 @@ def test_only_another_pool_is_taken() -> None:
     assert (len(frozen), frozen.tokenizer) == (len(ONE), "")
     pool.merge(frozen)
     assert [text.tolist() for text in pool.texts()] == [ONE, ONE]
-    with pytest.raises(TypeError, match="expected an NGramPool, got"):
+    with pytest.raises(TypeError, match="expected an NGramPool or a PoolDelta, got"):
         pool.merge(np.array(ONE))  # type: ignore[arg-type]
