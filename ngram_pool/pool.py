@@ -430,7 +430,7 @@ class NGramPool:
         """
         return self._texts_since(0)
 
-    def merge(self, other: "NGramPool | PoolDelta") -> None:
+    def merge(self, other: "NGramPool | PoolDelta") -> bool:
         """Observe all text of another pool, or of a delta, and take its harvested successors.
 
         Each of its sequences is observed as one of its own; one that goes on in the next delta of
@@ -441,6 +441,9 @@ class NGramPool:
 
         A delta that was merged before is left out, and so is one of this pool itself. A pool
         remembers that of the last 4,096 pools which deltas came from, not in its file.
+
+        Returns:
+            Whether it was taken: False for a delta that is left out.
 
         Raises:
             ReadOnlyPoolError: the pool is read-only.
@@ -455,6 +458,7 @@ class NGramPool:
         >>> pool, other = NGramPool(), NGramPool()
         >>> other.observe([5, 6, 7])
         >>> pool.merge(other)
+        True
         >>> pool.draft([5], max_draft_tokens=2).candidates()
         [[6, 7]]
         """
@@ -471,9 +475,9 @@ class NGramPool:
                 f"{other.tokenizer}"
             )
         if isinstance(other, PoolDelta):
-            self._take_delta(other)
-        else:
-            self._take_from(other, 0)
+            return self._take_delta(other)
+        self._take_from(other, 0)
+        return True
 
     @writing
     def stamp(self) -> PoolStamp:
@@ -516,6 +520,7 @@ class NGramPool:
         >>> pool.observe([5, 6, 7])
         >>> delta = pool.delta()
         >>> other.merge(PoolDelta.from_bytes(delta.to_bytes()))
+        True
         >>> pool.observe([8])
         >>> pool.delta(delta.until).num_tokens, other.delta().num_tokens
         (1, 0)
@@ -1079,9 +1084,9 @@ class NGramPool:
         is_taken: NDArray[np.bool_] = (stretch >= 0) & (positions < np.append(ends, 0)[stretch])
         return is_taken
 
-    def _take_delta(self, delta: PoolDelta) -> None:
+    def _take_delta(self, delta: PoolDelta) -> bool:
         if not self._begin_delta(delta):
-            return
+            return False
         origin = delta.since.origin
         ids = delta.token_ids.astype(np.int64)
         places = delta.places.tolist()
@@ -1090,6 +1095,7 @@ class NGramPool:
         if self._is_of_model(delta.model):
             self._take_successors(delta)
         self._take_fingerprints(delta)
+        return True
 
     @writing
     def _begin_delta(self, delta: PoolDelta) -> bool:

@@ -34,7 +34,7 @@ ORDER = [
     ),
     *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
-    *("models", "chat", "server"),
+    *("models", "chat", "server", "engines"),
 ]
 EDGE = ["cli", "bench", "support"]  # may import all of it
 

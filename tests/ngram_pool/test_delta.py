@@ -178,13 +178,14 @@ def test_nothing_is_taken_twice() -> None:
     first = pool.delta()
     pool.observe(TWO)
     second = pool.delta(first.until)
-    for delta in (first, second, first, second, PoolDelta.from_bytes(first.to_bytes())):
-        other.merge(delta)
+    received = [first, second, first, second, PoolDelta.from_bytes(first.to_bytes())]
+    for delta, is_new in zip(received, [True, True, False, False, False], strict=True):
+        assert other.merge(delta) is is_new
         copied = copy.copy(other)
         copied.merge(delta)
         assert texts_of(copied) == texts_of(other)
     assert texts_of(other) == [ONE + TWO]
-    pool.merge(first)  # its own
+    assert not pool.merge(first)  # its own
     assert texts_of(pool) == [ONE + TWO]
 
 
