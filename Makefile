@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
 DIST := .venv-dist
+RAY := .venv-ray
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
 # Tiny models are faster on one thread: starting two takes longer than their matrices.
@@ -13,7 +14,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load ray dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -29,6 +30,7 @@ help:
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
+	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
 
@@ -92,6 +94,10 @@ stress: $(VENV)/.dev
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
 
+ray: $(RAY)/.dev
+	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
+	$(TEST) $(RAY)/bin/python examples/ray_serve/measure.py --out docs/results/ray/two_replicas.json
+
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist
 	rm -rf dist
@@ -113,6 +119,10 @@ $(OLDEST)/.dev: pyproject.toml constraints-oldest.txt | $(OLDEST)/bin/python
 	$(OLDEST)/bin/$(PIP) --constraint constraints-oldest.txt --editable ".[dev]"
 	@touch $@
 
+$(RAY)/.dev: pyproject.toml constraints.txt | $(RAY)/bin/python
+	$(RAY)/bin/$(PIP) --constraint constraints.txt --editable ".[dev,ray]"
+	@touch $@
+
 $(DOCS)/.docs: pyproject.toml constraints.txt | $(DOCS)/bin/python
 	$(DOCS)/bin/$(PIP) --constraint constraints.txt --editable ".[docs]"
 	@touch $@
@@ -126,5 +136,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(RAY) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -93,7 +93,8 @@ class Collector:
     Args:
         capacity_tokens: of the merged pool.
         log_bytes: of deltas that are kept.
-        max_delta_bytes: of one delta, as it is sent; a larger one is refused.
+        max_delta_bytes: of one delta, as it is sent; a larger one is refused. It is little more than
+            the arrays at most, which senders bound.
         path: of a file to begin with, and to save the pool in; None for neither.
         save_every_sec: how often it is saved, at most, while deltas come.
 
@@ -113,7 +114,7 @@ class Collector:
         capacity_tokens: int = DEFAULT_CAPACITY_TOKENS,
         *,
         log_bytes: int = DEFAULT_LOG_BYTES,
-        max_delta_bytes: int = DEFAULT_DELTA_BYTES,
+        max_delta_bytes: int = 2 * DEFAULT_DELTA_BYTES,
         path: str | PathLike[str] | None = None,
         save_every_sec: float = 60.0,
     ) -> None:
