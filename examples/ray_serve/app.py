@@ -6,20 +6,20 @@ Each replica answers one question at a time; a few wait, and more are sent away 
 replica that dies is replaced, and the new one begins with what all had learned.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 import lade
 from lade.engines.exchange import PoolExchange
 from lade.engines.ray import RayCollector
 from lade.models import encode, load
-
-api = FastAPI()
 
 
 class Question(BaseModel):
@@ -52,9 +52,22 @@ class Replica:
         if hasattr(self, "_exchange"):
             self._exchange.stop()  # sends what is left
 
-    @api.post("/answers")
+    async def __call__(self, request: Request) -> JSONResponse:
+        """Answer `POST /answers`, on a thread: Ray looks after the replica meanwhile."""
+        asked = request.method, request.url.path
+        if asked == ("GET", "/stats"):
+            return JSONResponse(self.stats())
+        if asked != ("POST", "/answers"):
+            return JSONResponse({"detail": "expected POST /answers or GET /stats"}, 404)
+        try:
+            question = Question.model_validate_json(await request.body())
+        except ValidationError as error:
+            return JSONResponse({"detail": str(error)}, 422)
+        answer = await asyncio.to_thread(self.answer, question)
+        return JSONResponse(answer.model_dump())
+
     def answer(self, question: Question) -> Answer:
-        """Answer a question, on a thread of its own: Ray looks after the replica meanwhile."""
+        """Answer a question."""
         model, tokenizer, _ = self._loaded
         inputs = encode(tokenizer, question.prompt, model.device)
         output = lade.generate(
@@ -75,7 +88,6 @@ class Replica:
             num_joined_tokens=self._exchange.stats().num_joined_tokens,
         )
 
-    @api.get("/stats")
     def stats(self) -> dict[str, Any]:
         """Return what the pool of one replica exchanged, whichever is asked."""
         pool = self._exchange.pool
@@ -102,5 +114,5 @@ def app(arguments: Mapping[str, str]) -> Any:
         max_queued_requests=int(options["queue"]),
         ray_actor_options={"num_cpus": 1},
         health_check_period_s=2,
-    )(serve.ingress(api)(Replica))
+    )(Replica)
     return deployment.bind(options["model"] or None, options["collector"], float(options["every"]))

@@ -96,6 +96,8 @@ class Load:
 
     def report(self, sec: float) -> dict[str, Any]:
         """Return what came of it."""
+        if not self.answers:
+            raise RuntimeError(f"expected answers, got none: {self.lost[0]}")
         seconds = sorted(answer["sec"] for answer in self.answers)
         pids = [*dict.fromkeys(answer["pid"] for answer in self.answers)]
         report = {
@@ -134,7 +136,7 @@ def tokens_per_forward(answers: list[dict[str, Any]]) -> float:
     """Return the mean accepted tokens, the bonus token counted; without the first of each."""
     num_forwards = sum(answer["num_forwards"] for answer in answers)
     num_tokens = sum(answer["num_tokens"] - 1 for answer in answers)
-    return round(num_tokens / max(1, num_forwards), 3)
+    return round(float(num_tokens / max(1, num_forwards)), 3)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

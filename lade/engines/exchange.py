@@ -93,8 +93,8 @@ class Collector:
     Args:
         capacity_tokens: of the merged pool.
         log_bytes: of deltas that are kept.
-        max_delta_bytes: of one delta, as it is sent; a larger one is refused. It is little more than
-            the arrays at most, which senders bound.
+        max_delta_bytes: of one delta, as it is sent; a larger one is refused. It is little more
+            than the arrays at most, which senders bound.
         path: of a file to begin with, and to save the pool in; None for neither.
         save_every_sec: how often it is saved, at most, while deltas come.
 

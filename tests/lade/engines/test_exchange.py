@@ -4,12 +4,14 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from lade.engines.exchange import Collector, Cursor, Exchanged, Joined, PoolExchange
 from ngram_pool import NGramPool, PoolDelta, PoolDeltaError
+
+_T = TypeVar("_T")
 
 
 def texts_of(pool: NGramPool) -> list[list[int]]:
@@ -35,7 +37,7 @@ class Failing:
     def exchange(self, delta: bytes, cursor: Cursor) -> Exchanged:
         return self._call(lambda: self.collector.exchange(delta, cursor))
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[[], _T]) -> _T:
         if self.before is not None:
             raise self.before
         found = call()

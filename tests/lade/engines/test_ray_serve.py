@@ -32,7 +32,7 @@ def module_of(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("fastapi", reason="an extra: serve, web or ray")
+    pytest.importorskip("starlette", reason="an extra: serve, web or ray")
     module: Any = module_of("app", monkeypatch)
     collector = Collector()
     monkeypatch.setattr(module, "RayCollector", lambda name: collector)
@@ -68,6 +68,27 @@ def test_questions_are_checked(app: Any) -> None:
             app.Question(**wrong)
 
 
+def test_a_replica_speaks_http(app: Any) -> None:
+    replica = replica_of(app)
+
+    async def ask(method: str, path: str, body: str = "") -> tuple[int, Any]:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body.encode()}
+
+        scope = {"type": "http", "method": method, "path": path, "headers": []}
+        response = await replica(app.Request(scope, receive))
+        return response.status_code, json.loads(response.body)
+
+    status, answer = asyncio.run(ask("POST", "/answers", '{"prompt": "Why?", "max_tokens": 4}'))
+    assert (status, answer["num_tokens"]) == (200, 4)
+    status, stats = asyncio.run(ask("GET", "/stats"))
+    assert (status, stats["pid"]) == (200, answer["pid"])
+    for body in ("", "{}", '{"prompt": 3}', '{"prompt": "Why?", "max_tokens": 1e9}'):
+        assert asyncio.run(ask("POST", "/answers", body))[0] == 422
+    assert asyncio.run(ask("POST", "/"))[0] == 404
+    replica.__del__()
+
+
 def test_the_application_takes_its_arguments(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
@@ -75,7 +96,7 @@ def test_the_application_takes_its_arguments(app: Any, monkeypatch: pytest.Monke
         asked.update(options)
         return lambda replica: SimpleNamespace(bind=lambda *arguments: (replica, arguments))
 
-    serve = SimpleNamespace(deployment=deployment, ingress=lambda api: lambda replica: replica)
+    serve = SimpleNamespace(deployment=deployment)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
     replica, arguments = app.app({"replicas": "3", "queue": "7", "model": "mine"})
     assert (replica, arguments) == (app.Replica, ("mine", "pools", 5.0))
@@ -147,7 +168,7 @@ def answer_of(pid: int, at: float, joined: int = 0, is_right: bool = True) -> di
 
 
 def test_a_report_tells_the_replica_that_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastapi", reason="an extra: serve, web or ray")
+    pytest.importorskip("starlette", reason="an extra: serve, web or ray")
     measure: Any = module_of("measure", monkeypatch)
     load = measure.Load(Namespace(requests=5, seed=0, kill_after=2), ["a", "b"], ["x", "y"])
     assert sorted(load.asked) == [0, 0, 0, 1, 1]
