@@ -25,6 +25,9 @@ from statistics import median
 from typing import Any
 
 from lade.bench.assisted import compare, comparison_table
+from lade.bench.fleet import Cell
+from lade.bench.fleet_report import Paper, paper_table
+from lade.bench.fleet_report import table as fleet_sheet
 from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
 from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
@@ -269,6 +272,56 @@ def formula(file: str) -> str:
         (_NAMES.get(row[1], f"`{row[1]}`"), *row[2:]) for rows in sheet.sections for row in rows
     ]
     return _table(sheet.headings[1:], 1, rows)
+
+
+@_figure
+def fleet(file: str) -> str:
+    """Return every simulated fleet, by how its pools are shared."""
+    sheet = fleet_sheet([Cell(**run) for run in _read(file)["runs"]])
+    return _table(sheet.headings, 2, [row for rows in sheet.sections for row in rows])
+
+
+@_figure
+def fleet_cell(file: str, replicas: str, pools: str, name: str, form: str = "") -> str:
+    """Return one number of a simulated fleet, as `value` does."""
+    return _formatted(_fleet_run(file, replicas, pools)[name], form)
+
+
+@_figure
+def fleet_mb(file: str, replicas: str, pools: str) -> str:
+    """Return the megabytes a second that all replicas of a fleet receive."""
+    run = _fleet_run(file, replicas, pools)
+    return f"{run['num_replicas'] * run['received_bytes_per_sec'] / 1e6:.2g}"
+
+
+def _fleet_run(file: str, replicas: str, pools: str) -> Mapping[str, Any]:
+    (run,) = [
+        run
+        for run in _read(file)["runs"]
+        if (run["num_replicas"], run["sharing"]) == (int(replicas), pools)
+    ]
+    found: Mapping[str, Any] = run
+    return found
+
+
+@_figure
+def fleet_paper(file: str) -> str:
+    """Return what many users come to on paper."""
+    sheet = paper_table(Paper(**_read(file)["paper"]))
+    return _table(sheet.headings, 1, [row for rows in sheet.sections for row in rows])
+
+
+@_figure
+def fleet_source(file: str) -> str:
+    """Return where the figures of a fleet come from."""
+    content = _read(file)
+    recorded, made = content["settings"]["recorded"]["settings"], content["environment"]
+    model, num = str(recorded["model"]), content["settings"]["num_questions"]
+    return (
+        f"*`docs/{file}.json`: {num} questions, answers of {_MODELS.get(model, model)} in "
+        f"{recorded['dtype']} of up to {recorded['max_new_tokens']} tokens; "
+        f"{made['date'].split()[0]}, commit {made['commit'][:12]}.*"
+    )
 
 
 @_figure

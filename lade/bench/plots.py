@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from lade.bench.fleet import Cell
+
 _FORMATS = ("png", "svg")
 _DPI = 150
 
@@ -76,6 +78,27 @@ def plot_curves(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
         style = "--" if in_order[0].group == LOOPS else "-"
         axes.plot(counts, values, style, marker="o", label=label)
     axes.set_xlabel("draft tokens, at most")
+    axes.set_ylabel("mean accepted tokens")
+    return _save(figure, axes, folder, name)
+
+
+def plot_fleet(folder: Path, name: str, cells: "Sequence[Cell]") -> list[Path]:
+    """Plot MAT against replicas, one line per way of sharing; return the files.
+
+    Args:
+        folder: where to write `<name>.png` and `<name>.svg`.
+        name: base name of the files.
+        cells: what to plot.
+    """
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for cell in cells:
+        point = cell.num_replicas, cell.mean_accepted_tokens
+        lines.setdefault(cell.sharing, []).append(point)
+    figure, axes = _figure(width=7.0)
+    for label, points in lines.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("replicas")
     axes.set_ylabel("mean accepted tokens")
     return _save(figure, axes, folder, name)
 

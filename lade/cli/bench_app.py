@@ -44,6 +44,8 @@ _ANSWERS = "Answers to prompts"
 _TRACES = "Recorded answers"
 _PARTS = "Parts"
 _FORMULA = "Formula of assisted generation"  # of the options of project
+_POPULATION = "Who asks"  # of the options of fleet
+_PAPER = "On paper"
 
 SeedOption = Annotated[
     int,
@@ -564,6 +566,125 @@ def bench_replay(
     files = ResultFiles(json, markdown, plot)
     files.check()
     replay(traces, names, draft_sizes, passes, table, files)
+
+
+@bench.command("fleet", rich_help_panel=_TRACES)
+def bench_fleet(
+    traces: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACES", help="What bench record wrote.", exists=True, dir_okay=False
+        ),
+    ],
+    replicas: Annotated[
+        str, typer.Option(metavar="N,…", help="Comma-separated: replicas of the fleets.")
+    ] = "1,10,100,1000",
+    exchange_sec: Annotated[
+        str,
+        typer.Option(
+            metavar="T,…",
+            help="Comma-separated: replicas send what they learned, and fetch what others did, "
+            "every T seconds. An empty text for no exchanges.",
+        ),
+    ] = "60,10,1",
+    shards: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated: pools that requests are sent to. tenant, topic (a tenant's "
+            "prompts of one category), user, and layered: the tenant's, with one pool of the whole "
+            "fleet as a layer. An empty text for none.",
+        ),
+    ] = "tenant,topic,user,layered",
+    harvest: Annotated[
+        bool, typer.Option(help="Also send what was harvested, which takes more room than text.")
+    ] = True,
+    max_draft_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Verify up to N draft tokens in every step.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = 8,
+    capacity_tokens: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Tokens of each pool.", rich_help_panel=DRAFTING),
+    ] = 2**18,
+    requests: Annotated[
+        int,
+        typer.Option(
+            "--requests", metavar="N", min=1, help="Measure N requests, the last to some replicas."
+        ),
+    ] = 48,
+    requests_per_sec: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Requests a second to each replica.", rich_help_panel=_POPULATION
+        ),
+    ] = 1.0,
+    seconds: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds of requests.", rich_help_panel=_POPULATION),
+    ] = 300.0,
+    tenants_per_replica: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Tenants; a larger fleet has more.", rich_help_panel=_POPULATION
+        ),
+    ] = 4.0,
+    users_per_tenant: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Users.", rich_help_panel=_POPULATION)
+    ] = 10,
+    skew: Annotated[
+        float,
+        typer.Option(
+            metavar="S",
+            help="The n-th tenant, and the n-th question of one, comes 1 / n^S as often as the "
+            "first.",
+            rich_help_panel=_POPULATION,
+        ),
+    ] = 0.8,
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Random seed.", rich_help_panel=_POPULATION),
+    ] = 0,
+    users: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Users on paper.", rich_help_panel=_PAPER)
+    ] = 10**6,
+    requests_per_day: Annotated[
+        float, typer.Option(metavar="X", help="Requests of each.", rich_help_panel=_PAPER)
+    ] = 10.0,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Simulate a fleet of replicas: what sharing their pools is worth, and what it costs.
+
+    Recorded questions are asked by tenants, each in words of its own: of the recording, only the
+    tokens that two categories of prompts have in common are the same for all. Some questions are
+    asked more often than others, and some again; these are shown apart (MAT repeated).
+
+    The rows of a fleet are a pool per replica and nothing shared; the same, exchanged every T
+    seconds; one pool of all text at once; and pools that requests are sent to. The exchanged bytes
+    are real. A second table is arithmetic on what a request cost.
+    """
+    from lade.bench.fleet import Setup
+    from lade.bench.traffic import Population
+    from lade.cli.bench import ResultFiles
+    from lade.cli.fleet import choose_sharings, run
+    from lade.cli.grid import choose_sizes
+
+    fleets = choose_sizes("--replicas", replicas)
+    sharings = choose_sharings(exchange_sec, shards)
+    population = Population(
+        requests_per_sec, seconds, tenants_per_replica, users_per_tenant, skew, seed
+    )
+    setup = Setup(max_draft_tokens, capacity_tokens, requests, harvest)
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    run(traces, fleets, sharings, population, setup, users, requests_per_day, files)
 
 
 @bench.command("fit", rich_help_panel=_PARTS)

@@ -64,7 +64,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
         *(["pool"], ["pool", "build"], ["pool", "info"], ["pool", "merge"], ["pool", "prune"]),
         *(["pool", "forget"], ["pool", "export"]),
         *(["bench", "arena"], ["bench", "fit"], ["bench", "grid"]),
-        ["bench", "turns"],
+        *(["bench", "turns"], ["bench", "fleet"]),
     ],
 )
 def test_each_command_has_help_that_fits_a_terminal(command: list[str]) -> None:
