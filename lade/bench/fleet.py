@@ -1,10 +1,10 @@
 """A fleet of replicas, simulated: what drafts are worth by how the replicas' pools are shared.
 
 What a model writes does not depend on its drafts, so pools learn recorded answers, and only those
-of some requests at the end are replayed draft by draft. Text is in the pools as `NGramPool.merge`
-puts it there, and what replicas send each other are real deltas, as bytes. Three things are left
-out: the time that requests and messages take, what is learned of rejected draft tokens, and what
-answers before the measured ones would have taught the weights of sources.
+of some requests at the end are replayed draft by draft. What replicas send each other are real
+deltas, whose bytes are counted. Three things are left out: the time that requests and messages
+take, what is learned of rejected draft tokens, and what answers before the measured ones would have
+taught the weights of sources.
 
 Next file: `fleet_report.py`.
 """
@@ -135,11 +135,12 @@ def simulate(
     fleet = _Fleet(
         catalogue, setup, draw_requests(population, num_replicas, len(catalogue)), num_replicas
     )
-    run = _exchanging(fleet, sharing) if sharing.kind is Kind.exchange else _pooled(fleet, sharing)
+    run = _Run()
+    answering = _exchanging if sharing.kind is Kind.exchange else _pooled
     new, repeated = DecodeStats(), DecodeStats()
     is_new = fleet.requests.is_new
     results = []
-    for result in run.results:
+    for result in answering(fleet, sharing, run):
         results.append(result)
         (new if is_new[result.request] else repeated).add(result.stats)
         on_request()
@@ -203,9 +204,8 @@ class _Sent:
 
 @dataclass
 class _Run:
-    """A simulation: lazy results, and what is known once they are all there."""
+    """What is counted while a fleet answers."""
 
-    results: Iterator[_Result] = field(default_factory=lambda: iter(()))
     learners: list["_Learner"] = field(default_factory=list)  # of measured requests
     sent: _Sent = field(default_factory=_Sent)
     received: _Sent = field(default_factory=_Sent)
@@ -216,6 +216,17 @@ class _Run:
     def staleness_sec(self) -> float | None:
         """Mean age of a token of another replica when it arrives."""
         return self.arrived_token_sec / self.arrived_tokens if self.arrived_tokens else None
+
+    def count(
+        self, sec: float, seconds: float, sent: "_Message", arrived: Sequence["_Message"]
+    ) -> None:
+        """Count an exchange, `seconds` after the one before it."""
+        for counted, messages in ((self.sent, [sent]), (self.received, arrived)):
+            counted.num_bytes += sum(message.num_bytes for message in messages)
+            counted.seconds += seconds
+        texts = [text for message in arrived for text in message.texts]
+        self.arrived_tokens += sum(text.num_tokens for text in texts)
+        self.arrived_token_sec += sum((sec - text.sec) * text.num_tokens for text in texts)
 
 
 class _Written(NamedTuple):
@@ -309,28 +320,22 @@ def learn(drafter: PoolDrafter, trace: Trace, catalogue: Catalogue) -> None:
 # --- pools that nobody sends to -------------------------------------------------------------
 
 
-def _pooled(fleet: _Fleet, sharing: Sharing) -> _Run:
-    """Simulate pools that each learn the requests of a key, at once."""
-    run = _Run()
+def _pooled(fleet: _Fleet, sharing: Sharing, run: _Run) -> Iterator[_Result]:
+    """Answer the measured requests from pools that each learn the requests of a key, at once."""
     keys = _keys(fleet, sharing.kind)
     below = _Pool(fleet, np.arange(len(keys))) if sharing.kind is Kind.layered else None
     pools: dict[int, _Pool] = {}
-
-    def results() -> Iterator[_Result]:
-        for request in fleet.measured.tolist():
-            key = int(keys[request])
-            if key not in pools:
-                pools[key] = _Pool(fleet, np.flatnonzero(keys == key))
-                run.learners.append(pools[key].learner)
-            layers = []
-            if below is not None:
-                below.learn_until(request)
-                layers.append(below.learner.pool.as_read_only())
-            pools[key].learn_until(request)
-            yield pools[key].measure(request, layers)
-
-    run.results = results()
-    return run
+    for request in fleet.measured.tolist():
+        key = int(keys[request])
+        if key not in pools:
+            pools[key] = _Pool(fleet, np.flatnonzero(keys == key))
+            run.learners.append(pools[key].learner)
+        layers = []
+        if below is not None:
+            below.learn_until(request)
+            layers.append(below.learner.pool.as_read_only())
+        pools[key].learn_until(request)
+        yield pools[key].measure(request, layers)
 
 
 class _Pool:
@@ -376,89 +381,80 @@ def _busiest(keys: _Ints, num_replicas: int) -> float:
 # --- pools that are exchanged ---------------------------------------------------------------
 
 
-@dataclass
+class _Message(NamedTuple):
+    """What replicas sent at once."""
+
+    delta: PoolDelta
+    num_bytes: int
+    texts: Sequence[_Written]
+    sender: int | None  # a watched replica; None for all others
+
+    @classmethod
+    def of(
+        cls, delta: PoolDelta, texts: Sequence[_Written], sender: int | None = None
+    ) -> "_Message":
+        # Nobody sends that there is nothing to send.
+        return cls(delta, len(delta.to_bytes()) if delta else 0, texts, sender)
+
+
 class _Replica:
     """A watched replica."""
 
-    learner: _Learner
-    phase_sec: float  # when it first sends and receives
-    own_since: PoolStamp
-    others_since: PoolStamp
-    num_seen: int = 0  # texts of unwatched replicas
-    num_taken: int = 0  # deltas of watched ones, its own included
-    num_exchanges: int = 0
+    def __init__(self, fleet: _Fleet, others: "_Others", number: int, seconds: float) -> None:
+        self.number = number
+        self.learner = _Learner(fleet)
+        self.phase_sec = float(_phases(np.array([number]), seconds)[0])
+        self.own_texts: list[_Written] = []  # not sent yet
+        self.own_since = self.learner.pool.stamp()
+        self.others_since = others.stamp()
+        self.num_seen = 0  # texts of unwatched replicas
+        self.num_fetched = 0  # messages of watched ones, its own included
+        self.has_exchanged = False
+
+    def send(self, with_harvest: bool) -> _Message:
+        """Return what was learned since the last time."""
+        delta = self.learner.pool.delta(self.own_since, with_harvest=with_harvest)
+        texts, self.own_texts, self.own_since = self.own_texts, [], delta.until
+        return _Message.of(delta, texts, self.number)
+
+    def take(self, arrived: Sequence[_Message]) -> None:
+        """Learn what others sent."""
+        for message in arrived:
+            self.learner.pool.merge(message.delta)
+            for text in message.texts:
+                self.learner.note(text)
 
 
-class _Message(NamedTuple):
-    """What a watched replica sent."""
+def _exchanging(fleet: _Fleet, sharing: Sharing, run: _Run) -> Iterator[_Result]:
+    """Answer the measured requests from pools of replicas that are exchanged now and then.
 
-    replica: int
-    delta: PoolDelta
-    data: bytes
-    texts: Sequence[_Written]
-
-
-def _exchanging(fleet: _Fleet, sharing: Sharing) -> _Run:
-    """Simulate replicas that send what they learned, and fetch what the others sent, now and then.
-
-    Every replica does both every `exchange_sec` seconds, each at its own time. What all unwatched
-    replicas send is one pool's: its deltas are theirs, put together by whoever passes them on.
+    Every replica sends what it learned, and fetches what the others sent, every `exchange_sec`
+    seconds, each at its own time.
     """
-    run = _Run()
-    seconds = sharing.exchange_sec
+    seconds, with_harvest = sharing.exchange_sec, fleet.setup.with_harvest
     assert seconds is not None
     others = _Others(fleet, seconds)
-    start_sec = others.start_sec
-    replicas = {number: _replica(fleet, others, number, seconds) for number in fleet.watched}
-    run.learners = [replica.learner for replica in replicas.values()]
-    messages: list[_Message] = []
-    own_texts: dict[int, list[_Written]] = {number: [] for number in replicas}
-
-    def exchange(number: int, sec: float) -> None:
+    replicas = {number: _Replica(fleet, others, number, seconds) for number in fleet.watched}
+    run.learners += [replica.learner for replica in replicas.values()]
+    sent: list[_Message] = []
+    measured = {*fleet.measured.tolist()}
+    for sec, number, request in _events(fleet, replicas, others.start_sec, seconds):
         replica = replicas[number]
-        with_harvest = fleet.setup.with_harvest
-        own = replica.learner.pool.delta(replica.own_since, with_harvest=with_harvest)
-        replica.own_since = own.until
-        messages.append(_Message(number, own, own.to_bytes(), own_texts[number]))
-        own_texts[number] = []
-        arrived = others.fetch(replica, sec)
-        taken = messages[replica.num_taken :]
-        replica.num_taken = len(messages)
-        arrived += [message for message in taken if message.replica != number]
-        for message in arrived:
-            replica.learner.pool.merge(message.delta)
-            for text in message.texts:
-                replica.learner.note(text)
-        replica.num_exchanges += 1
-        if replica.num_exchanges > 1:  # the first one has what came before the simulation begins
-            for counted, of_all in ((run.sent, messages[-1:]), (run.received, arrived)):
-                counted.num_bytes += sum(len(each.data) for each in of_all if each.delta)
-                counted.seconds += seconds
-            texts = [text for message in arrived for text in message.texts]
-            run.arrived_tokens += sum(text.num_tokens for text in texts)
-            run.arrived_token_sec += sum((sec - text.sec) * text.num_tokens for text in texts)
-
-    def results() -> Iterator[_Result]:
-        measured = {*fleet.measured.tolist()}
-        for sec, number, request in _events(fleet, replicas, start_sec, seconds):
-            learner = replicas[number].learner
-            if request is None:
-                exchange(number, sec)
-                continue
-            if request in measured:
-                yield learner.measure(request)
-            else:
-                learner.learn(np.array([request]))
-            own_texts[number].append(learner.texts[-1])
-
-    run.results = results()
-    return run
-
-
-def _replica(fleet: _Fleet, others: "_Others", number: int, seconds: float) -> _Replica:
-    learner = _Learner(fleet)
-    phase_sec = float(_phases(np.array([number]), seconds)[0])
-    return _Replica(learner, phase_sec, learner.pool.stamp(), others.stamp())
+        if request is None:
+            sent.append(replica.send(with_harvest))
+            arrived = others.fetch(replica, sec)
+            arrived += [each for each in sent[replica.num_fetched :] if each.sender != number]
+            replica.num_fetched = len(sent)
+            replica.take(arrived)
+            if replica.has_exchanged:  # the first exchange has what came before the simulation
+                run.count(sec, seconds, sent[-1], arrived)
+            replica.has_exchanged = True
+            continue
+        if request in measured:
+            yield replica.learner.measure(request)
+        else:
+            replica.learner.learn(np.array([request]))
+        replica.own_texts.append(replica.learner.texts[-1])
 
 
 def _events(
@@ -486,7 +482,10 @@ def _phases(replicas: _Ints, seconds: float) -> NDArray[np.float64]:
 
 
 class _Others:
-    """All unwatched replicas: what they sent, as one pool."""
+    """All unwatched replicas: what they sent, as one pool.
+
+    Its deltas are theirs, put together by whoever passes them on, and no more than a pool can hold.
+    """
 
     def __init__(self, fleet: _Fleet, seconds: float) -> None:
         self._fleet = fleet
@@ -524,7 +523,7 @@ class _Others:
         with_harvest = self._fleet.setup.with_harvest
         delta = self._learner.pool.delta(replica.others_since, with_harvest=with_harvest)
         replica.others_since = delta.until
-        return [_Message(-1, delta, delta.to_bytes(), texts)]
+        return [_Message.of(delta, texts)]
 
     def _held(self, texts: list[_Written]) -> list[_Written]:
         """Return the last of some texts, which a pool still holds."""

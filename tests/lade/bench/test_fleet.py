@@ -22,6 +22,7 @@ from lade.bench.fleet import (
     _Fleet,
     _Learner,
     _phases,
+    _Run,
     measure_costs,
     simulate,
 )
@@ -202,8 +203,8 @@ def texts_of(learner: _Learner) -> list[tuple[int, ...]]:
 
 def test_exchanged_pools_hold_their_own_text_and_what_had_arrived(catalogue: Catalogue) -> None:
     fleet = a_fleet(catalogue, 7, replace(SETUP, capacity_tokens=2**16))
-    run = _exchanging(fleet, EVERY)
-    assert len([*run.results]) == SETUP.num_measured
+    run = _Run()
+    assert len([*_exchanging(fleet, EVERY, run)]) == SETUP.num_measured
     requests, last = fleet.requests, int(fleet.measured[-1])
     assert len(fleet.watched) == 4
     for number, learner in zip(fleet.watched, run.learners, strict=True):
