@@ -264,8 +264,9 @@ def test_sharing_is_worth_what_the_others_wrote(catalogue: Catalogue) -> None:
     assert mat["one"] > 1.2 * mat["per replica"]
     assert mat["per tenant"] > 1.2 * mat["per replica"]
     assert mat["per replica"] < mat["every 20 s"] < 1.05 * mat["every 1 s"]
-    assert mat["every 1 s"] == pytest.approx(mat["one"], rel=0.1)
-    assert mat["per user"] < mat["per tenant"]
+    # What comes from others is later than in one pool, so a replica's own text stays longer.
+    assert mat["every 1 s"] > 0.9 * mat["one"]
+    assert mat["per user"] <= mat["per tenant"]
     assert cells["per tenant, over one"].mean_accepted_tokens > (
         cells["per tenant"].mean_accepted_tokens
     )
@@ -434,7 +435,7 @@ def test_the_command_simulates_recorded_traces(traces: str, tmp_path: Path) -> N
 def test_an_interrupted_command_shows_what_was_simulated(
     traces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = []
+    done: list[Cell] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> Cell:
         if done:
