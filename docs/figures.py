@@ -287,13 +287,6 @@ def fleet_cell(file: str, replicas: str, pools: str, name: str, form: str = "") 
     return _formatted(_fleet_run(file, replicas, pools)[name], form)
 
 
-@_figure
-def fleet_mb(file: str, replicas: str, pools: str) -> str:
-    """Return the megabytes a second that all replicas of a fleet receive."""
-    run = _fleet_run(file, replicas, pools)
-    return f"{run['num_replicas'] * run['received_bytes_per_sec'] / 1e6:.2g}"
-
-
 def _fleet_run(file: str, replicas: str, pools: str) -> Mapping[str, Any]:
     (run,) = [
         run
