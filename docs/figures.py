@@ -486,6 +486,26 @@ def pool_threads() -> str:
 
 
 @_figure
+def pool_requests() -> str:
+    """Return what a step of an engine's proposer takes, by the number of requests."""
+    timings = _read("results/pool_requests")["timings"]
+    rows = []
+    for num_requests in dict.fromkeys(timing["num_requests"] for timing in timings):
+        cells = [
+            f"{timing['step_ms']:.2f} ({timing['step_p95_ms']:.2f}), {timing['drafted']:.1f}"
+            for timing in timings
+            if timing["num_requests"] == num_requests
+        ]
+        rows.append((str(num_requests), *cells))
+    kinds = {"none": "own text", "all": "one pool"}
+    headings = [
+        f"{kinds[timing['sharing']]}, {'all' if timing['min_probability'] == 0 else 'likely'}"
+        for timing in timings[: len(rows[0]) - 1]
+    ]
+    return _table(["requests", *headings], 0, rows)
+
+
+@_figure
 def host() -> str:
     """Return what the host does between two forwards of a device, and what it defers."""
     stages = {stage["stage"]: stage for stage in _read("results/gpu/host_cpu")["stages"]}

@@ -1,11 +1,12 @@
 """An online n-gram pool: learns token sequences as they are written, drafts how they go on.
 
 It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
-alone: an engine's draft proposer needs no more than `NGramPool.observe` and `NGramPool.draft`.
-Reading order: `draft.py`, `pool.py`, `table.py`, `_kernels.py`; then `delta.py`, `files.py`,
-`store.py`.
+alone: an engine's draft proposer needs no more than `NGramPool.observe` and
+`NGramPool.draft_chains`. Reading order: `draft.py`, `chains.py`, `pool.py`, `table.py`,
+`_kernels.py`; then `delta.py`, `files.py`, `store.py`.
 """
 
+from ngram_pool.chains import DraftChains
 from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import (
@@ -21,6 +22,7 @@ from ngram_pool.table import DEFAULT_NUM_SUCCESSORS, SuccessorTable
 __all__ = [
     "DEFAULT_NUM_SUCCESSORS",
     "Draft",
+    "DraftChains",
     "NGramPool",
     "NamedPool",
     "NewerPoolFileError",

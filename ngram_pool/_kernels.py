@@ -50,22 +50,32 @@ Float64Array = NDArray[np.float64]
 TableArrays = tuple[Int64Array, Int32Array, NDArray[np.uint16]]
 
 
+# What is compiled so must allocate nothing and divide by no zero: then no array's references are
+# counted, which is two atomic additions for each view of one, and no division is checked.
+_BARE: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
+
+
 def kernel(function: _F) -> _F:
     """Compile at first call, to run without the GIL; cache on disk if a folder is writable."""
-    return _compiled(function, nogil=True)
+    return _compiled(function, nogil=True, **_BARE)
 
 
 def inlined(function: _F) -> _F:
     """Compile like `kernel`, into its callers: a call would cost as much as the work."""
-    return _compiled(function, nogil=True, forceinline=True)
+    return _compiled(function, nogil=True, forceinline=True, **_BARE)
+
+
+def view(function: _F) -> _F:
+    """Compile like `inlined` what returns arrays that it makes of addresses."""
+    return _compiled(function, nogil=True, forceinline=True, _nrt=True)
 
 
 def kernel_with_gil(function: _F) -> _F:
-    """Compile like `kernel`, for calls so short that other threads may well wait."""
+    """Compile for calls so short that other threads may well wait; it may allocate."""
     return _compiled(function, nogil=False)
 
 
-def _compiled(function: _F, **options: bool) -> _F:
+def _compiled(function: _F, **options: Any) -> _F:
     try:
         compiled: _F = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
@@ -160,12 +170,19 @@ LEAST_LOG_PROB = math.log(1e-4)
 FAINT = 0.01  # the least that a source gives for a token it knows
 # Weights of log-probabilities learn at a tenth of the rate, because those are ten times as large.
 _OF_LOG_PROBS, _OF_DETAILS = 0.1, 0.5
+_LOGS = np.array([-math.inf, *(math.log(number) for number in range(1, 64))])
 # Occurrences of a context before an exchanged token: maximum to take, and to read per order.
 MAX_SKIPS = 3
 MAX_SKIPS_READ = 16
 # Room for candidates: from text, from skips, from four tables of 8, and some to spare; each layer
 # adds room for its MAX_OCCURRENCES.
 MAX_FOUND = 48
+
+
+@inlined
+def row_of(position: int, num_rows: int) -> int:
+    """Return the row of a position; a division takes longer than all else that is done with one."""
+    return position if position < num_rows else position % num_rows
 
 
 @inlined
@@ -187,6 +204,8 @@ if numba.config.DISABLE_JIT:
 
     def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if num_bytes == 0:
+            return np.empty(shape, dtype)
         buffer = (ctypes.c_char * num_bytes).from_address(int(address))
         return np.frombuffer(buffer, dtype).reshape(shape)
 
@@ -202,13 +221,13 @@ else:
 
         return numba.types.voidptr(numba.types.int64), generate
 
-    @kernel
+    @view
     def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         array: NDArray[Any] = numba.carray(_pointer(address), shape, dtype)
         return array
 
 
-@kernel
+@view
 def text_of(layer: Int64Array) -> tuple[Int32Array, Int32Array]:
     """Return the text and the links of a layer, a row of `layers`."""
     num_rows = layer[NUM_ROWS]
@@ -218,13 +237,13 @@ def text_of(layer: Int64Array) -> tuple[Int32Array, Int32Array]:
     )
 
 
-@kernel
+@view
 def heads_of(layer: Int64Array) -> Int32Array:
     """Return the heads of a layer."""
     return _array_at(layer[HEADS_AT], (layer[NUM_ORDERS], layer[NUM_BUCKETS]), np.int32)
 
 
-@kernel
+@view
 def table_of(layer: Int64Array) -> TableArrays:
     """Return the harvested successors of a layer."""
     shape = (layer[NUM_KEYS], layer[NUM_SUCCESSORS])
@@ -273,19 +292,86 @@ def index_position(
     """Put the n-grams of every order that end at `position` at the head of their buckets."""
     num_rows = text.shape[0]
     bucket_mask = heads.shape[1] - 1
-    row = position % num_rows
+    row = row_of(position, num_rows)
     state, multiplier = int(counts[SEED]), int(counts[MULTIPLIER])
     reached = position
     for order in range(heads.shape[0]):
         if reached < first:  # the sequence, or what is held of it, is shorter than this order
             links[row, order] = NONE
             continue
-        reached_row = reached % num_rows
+        reached_row = row_of(reached, num_rows)
         state = hash_with(state, int(text[reached_row, TOKEN]), multiplier)
         bucket = state & bucket_mask
         links[row, order] = heads[order, bucket]
         heads[order, bucket] = position
         reached = int(text[reached_row, PREVIOUS])
+
+
+@inlined
+def begin_appending(text: Int32Array, counts: Int64Array, sequence: Int64Array) -> None:
+    """Lower a sequence's positions, and let it begin anew where its last token was forgotten."""
+    lower(sequence, counts)
+    tail = int(sequence[TAIL])
+    if tail >= 0 and text[row_of(tail, text.shape[0]), TOKEN] == NONE:
+        sequence[TAIL] = NONE
+
+
+@inlined
+def append_token(
+    text: Int32Array,
+    links: Int32Array,
+    heads: Int32Array,
+    counts: Int64Array,
+    sequence: Int64Array,
+    layers: Int64Array,
+    token_id: int,
+    learning_rate: float,
+    harvested: TableArrays,
+    prewarmed: TableArrays,
+    weights: Float64Array,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+) -> None:
+    """Append one token; see `append`."""
+    num_rows = text.shape[0]
+    position, tail = int(counts[NEXT_POSITION]), int(sequence[TAIL])
+    sequence[PROMPT] = min(sequence[PROMPT], position)
+    if learning_rate > 0.0:
+        sequence[ANSWER] = min(sequence[ANSWER], position)
+        learn(
+            text,
+            links,
+            heads,
+            counts,
+            sequence,
+            layers,
+            harvested,
+            prewarmed,
+            weights,
+            learning_rate,
+            tail,
+            token_id,
+            context,
+            found,
+            features,
+            summed,
+            found_probs,
+        )
+    first = max(0, position - num_rows + 1)  # once this token has overwritten its row
+    if tail < first:
+        tail = NONE
+    row = row_of(position, num_rows)
+    text[row, TOKEN] = token_id
+    text[row, PREVIOUS] = tail
+    text[row, NEXT] = NONE
+    if tail != NONE:
+        text[row_of(tail, num_rows), NEXT] = position
+    index_position(text, links, heads, counts, position, first)
+    sequence[TAIL] = position
+    counts[NEXT_POSITION] = position + 1
 
 
 @kernel
@@ -312,49 +398,26 @@ def append(
     The weights learn from each token of an answer before it is appended; the other arguments are
     those of `learn`.
     """
-    lower(sequence, counts)
-    num_rows = text.shape[0]
-    position = int(counts[NEXT_POSITION])
-    tail = int(sequence[TAIL])
-    if tail >= 0 and text[tail % num_rows, TOKEN] == NONE:  # forgotten
-        tail = NONE
+    begin_appending(text, counts, sequence)
     for i in range(token_ids.shape[0]):
-        sequence[PROMPT] = min(sequence[PROMPT], position)
-        if learning_rate > 0.0:
-            sequence[ANSWER] = min(sequence[ANSWER], position)
-            learn(
-                text,
-                links,
-                heads,
-                counts,
-                sequence,
-                layers,
-                harvested,
-                prewarmed,
-                weights,
-                learning_rate,
-                tail,
-                int(token_ids[i]),
-                context,
-                found,
-                features,
-                summed,
-                found_probs,
-            )
-        first = max(0, position - num_rows + 1)  # once this token has overwritten its row
-        if tail < first:
-            tail = NONE
-        row = position % num_rows
-        text[row, TOKEN] = token_ids[i]
-        text[row, PREVIOUS] = tail
-        text[row, NEXT] = NONE
-        if tail != NONE:
-            text[tail % num_rows, NEXT] = position
-        index_position(text, links, heads, counts, position, first)
-        tail = position
-        position += 1
-        counts[NEXT_POSITION] = position
-    sequence[TAIL] = tail
+        append_token(
+            text,
+            links,
+            heads,
+            counts,
+            sequence,
+            layers,
+            int(token_ids[i]),
+            learning_rate,
+            harvested,
+            prewarmed,
+            weights,
+            context,
+            found,
+            features,
+            summed,
+            found_probs,
+        )
 
 
 @kernel
@@ -383,11 +446,17 @@ def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64
     counts[LOWERED] += shift
 
 
+@inlined
+def log_of(number: int) -> float:
+    """Return the logarithm of a positive integer, which is nearly always a small one."""
+    return float(_LOGS[number]) if number < _LOGS.shape[0] else math.log(number)
+
+
 @kernel
 def match_length(text: Int32Array, position: int, first: int, context: Int64Array) -> int:
     """Return how many tokens up to `position` match `context`, which is newest first."""
     num_rows = text.shape[0]
-    row = position % num_rows
+    row = row_of(position, num_rows)
     for length in range(context.shape[0]):
         if position < first or text[row, TOKEN] != context[length]:
             return length
@@ -395,7 +464,7 @@ def match_length(text: Int32Array, position: int, first: int, context: Int64Arra
         if previous == position - 1:  # nearly always; this saves a division
             row = row - 1 if row > 0 else num_rows - 1
         else:
-            row = previous % num_rows
+            row = row_of(previous, num_rows)
         position = previous
     return len(context)
 
@@ -515,18 +584,18 @@ def read_bucket(
     begin = num_occurrences
     most = num_occurrences + limit - int(newest[0])
     while position >= first and num_read < MAX_CHAIN and num_occurrences < most:
-        row = position % num_rows
+        row = row_of(position, num_rows)
         after = int(text[row, NEXT])
         if after != NONE:
-            length = match_length(text, position, first, context)
             occurrence = source * _SOURCE + position
-            is_new = length >= order
+            is_new = True
             for i in range(num_counted):  # those already read for a longer order
                 is_new = is_new and occurrences[i] != occurrence
-            if is_new:
+            length = match_length(text, position, first, context) if is_new else 0
+            if length >= order:
                 occurrences[num_occurrences] = occurrence
                 lengths[num_occurrences] = length
-                next_ids[num_occurrences] = text[after % num_rows, TOKEN]
+                next_ids[num_occurrences] = text[row_of(after, num_rows), TOKEN]
                 num_occurrences += 1
         position = int(links[row, order - 1])
         num_read += 1
@@ -682,18 +751,14 @@ def add_candidate(
 @kernel
 def add_known(
     table: TableArrays,
-    previous: int,
-    last: int,
+    row: int,
     source: int,
     found: Int64Array,
     features: Float64Array,
     num: int,
 ) -> int:
-    """Add a table's successors of a context as candidates; return the candidate count."""
-    keys, successor_ids, costs = table
-    row = find_context(keys, previous, last)
-    if row == NONE:
-        return num
+    """Add the successors in a table's row as candidates; return the candidate count."""
+    _, successor_ids, costs = table
     for j in range(successor_ids.shape[1]):
         token_id = int(successor_ids[row, j])
         if token_id == NONE:
@@ -723,10 +788,12 @@ def add_known_of_layers(
     num: int,
 ) -> int:
     """Add successors from the first layer whose harvest knows a context; see `add_known`."""
-    layer = layer_that_knows(layers, previous, last)
-    if layer == NONE:
-        return num
-    return add_known(table_of(layers[layer]), previous, last, source, found, features, num)
+    for i in range(layers.shape[0]):
+        table = table_of(layers[i])
+        row = find_context(table[0], previous, last)
+        if row != NONE:
+            return add_known(table, row, source, found, features, num)
+    return num
 
 
 @inlined
@@ -746,14 +813,14 @@ def read_skips(
     before = context[1:]
     num_read = num_taken = 0
     while position >= first and num_read < MAX_SKIPS_READ and num_taken < MAX_SKIPS:
-        row = position % num_rows
+        row = row_of(position, num_rows)
         exchanged = int(text[row, NEXT])
-        if exchanged != NONE and text[exchanged % num_rows, TOKEN] != context[0]:
-            after = int(text[exchanged % num_rows, NEXT])
+        if exchanged != NONE and text[row_of(exchanged, num_rows), TOKEN] != context[0]:
+            after = int(text[row_of(exchanged, num_rows), NEXT])
             length = match_length(text, position, first, before) if after != NONE else 0
             if length >= order:
-                token_id = int(text[after % num_rows, TOKEN])
-                says = math.log(length) + 0.1
+                token_id = int(text[row_of(after, num_rows), TOKEN])
+                says = log_of(length) + 0.1
                 num = add_candidate(token_id, SKIP, says, found, features, num)
                 num_taken += 1
         position = int(links[row, order - 1])
@@ -882,8 +949,8 @@ def estimate(
     for i in range(num_in_text):
         features[i, :] = 0.0
         features[i, TEXT] = math.log(found_probs[i]) - LEAST_LOG_PROB
-        features[i, LENGTH] = math.log(found[6, i]) + 0.5
-        features[i, COUNT] = math.log(found[2, i])
+        features[i, LENGTH] = log_of(int(found[6, i])) + 0.5
+        features[i, COUNT] = log_of(int(found[2, i]))
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
         features[i, IN_ANSWER] = 1.0 if found[7, i] == ANSWER else 0.0
         features[i, IN_PROMPT] = 1.0 if found[7, i] == PROMPT else 0.0
@@ -893,30 +960,34 @@ def estimate(
     row = match_row(longest, num_in_text)
     if context.shape[0] > 1:
         previous = int(context[1])
-        if find_context(harvested[0], previous, last) != NONE:
+        row_of_pair = find_context(harvested[0], previous, last)
+        if row_of_pair != NONE:
             known += 1
             num_found = add_known(
-                harvested, previous, last, HARVESTED_PAIR, found, features, num_found
+                harvested, row_of_pair, HARVESTED_PAIR, found, features, num_found
             )
-        elif layer_that_knows(layers, previous, last) != NONE:
+        elif layers.shape[0] > 0 and layer_that_knows(layers, previous, last) != NONE:
             known += 1
             num_found = add_known_of_layers(
                 layers, previous, last, HARVESTED_PAIR, found, features, num_found
             )
-        if find_context(prewarmed[0], previous, last) != NONE:
+        row_of_pair = find_context(prewarmed[0], previous, last)
+        if row_of_pair != NONE:
             known += 2
             num_found = add_known(
-                prewarmed, previous, last, PREWARMED_PAIR, found, features, num_found
+                prewarmed, row_of_pair, PREWARMED_PAIR, found, features, num_found
             )
-    if layers.shape[0] > 0 and find_context(harvested[0], NONE, last) == NONE:
+    row_of_last = find_context(harvested[0], NONE, last)
+    if row_of_last != NONE:
+        num_found = add_known(harvested, row_of_last, HARVESTED_SINGLE, found, features, num_found)
+    elif layers.shape[0] > 0:
         num_found = add_known_of_layers(
             layers, NONE, last, HARVESTED_SINGLE, found, features, num_found
         )
-    else:
-        num_found = add_known(harvested, NONE, last, HARVESTED_SINGLE, found, features, num_found)
-    if find_context(prewarmed[0], NONE, last) != NONE:
+    row_of_last = find_context(prewarmed[0], NONE, last)
+    if row_of_last != NONE:
         row += MATCH_ROWS // 2
-        num_found = add_known(prewarmed, NONE, last, PREWARMED_SINGLE, found, features, num_found)
+        num_found = add_known(prewarmed, row_of_last, PREWARMED_SINGLE, found, features, num_found)
     if context.shape[0] > 3 and path_prob > UNLIKELY:
         num_found = add_skips(
             text, links, heads, counts, layers, context, found, features, num_found
@@ -971,8 +1042,9 @@ def learn(
     length, first = 0, first_held(text, counts)
     position = tail
     while position >= first and length < context.shape[0]:
-        context[length] = text[position % text.shape[0], TOKEN]
-        position = int(text[position % text.shape[0], PREVIOUS])
+        row = row_of(position, text.shape[0])
+        context[length] = text[row, TOKEN]
+        position = int(text[row, PREVIOUS])
         length += 1
     if length == 0:
         return
@@ -1177,6 +1249,290 @@ def grow_tree(
         max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
 
 
+# --- chains: many sequences in one call ---
+
+# What the kernels know of a pool, an int64 row at an address: what they know of a layer, of which
+# next position, seed and multiplier are not read, and the addresses of its counts and its weights.
+COUNTS_AT, WEIGHTS_AT = NUM_LAYER_COLUMNS, NUM_LAYER_COLUMNS + 1
+NUM_POOL_COLUMNS = NUM_LAYER_COLUMNS + 2
+# And of a sequence: the addresses of its state and of its layers and their number, and the
+# addresses and sizes of the arrays of its prewarmed table.
+STATE_AT, LAYERS_AT, NUM_LAYERS = range(3)
+PREWARMED_KEYS_AT, PREWARMED_IDS_AT, PREWARMED_COSTS_AT = range(3, 6)
+PREWARMED_NUM_KEYS, PREWARMED_NUM_SUCCESSORS = range(6, 8)
+NUM_SEQUENCE_COLUMNS = 8
+NUM_STATES = 4
+
+
+@view
+def row_at(address: int, num_columns: int) -> Int64Array:
+    """Return the row of a pool or a sequence."""
+    return _array_at(address, (num_columns,), np.int64)
+
+
+@view
+def counts_at(pool: Int64Array) -> Int64Array:
+    """Return the counts of a pool."""
+    return _array_at(pool[COUNTS_AT], (4,), np.int64)
+
+
+@view
+def weights_at(pool: Int64Array) -> Float64Array:
+    """Return the weights of a pool."""
+    return _array_at(pool[WEIGHTS_AT], (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64)
+
+
+@view
+def state_at(sequence: Int64Array) -> Int64Array:
+    """Return the state of a sequence."""
+    return _array_at(sequence[STATE_AT], (NUM_STATES,), np.int64)
+
+
+@view
+def layers_at(sequence: Int64Array) -> Int64Array:
+    """Return the layers of a sequence."""
+    shape = (sequence[NUM_LAYERS], NUM_LAYER_COLUMNS)
+    return _array_at(sequence[LAYERS_AT], shape, np.int64)
+
+
+@view
+def prewarmed_at(sequence: Int64Array) -> TableArrays:
+    """Return the arrays of a sequence's prewarmed table."""
+    num_keys = sequence[PREWARMED_NUM_KEYS]
+    shape = (num_keys, sequence[PREWARMED_NUM_SUCCESSORS])
+    return (
+        _array_at(sequence[PREWARMED_KEYS_AT], (num_keys,), np.int64),
+        _array_at(sequence[PREWARMED_IDS_AT], shape, np.int32),
+        _array_at(sequence[PREWARMED_COSTS_AT], shape, np.uint16),
+    )
+
+
+@kernel
+def find_negative(token_ids: Int32Array, lengths: Int64Array, num_last: Int64Array) -> int:
+    """Return the first row with a negative id among its last tokens, or NONE."""
+    for i in range(token_ids.shape[0]):
+        for j in range(max(0, lengths[i] - num_last[i]), lengths[i]):
+            if token_ids[i, j] < 0:
+                return i
+    return NONE
+
+
+@kernel
+def observe_rows(
+    pools: Int64Array,
+    sequences: Int64Array,
+    token_ids: Int32Array,
+    lengths: Int64Array,
+    num_new: Int64Array,
+    learning_rate: float,
+    learning_stride: int,
+    context: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+) -> None:
+    """Append the last tokens of each row to the answer of its sequence, row by row.
+
+    Args:
+        pools, sequences: int64 [num_rows], addresses of the rows of each text's pool and sequence.
+        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
+        num_new: int64 [num_rows], how many of the last ones to append.
+        learning_stride: the weights learn from each so many-th token of all rows.
+
+    The other arguments are those of `append`.
+    """
+    num_appended = 0
+    for i in range(token_ids.shape[0]):
+        if num_new[i] == 0:
+            continue
+        pool = row_at(pools[i], NUM_POOL_COLUMNS)
+        sequence = row_at(sequences[i], NUM_SEQUENCE_COLUMNS)
+        text, links = text_of(pool)
+        heads, counts, harvested, weights = (
+            heads_of(pool),
+            counts_at(pool),
+            table_of(pool),
+            weights_at(pool),
+        )
+        state, layers, prewarmed = state_at(sequence), layers_at(sequence), prewarmed_at(sequence)
+        begin_appending(text, counts, state)
+        state[PROMPT] = min(state[PROMPT], int(counts[NEXT_POSITION]))
+        state[ANSWER] = min(state[ANSWER], int(counts[NEXT_POSITION]))
+        for j in range(lengths[i] - num_new[i], lengths[i]):
+            num_appended += 1
+            append_token(
+                text,
+                links,
+                heads,
+                counts,
+                state,
+                layers,
+                int(token_ids[i, j]),
+                learning_rate if num_appended % learning_stride == 0 else 0.0,
+                harvested,
+                prewarmed,
+                weights,
+                context,
+                found,
+                features,
+                summed,
+                found_probs,
+            )
+
+
+@kernel
+def draft_rows(
+    pools: Int64Array,
+    sequences: Int64Array,
+    token_ids: Int32Array,
+    lengths: Int64Array,
+    max_draft_tokens: Int64Array,
+    min_probability: float,
+    state: Int64Array,
+    contexts: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+    chain_ids: Int32Array,
+    chain_probs: Float64Array,
+    chain_lengths: Int64Array,
+) -> None:
+    """Follow the likeliest successors of each row's text; nothing of pools or sequences changes.
+
+    Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
+    below `min_probability`.
+
+    Args:
+        max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
+        state: int64 [NUM_STATES]; `contexts`: int64 [max_match + width of `chain_ids`]. Scratch.
+        chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
+            goes, with the probability that it is right up to there.
+        chain_lengths: int64 [num_rows], filled.
+
+    The other arguments are those of `observe_rows` and `estimate`.
+    """
+    most = chain_ids.shape[1]
+    max_match = contexts.shape[0] - most
+    for i in range(token_ids.shape[0]):
+        chain_lengths[i] = 0
+        length = min(lengths[i], max_match)
+        if length == 0:
+            continue
+        pool = row_at(pools[i], NUM_POOL_COLUMNS)
+        sequence = row_at(sequences[i], NUM_SEQUENCE_COLUMNS)
+        text, links = text_of(pool)
+        heads, counts, harvested, weights = (
+            heads_of(pool),
+            counts_at(pool),
+            table_of(pool),
+            weights_at(pool),
+        )
+        layers, prewarmed = layers_at(sequence), prewarmed_at(sequence)
+        known = state_at(sequence)  # others may read it, so only a copy is lowered like the text
+        for j in range(NUM_STATES):
+            state[j] = known[j]
+        lower(state, counts)
+        for j in range(length):
+            contexts[most + j] = token_ids[i, lengths[i] - 1 - j]
+        max_order, path_prob = heads.shape[0], 1.0
+        for depth in range(max_draft_tokens[i]):
+            context = contexts[most - depth : most - depth + min(length + depth, max_match)]
+            num_found, longest = estimate(
+                text,
+                links,
+                heads,
+                counts,
+                state,
+                layers,
+                harvested,
+                prewarmed,
+                weights,
+                context,
+                min(context.shape[0], max_order),
+                path_prob,
+                found,
+                features,
+                summed,
+                found_probs,
+            )
+            if num_found == 0:
+                break
+            likeliest = 0
+            for j in range(1, num_found):
+                if found_probs[j] > found_probs[likeliest]:
+                    likeliest = j
+            path_prob *= found_probs[likeliest]
+            if path_prob < min_probability:
+                break
+            chain_ids[i, depth] = found[1, likeliest]
+            chain_probs[i, depth] = path_prob
+            chain_lengths[i] = depth + 1
+            contexts[most - depth - 1] = found[1, likeliest]
+            # A token's match is at most one token longer than that of the one before.
+            max_order = min(heads.shape[0], 1 + longest)
+
+
+@kernel
+def draft_chains(
+    pools: Int64Array,
+    sequences: Int64Array,
+    token_ids: Int32Array,
+    lengths: Int64Array,
+    num_new: Int64Array,
+    max_draft_tokens: Int64Array,
+    learning_rate: float,
+    learning_stride: int,
+    min_probability: float,
+    state: Int64Array,
+    context: Int64Array,
+    contexts: Int64Array,
+    found: Int64Array,
+    features: Float64Array,
+    summed: Float64Array,
+    found_probs: Float64Array,
+    chain_ids: Int32Array,
+    chain_probs: Float64Array,
+    chain_lengths: Int64Array,
+) -> None:
+    """Observe what is new in many rows, then draft a chain for each.
+
+    The arguments are those of `observe_rows` and `draft_rows`.
+    """
+    observe_rows(
+        pools,
+        sequences,
+        token_ids,
+        lengths,
+        num_new,
+        learning_rate,
+        learning_stride,
+        context,
+        found,
+        features,
+        summed,
+        found_probs,
+    )
+    draft_rows(
+        pools,
+        sequences,
+        token_ids,
+        lengths,
+        max_draft_tokens,
+        min_probability,
+        state,
+        contexts,
+        found,
+        features,
+        summed,
+        found_probs,
+        chain_ids,
+        chain_probs,
+        chain_lengths,
+    )
+
+
 @kernel
 def push_slot(
     parent: int,
@@ -1360,10 +1716,13 @@ def find_context(keys: Int64Array, previous: int, last: int) -> int:
     """Return the row of a context in a table of successors, or NONE.
 
     Args:
-        keys: int64 [num_rows]; rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b.
+        keys: int64 [num_rows]; rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b; none where
+            nothing is in the table.
         previous: the token before the last one; NONE for the context of the last one alone.
         last: the last token.
     """
+    if keys.shape[0] == 0:
+        return NONE
     key = (previous + 1) * (HASH_MASK + 1) + last  # exact: ids have 31 bits
     begin = bucket_of(keys, previous, last)
     for row in range(begin, begin + WAYS):

@@ -42,13 +42,14 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
+from ngram_pool.chains import DraftChains
 from ngram_pool.checks import positive, token_ids_of
 from ngram_pool.compiling import compile_by
 from ngram_pool.delta import PoolDelta, PoolStamp
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import StoredPool, read_pool, write_pool
-from ngram_pool.locks import lock_of_pool, reading, writing
+from ngram_pool.locks import PoolLock, lock_of_pool, reading, writing
 from ngram_pool.table import SuccessorTable, keys_of
 from ngram_pool.weights import first_weights
 
@@ -70,6 +71,7 @@ _NO_LAYERS = np.empty((0, _kernels.NUM_LAYER_COLUMNS), np.int64)
 _SEED_BITS = 60
 # Scratch for drafts is kept for this many threads at a time; further ones allocate theirs anew.
 _MAX_ROOMS = 8
+_MAX_CHAIN_TOKENS = 2**16  # far above what any model verifies at once
 _LEAST_ROOM = 64  # nodes that scratch is for at least
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
@@ -86,8 +88,27 @@ _MAX_STRETCHES = 1024
 # Attributes that a copy of a pool allocates anew.
 _NOT_COPIED = {
     *("_lock", "_sequences", "_purge_at", "_no_sequence", "_rooms", "_keeper"),
-    *("_origin", "_continued"),
+    *("_origin", "_continued", "_known_row"),
 }
+
+
+class _Row:
+    """What the kernels know of a pool or a sequence whose arrays they find by address.
+
+    It holds none of these arrays: whoever reads them by it does.
+    """
+
+    def __init__(self, values: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
+        self.values = np.array(values, np.int64)
+        self.address: int = self.values.ctypes.data
+        self._arrays = [weakref.ref(array) for array in arrays]
+
+    def is_of(self, arrays: Sequence[NDArray[Any]]) -> bool:
+        """Return whether these are the arrays whose addresses it has."""
+        return all(ref() is array for ref, array in zip(self._arrays, arrays, strict=True))
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy has other arrays
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -101,6 +122,19 @@ class _Sequence:
     layer_rows: Int64Array = field(default_factory=lambda: _NO_LAYERS)
     #: The kernels' `sequence`, int64 [4].
     state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
+    #: As of the last call of `row`.
+    known_row: _Row | None = None
+
+    def row(self) -> tuple[_Row, NamedTuple]:
+        """Return the kernels' row, and what must be held while they read by it."""
+        held, known = self.prewarmed.held, self.known_row
+        if known is None or not known.is_of((held.keys,)):
+            places = [array.ctypes.data for array in (self.state, self.layer_rows, *held[:3])]
+            num_keys = 0 if self.prewarmed is _NO_TABLE else len(held.keys)
+            sizes = (num_keys, held.token_ids.shape[1])
+            values = (places[0], places[1], len(self.layers), *places[2:], *sizes)
+            known = self.known_row = _Row(values, (held.keys,))
+        return known, held
 
 
 class _Handle(int):
@@ -218,6 +252,12 @@ class NGramPool:
         #: successors these are; "" where unknown.
         self.tokenizer = ""
         self.model = ""
+        self._begin(seed)
+        self._allocate_the_rest()
+        compile_by(self._run_kernels)
+
+    def _begin(self, seed: int | None) -> None:
+        """Hold nothing yet."""
         self._is_read_only = False
         self._num_opened = 1
         # Averaging over the last ten times of a context accepted as many tokens.
@@ -233,8 +273,6 @@ class NGramPool:
         self._taken: tuple[tuple[int, int], ...] = ()
         # By origin, in the order in which they came: the epoch until which deltas were taken.
         self._taken_until: OrderedDict[str, int] = OrderedDict()
-        self._allocate_the_rest()
-        compile_by(self._run_kernels)
 
     @reading
     def __getstate__(self) -> dict[str, Any]:
@@ -246,9 +284,28 @@ class NGramPool:
         self._allocate_the_rest()
         NGramPool(1, seed=0)  # so that the first token does not wait for a compiler
 
-    def _allocate_the_rest(self) -> None:
+    def beside(self) -> "NGramPool":
+        """Return a new, empty pool of the same sizes and seed, written together with this one.
+
+        Pools made beside one another share a lock and scratch, so that `draft_chains` takes texts
+        of all of them in one call, and so that one more costs little. They share no text.
+
+        >>> pool = NGramPool()
+        >>> other = pool.beside()
+        >>> pool.observe([5, 6, 7])
+        >>> len(other)
+        0
+        """
+        other = NGramPool.__new__(NGramPool)
+        other._capacity, other._max_ngram_size = self._capacity, self._max_ngram_size
+        other.tokenizer, other.model = self.tokenizer, self.model
+        other._begin(self.seed)
+        other._allocate_the_rest(beside=self)
+        return other
+
+    def _allocate_the_rest(self, beside: "NGramPool | None" = None) -> None:
         """Allocate the attributes in `_NOT_COPIED`, which every copy has of its own."""
-        self._lock = lock_of_pool()
+        self._lock: PoolLock = lock_of_pool() if beside is None else beside._lock
         # Weak references, so that a sequence is closed when its handle is gone.
         self._sequences = {0: weakref.ref(self._sequence_0)}
         self._purge_at = _FIRST_PURGE
@@ -257,8 +314,10 @@ class NGramPool:
         self._origin = "", -1
         # Sequences of other pools, by origin and last position there.
         self._continued: OrderedDict[tuple[str, int], _Sequence] = OrderedDict()
+        self._known_row: _Row | None = None  # as of the last call of `_row`
         # Free scratch, by number of layers.
-        self._rooms: dict[int, list[_Room]] = {0: [self._room(_LEAST_ROOM, 0)]}
+        rooms = {0: [self._room(_LEAST_ROOM, 0)]} if beside is None else beside._rooms
+        self._rooms: dict[int, list[_Room]] = rooms
 
     # --- what is held -----------------------------------------------------------------------
 
@@ -613,6 +672,79 @@ class NGramPool:
             context, max_draft_tokens, max_candidates
         )
         return self._draft(ids, max_draft_tokens, max_leaves, sequence)
+
+    def draft_chains(
+        self,
+        texts: ArrayLike,
+        lengths: ArrayLike,
+        max_draft_tokens: ArrayLike,
+        sequences: Sequence[int] | None = None,
+        num_new: ArrayLike | None = None,
+        min_probability: float = 0.0,
+        pools: Sequence["NGramPool"] | None = None,
+        max_learned: int | None = None,
+    ) -> DraftChains:
+        """Propose the likeliest path on from each of many texts, in one compiled call.
+
+        As `draft` with `max_candidates=1` for each text in turn, but as far as the path is likely
+        enough. With `num_new`, the newest tokens of all texts are first observed as answers, text
+        by text, so that each draft knows what came last in any of them: a whole step of an engine.
+
+        Args:
+            texts: integers [num_rows, width], a text at the start of each row, oldest token first.
+                An int32 array is read in place.
+            lengths: integers [num_rows], how long each text is.
+            max_draft_tokens: maximum length of all paths, or integers [num_rows] of each, from 0.
+            sequences: the open sequence of each text, with its own layers and table; None for none.
+            num_new: integers [num_rows], how many of each text's last tokens to observe; 0 for a
+                text whose tokens are observed elsewhere. None to observe none, which other threads
+                may do at the same time.
+            min_probability: from 0 to 1; a path ends where it is less likely than this as a whole.
+            pools: the pool of each text: this one, or one made `beside` it; None for this one.
+            max_learned: from how many of the tokens observed the pools learn how far to trust their
+                sources, evenly spread; None for all. Each takes about as long as a drafted token.
+
+        Returns:
+            A path for each row; empty where no successor is known.
+
+        Raises:
+            TypeError: what should be integers is not.
+            ValueError: shapes do not match, a size or a token is out of range, a sequence is not
+                open, a pool was not made beside this one, or tokens are to be observed without
+                sequences. The pools are unchanged after such an error.
+            ReadOnlyPoolError: tokens are to be observed, and the pool is read-only.
+
+        >>> pool = NGramPool()
+        >>> rows = [pool.open_sequence(), pool.open_sequence()]
+        >>> texts = np.array([[5, 6, 7, 5, 6], [6, 7, 0, 0, 0]])
+        >>> pool.draft_chains(texts, [5, 2], 2, rows, num_new=[5, 2]).tolist()
+        [[7, 5], [5, 6]]
+        """
+        rows = _checked_rows(texts, lengths, max_draft_tokens, num_new)
+        if not 0.0 <= min_probability <= 1.0:
+            raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
+        num_read = np.maximum(rows.num_new, self.max_match)
+        negative = _kernels.find_negative(rows.texts, rows.lengths, num_read)
+        if negative != NONE:
+            raise ValueError(
+                f"expected token ids from 0 to {MAX_TOKEN_ID}, got less in row {negative}"
+            )
+        num_rows = len(rows.texts)
+        for name, values in (("sequences", sequences), ("pools", pools)):
+            if values is not None and len(values) != num_rows:
+                raise ValueError(f"expected {num_rows} {name}, got {len(values)}")
+        if sequences is None and num_new is not None:
+            raise ValueError("expected sequences to observe tokens in, got None")
+        if max_learned is None:
+            stride = 1
+        else:
+            stride = max(1, -(-int(rows.num_new.sum()) // positive("max_learned", max_learned)))
+        held_by = [self] * num_rows if pools is None else pools
+        floor = float(min_probability)
+        if num_new is None:
+            return self._draft_chains(held_by, rows, sequences, floor)
+        assert sequences is not None
+        return self._observe_and_draft_chains(held_by, rows, sequences, floor, stride)
 
     def sample(
         self,
@@ -989,6 +1121,52 @@ class NGramPool:
         return draft
 
     @reading
+    def _draft_chains(
+        self,
+        pools: Sequence["NGramPool"],
+        rows: "_TextRows",
+        sequences: Sequence[int] | None,
+        min_probability: float,
+    ) -> DraftChains:
+        return self._run_chains(pools, self._sequences_of(pools, sequences), rows, min_probability)
+
+    @writing
+    def _observe_and_draft_chains(
+        self,
+        pools: Sequence["NGramPool"],
+        rows: "_TextRows",
+        sequences: Sequence[int],
+        min_probability: float,
+        learning_stride: int,
+    ) -> DraftChains:
+        opened = self._sequences_of(pools, sequences)
+        num_more: dict[NGramPool, int] = {}
+        for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
+            num_more[pool] = num_more.get(pool, 0) + more
+        for pool, more in num_more.items():
+            pool._make_room(more)
+        return self._run_chains(pools, opened, rows, min_probability, learning_stride)
+
+    def _sequences_of(
+        self, pools: Sequence["NGramPool"], sequences: Sequence[int] | None
+    ) -> list[_Sequence]:
+        """Return the sequences of some pools, or raise before anything is changed."""
+        for pool in pools:
+            if pool is not self and getattr(pool, "_lock", None) is not self._lock:
+                raise ValueError(f"expected pools made beside {self!r}, got {pool!r}")
+        if sequences is None:
+            return [self._no_sequence] * len(pools)
+        return [pool._sequence(handle) for pool, handle in zip(pools, sequences, strict=True)]
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Grow for more tokens, and lower positions that might overflow."""
+        end = self._counts.item(NEXT_POSITION) + num_tokens
+        if len(self._held.text) < min(end, self._capacity):
+            self._grow(end)
+        if end > _POSITION_LIMIT:
+            _kernels.rebase(*self._held, self._counts)
+
+    @reading
     def _draw(
         self,
         ids: Int64Array,
@@ -1321,7 +1499,7 @@ class NGramPool:
         return [
             *(*places[:3], len(text), *heads.shape),
             *self._counts[[NEXT_POSITION, SEED, MULTIPLIER]].tolist(),
-            *(*places[3:], *token_ids.shape),
+            *(*places[3:], len(keys), token_ids.shape[1]),
         ]
 
     def _state_of(self, sequence: _Sequence) -> Int64Array:
@@ -1386,6 +1564,56 @@ class NGramPool:
             room.node_probs,
         )
 
+    def _row(self) -> _Row:
+        """Return the kernels' row, which they may read by for as long as the lock is held."""
+        arrays = (self._held.text, self._harvested.rows[0], self._weights, self._counts)
+        if self._known_row is None or not self._known_row.is_of(arrays):
+            places = [self._counts.ctypes.data, self._weights.ctypes.data]
+            self._known_row = _Row([*self._as_layer(), *places], arrays)
+        return self._known_row
+
+    def _run_chains(
+        self,
+        pools: Sequence["NGramPool"],
+        opened: list[_Sequence],
+        rows: "_TextRows",
+        min_probability: float,
+        learning_stride: int = 1,
+    ) -> DraftChains:
+        num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
+        chains = DraftChains(
+            np.full((num_rows, width), NONE, np.int32),
+            np.zeros((num_rows, width)),
+            np.empty(num_rows, np.int64),
+        )
+        of_pools = [self._row()] * num_rows
+        if any(pool is not self for pool in pools):
+            of_pools = [pool._row() for pool in pools]
+        of_sequences = [sequence.row() for sequence in opened]  # with what they hold
+        most_layers = max(opened, key=lambda one: len(one.layers), default=self._no_sequence)
+        room = self._take_room(1, most_layers)
+        _kernels.draft_chains(
+            np.array([row.address for row in of_pools], np.int64),
+            np.array([row.address for row, _ in of_sequences], np.int64),
+            rows.texts,
+            rows.lengths,
+            rows.num_new,
+            rows.max_draft_tokens,
+            self._learning_rate,
+            learning_stride,
+            min_probability,
+            np.empty(_kernels.NUM_STATES, np.int64),
+            room.context,
+            np.empty(self.max_match + width, np.int64),
+            room.found,
+            room.features,
+            room.summed,
+            room.found_probs,
+            *chains,
+        )
+        self._give_room_back(room, most_layers)
+        return chains
+
     def _sample_tree(
         self,
         reversed_context: Int64Array,
@@ -1430,6 +1658,8 @@ class NGramPool:
         nothing, (room,) = np.zeros(1, np.int64), self._rooms[0]
         self._grow_tree(nothing, 1, 1, self._no_sequence, room)
         self._sample_tree(nothing, 1, 1, np.zeros(1), self._no_sequence, room)
+        self._run_chains([self], [self._no_sequence], _checked_rows([[0]], [1], 1, [0]), 0.0)
+        _kernels.find_negative(np.zeros((1, 1), np.int32), nothing, nothing)
         self._count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self._explore(1, nothing, None)
         _kernels.find_unsound(*self._held, 0)
@@ -1439,6 +1669,47 @@ class NGramPool:
         SuccessorTable.from_arrays(table.arrays())
         self._texts_since(0)
         self._forget(nothing)
+
+
+class _TextRows(NamedTuple):
+    """The texts of `draft_chains`, checked."""
+
+    texts: Int32Array  # [num_rows, width]
+    lengths: Int64Array  # [num_rows], like the others
+    num_new: Int64Array
+    max_draft_tokens: Int64Array
+
+
+def _checked_rows(
+    texts: ArrayLike, lengths: ArrayLike, max_draft_tokens: ArrayLike, num_new: ArrayLike | None
+) -> _TextRows:
+    """Return the texts of `draft_chains`, or raise."""
+    ids = np.asarray(texts)
+    if ids.ndim != 2:
+        raise ValueError(f"expected texts of shape [num_rows, width], got shape {list(ids.shape)}")
+    if not np.issubdtype(ids.dtype, np.integer) and ids.size:
+        raise TypeError(f"expected texts to be integers, got dtype {ids.dtype}")
+    if ids.dtype != np.int32 and ids.max(initial=0) > MAX_TOKEN_ID:
+        raise ValueError(f"expected token ids from 0 to {MAX_TOKEN_ID}, got {ids.max()}")
+    num_rows, width = ids.shape
+    counts = {
+        "lengths": (lengths, width),
+        "num_new": (0 if num_new is None else num_new, width),
+        "max_draft_tokens": (max_draft_tokens, _MAX_CHAIN_TOKENS),
+    }
+    checked = {}
+    for name, (values, most) in counts.items():
+        array = np.asarray(values)
+        if not np.issubdtype(array.dtype, np.integer) and array.size:
+            raise TypeError(f"expected {name} to be integers, got dtype {array.dtype}")
+        if array.shape != (num_rows,) and (name == "lengths" or array.ndim):
+            raise ValueError(f"expected {name} of shape [{num_rows}], got {list(array.shape)}")
+        if array.size and (array.min() < 0 or array.max() > most):
+            raise ValueError(f"expected {name} from 0 to {most}, got {array.tolist()}")
+        checked[name] = np.ascontiguousarray(np.broadcast_to(array, num_rows), np.int64)
+    if (checked["num_new"] > checked["lengths"]).any():
+        raise ValueError("expected num_new of at most lengths, got more")
+    return _TextRows(np.ascontiguousarray(ids, np.int32), **checked)
 
 
 def _secret_seed() -> int:

@@ -24,6 +24,7 @@ from ngram_pool.locks import alone, lock_of_table
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
+_NO_KEYS = np.empty(0, np.int64)
 _LEAST_PIECE = 16
 _TAKEN = 0  # the epoch of what another table gave
 _FIRST_EPOCH = 1  # that of what was read from a file, too
@@ -116,7 +117,10 @@ class SuccessorTable:
     @property
     def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
         """Keys, successors and costs, as kernels read them; do not write to them."""
-        return self._held[:3]
+        held = self._held
+        if not held.num_contexts.item(0):  # nothing to look for
+            return _NO_KEYS, held.token_ids, held.costs
+        return held[:3]
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn successors of contexts.

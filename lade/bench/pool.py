@@ -88,7 +88,11 @@ def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> Poo
 def as_json(timings: Sequence[NamedTuple]) -> list[dict[str, Any]]:
     """Return timings, rounded, ready for JSON."""
     return [
-        {name: round(value, 3) for name, value in timing._asdict().items()} for timing in timings
+        {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in timing._asdict().items()
+        }
+        for timing in timings
     ]
 
 

@@ -357,3 +357,42 @@ def run_pool_threads(max_threads: int, max_draft_tokens: int, json_path: Path | 
     settings = {"max_draft_tokens": max_draft_tokens}
     content = {"environment": environment(), "settings": settings}
     write_result(json_path, {**content, "timings": as_json(timings)})
+
+
+def run_pool_requests(max_requests: int, max_draft_tokens: int, json_path: Path | None) -> None:
+    """Draft for 1, 4, 16, … requests in a step, up to `max_requests`."""
+    from lade.bench.environment import environment
+    from lade.bench.pool import as_json
+    from lade.bench.pool_requests import RequestTiming, time_requests
+    from lade.bench.tables import Sheet
+
+    check_writable(json_path)
+    time_requests(1, "all", max_draft_tokens)  # compiles
+    timings: list[RequestTiming] = []
+    for num_requests in [4**power for power in range(8) if 4**power <= max_requests]:
+        with console.status(f"drafting for {num_requests} requests"):
+            timings += [
+                time_requests(num_requests, sharing, max_draft_tokens, least)
+                for sharing in ("none", "all")
+                for least in (None, 0.0)
+            ]
+    title = f"A step of an engine's proposer, one core, up to {max_draft_tokens} tokens a request"
+    headings = (
+        *("requests", "sharing", "min_probability", "step median, ms", "step p95, ms"),
+        "draft tokens/request",
+    )
+    rows = [
+        [
+            *(f"{each.num_requests}", each.sharing, f"{each.min_probability:g}"),
+            *(f"{value:.2f}" for value in each[3:]),
+        ]
+        for each in timings
+    ]
+    caption = (
+        "A step finds each request by its text, observes 3 tokens of each, and drafts. Processor "
+        "time."
+    )
+    print_sheet(Sheet(title, headings, 1, [rows], caption))
+    settings = {"max_draft_tokens": max_draft_tokens}
+    content = {"environment": environment(), "settings": settings}
+    write_result(json_path, {**content, "timings": as_json(timings)})

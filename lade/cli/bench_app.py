@@ -925,3 +925,19 @@ def bench_pool_threads(
     from lade.cli.bench import run_pool_threads
 
     run_pool_threads(max_threads, max_draft_tokens, json)
+
+
+@bench.command("pool-requests", rich_help_panel=_PARTS)
+def bench_pool_requests(
+    max_requests: Annotated[
+        int, typer.Option(metavar="N", min=1, help="The most requests; from 1 up, by fours.")
+    ] = 256,
+    max_draft_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Draft up to N tokens for each.")
+    ] = 8,
+    json: JsonOption = None,
+) -> None:
+    """Time what a serving engine's proposer takes in a step, by the number of requests."""
+    from lade.cli.bench import run_pool_requests
+
+    run_pool_requests(max_requests, max_draft_tokens, json)

@@ -71,6 +71,25 @@ def test_a_delta_has_what_was_observed_since_the_stamp() -> None:
     assert texts_of(pool.delta()) == [ONE + TWO, [*THREE, 1]]
 
 
+def test_a_delta_has_what_was_observed_to_draft_chains() -> None:
+    pool, other = NGramPool(1000), NGramPool(1000)
+    beside = pool.beside()
+    other.observe(ONE)
+    for one in (pool, beside):
+        one.merge(other.delta())
+    rows = [pool.open_sequence(), beside.open_sequence(), pool.open_sequence()]
+    pool.draft_chains(
+        [TWO, THREE, ONE], [60, 60, 30], 2, rows, [60, 60, 30], pools=[pool, beside, pool]
+    )
+    assert texts_of(pool.delta()) == [TWO, ONE[:30]]
+    assert texts_of(beside.delta()) == [THREE]
+    assert pool.stamp().origin != beside.stamp().origin
+    assert beside.merge(pool.delta())
+    assert texts_of(beside) == [ONE, THREE, TWO, ONE[:30]]
+    assert texts_of(beside.delta()) == [THREE]
+    beside.check()
+
+
 def test_a_delta_has_what_was_harvested_since_the_stamp_once() -> None:
     pool = NGramPool(1000)
     pool.harvest([[-1, 1], [1, 2]], [[5], [6]], [[0.5], [0.25]])

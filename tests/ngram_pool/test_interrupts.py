@@ -92,6 +92,15 @@ CALLS: dict[str, tuple[Callable[[Use], Any], Callable[[Use], Any]]] = {
         Use.full,
         lambda use: use.pool.sample(TEXT[:5], 90, np.random.default_rng(0), None, use.sequence),
     ),
+    "chains": (Use.full, lambda use: use.pool.draft_chains([TEXT[:9]], [9], 4)),
+    "observe and draft chains": (
+        Use.full,
+        lambda use: use.pool.draft_chains([TEXT[:9]], [9], 4, [use.sequence], [9]),
+    ),
+    "grow and draft chains": (
+        Use.open,
+        lambda use: use.pool.draft_chains([TEXT[:30]], [30], 4, [use.sequence], [30]),
+    ),
     "harvest": (Use.full, lambda use: use.pool.harvest(*KNOWN)),
     "put": (lambda use: None, lambda use: use.table.put(*KNOWN)),
     "get": (lambda use: None, lambda use: use.table.get(1, 1)),

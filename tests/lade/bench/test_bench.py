@@ -23,6 +23,7 @@ from lade.bench.memory import MemoryRun, measure_in_process
 from lade.bench.methods import METHODS, make_method
 from lade.bench.peak import Peak, Work
 from lade.bench.pool import time_pool
+from lade.bench.pool_requests import time_requests
 from lade.bench.pool_threads import time_threads
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.replay_report import Point
@@ -50,6 +51,7 @@ from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 from lade.bench.utilisation import Utilisation, measuring
 from lade.config import VERIFICATIONS, Config
+from lade.engines.options import Sharing
 from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, SourceStats, Step
@@ -702,6 +704,17 @@ def test_threads_that_share_a_pool_lose_no_update(monkeypatch: pytest.MonkeyPatc
     timing = time_threads(64, max_draft_tokens=8)
     assert timing.num_lost == 0
     assert 0 < timing.draft_us <= timing.draft_p99_us <= timing.longest_us
+
+
+@pytest.mark.parametrize("sharing", ["none", "all"])
+def test_a_proposers_steps_are_timed(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.bench.pool_requests._NUM_STEPS", 20)
+    monkeypatch.setattr("lade.bench.pool_requests._NUM_SHARED", 20_000)
+    likely = time_requests(4, sharing, 8)
+    whole = time_requests(4, sharing, 8, min_probability=0.0)
+    assert 0 < likely.step_ms <= likely.step_p95_ms
+    assert likely.drafted < whole.drafted <= 8
+    assert (likely.min_probability, whole.min_probability) == (0.1, 0.0)
 
 
 def test_pool_timing_measures_a_full_pool() -> None:

@@ -1,0 +1,322 @@
+"""`PoolProposer`: a pool that drafts for all requests of a vLLM worker.
+
+vLLM makes one by itself, from its dotted name; nothing of vLLM is imported here. Tried with vLLM
+0.32. Next files: `options.py`, `requests.py`.
+
+    vllm serve MODEL --speculative-config '{"method": "custom_class",
+        "model": "lade.engines.vllm.PoolProposer", "num_speculative_tokens": 8}'
+        --additional-config '{"lade": {"sharing": "all"}}'
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lade.engines.options import PoolOptions
+from lade.engines.requests import Found, Prefixes, Requests
+from ngram_pool import NGramPool, SuccessorTable
+from ngram_pool._kernels import Int32Array, Int64Array
+
+_logger = logging.getLogger(__name__)
+
+# Requests remembered for each row of a batch: the one in it, and others that were preempted or that
+# a next turn may go on from.
+_SLOTS_PER_ROW = 2
+# Where requests share a pool, one taken for another costs nothing but a strange sequence of text,
+# so that this many last tokens are enough to tell them apart.
+_WINDOW_OF_SHARED = 128
+# More new tokens of a request than this many steps can bring are observed as a prompt is.
+_MAX_STEPS_MISSED = 4
+# Tokens of a step, of all requests, that pools learn from how far to trust their sources. With few
+# requests that is every token; with many, so many teach as much.
+_MAX_LEARNED = 256
+# Failures in a row after which all is forgotten and begun anew, and how often that is tried.
+_FAILURES_TO_RESTART = 3
+_MAX_RESTARTS = 3
+
+
+@dataclass
+class ProposerStats:
+    """What a proposer did since it was made."""
+
+    steps: int = 0
+    drafts: int = 0  # rows that got a draft of at least one token
+    draft_tokens: int = 0
+    observed_tokens: int = 0  # prompts included
+    known_tokens: int = 0  # of prompts, at their beginning, which the shared pool held already
+    requests: int = 0  # that were not known
+    failures: int = 0  # steps without drafts because something raised
+    restarts: int = 0  # after too many failures in a row
+    is_off: bool = False  # after too many restarts
+
+
+class _Slots:
+    """What was observed of the requests remembered, by slot.
+
+    The last entry, which is also that of NONE, is of no request: rows that are passed over.
+    """
+
+    def __init__(self, num_slots: int, pool: NGramPool) -> None:
+        self._nobody = pool
+        self.pools = [pool] * (num_slots + 1)
+        self.sequences = [0] * (num_slots + 1)
+        self.is_text = np.zeros(num_slots + 1, np.bool_)
+        self.num_prompt = np.zeros(num_slots + 1, np.int64)  # first tokens, observed as a prompt
+        self.num_observed = np.zeros(num_slots + 1, np.int64)
+
+    def begin(self, slot: int, pool: NGramPool, sequence: int, num_prompt: int) -> None:
+        """Let a slot be of a request of which nothing was observed."""
+        self.pools[slot], self.sequences[slot] = pool, sequence
+        self.is_text[slot] = True
+        self.num_prompt[slot], self.num_observed[slot] = num_prompt, 0
+
+    def drop(self, slot: int) -> None:
+        """Let a slot be of no request; its sequence is closed, and a pool of its own goes."""
+        self.pools[slot], self.sequences[slot] = self._nobody, 0
+        self.is_text[slot] = False
+
+
+def options_from(vllm_config: Any) -> PoolOptions:
+    """Return the options in a vLLM config: `additional_config={"lade": {...}}`.
+
+    Raises:
+        TypeError, ValueError: an option is unknown, of the wrong type or out of range.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    options = additional.get("lade", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(options, Mapping):
+        raise TypeError(f"expected additional_config['lade'] to be an object, got {options!r}")
+    return PoolOptions.from_mapping(options)
+
+
+class PoolProposer:
+    """Drafts for all requests of a vLLM worker, from pools that learn as they are served.
+
+    Drafts are a function of what `propose` was given so far: no clock, no random number, no id, so
+    that every rank of a tensor-parallel engine drafts the same. The time of a step is bounded by
+    the amount of work instead (`PoolOptions.max_step_tokens`): with more requests each gets a
+    shorter draft, and long prompts are observed in slices, over several steps.
+
+    Nothing that fails here reaches the engine: the step has no drafts, and is counted.
+
+    Args:
+        vllm_config: the engine's `VllmConfig`.
+
+    Raises:
+        TypeError, ValueError: an option is wrong. The engine does not start.
+        OSError, PoolFileError: a file that an option names cannot be read.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.options = options_from(vllm_config)
+        self._max_draft_tokens: int = vllm_config.speculative_config.num_speculative_tokens
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._max_rows: int = vllm_config.scheduler_config.max_num_seqs
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self._stats = ProposerStats()
+        self._num_failed_in_row = 0
+        self._prewarmed: SuccessorTable | None = None
+        if self.options.prewarmed is not None:
+            from lade.prewarming.tables import load_table  # imports torch
+
+            self._prewarmed = load_table(Path(self.options.prewarmed), self._vocab_size)
+        self._restart()
+
+    def load_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a pool needs no model. vLLM calls this once."""
+
+    def observe(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
+        """Let the shared pool know a text, such as documents, before requests come.
+
+        Raises:
+            ValueError: requests share no pool; or as for `NGramPool.observe`.
+        """
+        if self.options.sharing != "all":
+            raise ValueError("expected the option sharing='all' to observe text for all requests")
+        self._pool.observe(token_ids, self._pool.open_sequence())
+        self._stats.observed_tokens += len(token_ids)
+
+    def stats(self) -> dict[str, int | bool]:
+        """Return what was done since the engine started, by name."""
+        return asdict(self._stats)
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Observe what was accepted, and draft how each request goes on.
+
+        Args:
+            sampled_token_ids: the newest tokens of each row; none for a row to pass over.
+            num_tokens_no_spec: int32 [max_num_seqs], each row's number of tokens, those included.
+            token_ids_cpu: int32 [max_num_seqs, max_model_len], the tokens; may be reused after.
+            slot_mappings, kwargs: not needed.
+
+        Returns:
+            A draft for each row, of at most `num_speculative_tokens` tokens; may be empty.
+        """
+        if self._stats.is_off:
+            return [[] for _ in sampled_token_ids]
+        try:
+            drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception as error:
+            self._note_failure(error)
+            return [[] for _ in sampled_token_ids]
+        self._num_failed_in_row = 0
+        return drafts
+
+    # --- inside -----------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Forget all requests, and begin with new pools."""
+        options = self.options
+        is_shared = options.sharing == "all"
+        # That of all requests; or one beside which each gets its own.
+        self._pool = NGramPool(options.capacity_tokens, options.max_ngram_size, options.seed)
+        self._layers: list[NGramPool] = []
+        if options.pool is not None and is_shared:
+            self._pool = NGramPool.load(options.pool)
+        elif options.pool is not None:
+            self._layers = [NGramPool.load(options.pool, read_only=True)]
+        num_slots = _SLOTS_PER_ROW * self._max_rows
+        window = _WINDOW_OF_SHARED if is_shared else self._max_model_len
+        self._requests = Requests(num_slots, window)
+        # Where requests share no pool, each has its whole prompt observed.
+        self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
+        self._slots = _Slots(num_slots, self._pool)
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._stats.failures == 0:
+            _logger.warning(
+                "lade drafts nothing in this step, as in others that fail", exc_info=error
+            )
+        self._stats.failures += 1
+        self._num_failed_in_row += 1
+        if self._num_failed_in_row < _FAILURES_TO_RESTART:
+            return
+        self._num_failed_in_row = 0
+        if self._stats.restarts == _MAX_RESTARTS:
+            self._stats.is_off = True
+            _logger.error("lade drafts no more: it failed again after %d restarts", _MAX_RESTARTS)
+            return
+        self._stats.restarts += 1
+        try:
+            self._restart()
+        except Exception as failure:
+            self._stats.is_off = True
+            _logger.error("lade drafts no more: it cannot restart", exc_info=failure)
+
+    def _propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any
+    ) -> list[list[int]]:
+        num_rows = len(sampled_token_ids)
+        self._stats.steps += 1
+        if num_rows == 0:
+            return []
+        texts = np.asarray(token_ids_cpu)[:num_rows]
+        lengths = np.asarray(num_tokens_no_spec)[:num_rows].astype(np.int64)
+        num_sampled = np.fromiter(map(len, sampled_token_ids), np.int64, num_rows)
+        if (
+            num_rows > self._max_rows
+            or texts.dtype != np.int32
+            or len(texts) != num_rows
+            or lengths.min() < 0
+            or lengths.max() > texts.shape[1]
+        ):
+            raise ValueError(
+                f"expected at most {self._max_rows} rows of int32, and lengths within them, got "
+                f"{num_rows} rows, {texts.dtype} {texts.shape} and {lengths.tolist()}"
+            )
+        known_lengths = np.where(num_sampled > 0, (lengths - num_sampled).clip(0), 0)
+        found = self._requests.find(texts, lengths, known_lengths)
+        self._begin_requests(found, texts, known_lengths)
+        num_new = self._observe_prompts(found.slots, texts, lengths)
+        return self._draft(found.slots, texts, lengths, num_new)
+
+    def _begin_requests(self, found: Found, texts: Int32Array, known_lengths: Int64Array) -> None:
+        for slot in found.dropped:
+            self._slots.drop(slot)
+        for row in found.new:
+            slot, num_prompt = found.slots.item(row), known_lengths.item(row)
+            self._stats.requests += 1
+            if texts[row, :num_prompt].min() < 0:  # some of it is no text
+                continue
+            pool = self._pool if self._prefixes is not None else self._pool.beside()
+            sequence = pool.open_sequence(self._prewarmed, self._layers)
+            self._slots.begin(slot, pool, sequence, num_prompt)
+            if self._prefixes is not None:
+                num_held = self._prefixes.num_held(
+                    texts[row, :num_prompt], self._stats.observed_tokens
+                )
+                # But for as much of it as a match of what comes next may reach back to.
+                num_known = max(0, num_held - self._pool.max_match)
+                self._slots.num_observed[slot] = num_known
+                self._stats.known_tokens += num_known
+
+    def _observe_prompts(
+        self, by_row: Int64Array, texts: Int32Array, lengths: Int64Array
+    ) -> Int64Array:
+        """Observe what is left of prompts, as far as a step may; return the new tokens by row."""
+        slots = self._slots
+        few = _MAX_STEPS_MISSED * (self._max_draft_tokens + 1)
+        num_observed, num_prompt = slots.num_observed[by_row], slots.num_prompt[by_row]
+        is_late = lengths - np.maximum(num_observed, num_prompt) > few
+        num_new = np.where(slots.is_text[by_row], lengths - num_observed, 0)
+        num_left = self.options.max_step_tokens
+        is_left = slots.is_text[by_row] & (is_late | (num_observed < num_prompt))
+        for row in np.flatnonzero(is_left).tolist():
+            slot, length = by_row.item(row), lengths.item(row)
+            if is_late[row]:
+                slots.num_prompt[slot] = length
+            begin, end = num_observed.item(row), slots.num_prompt.item(slot)
+            stop = min(end, begin + num_left)
+            slots.pools[slot].observe(texts[row, begin:stop], slots.sequences[slot])
+            if self._prefixes is not None:
+                self._prefixes.add(texts[row], begin, stop, self._stats.observed_tokens)
+            slots.num_observed[slot] = stop
+            num_left -= stop - begin
+            self._stats.observed_tokens += stop - begin
+            num_new[row] = length - stop if stop == end else 0
+        return num_new
+
+    def _draft(
+        self, by_row: Int64Array, texts: Int32Array, lengths: Int64Array, num_new: Int64Array
+    ) -> list[list[int]]:
+        """Observe the new tokens, and draft, in one call for all requests."""
+        slots, order = self._slots, by_row.tolist()
+        is_in = slots.is_text[by_row]
+        most = min(self._max_draft_tokens, max(1, self.options.max_step_tokens // len(texts)))
+        chains = self._pool.draft_chains(
+            texts,
+            np.where(is_in, lengths, 0),
+            np.minimum(self._max_model_len - 1 - lengths, most).clip(0),
+            [slots.sequences[slot] for slot in order],
+            num_new,
+            self.options.min_probability,
+            None if self._prefixes is not None else [slots.pools[slot] for slot in order],
+            _MAX_LEARNED,
+        )
+        slots.num_observed[by_row] += num_new
+        drafts = chains.tolist()
+        if chains.token_ids.max(initial=0) >= self._vocab_size:
+            drafts = [self._up_to_unknown(ids) for ids in drafts]
+        self._stats.observed_tokens += int(num_new.sum())
+        self._stats.drafts += int(np.count_nonzero(chains.lengths))
+        self._stats.draft_tokens += sum(map(len, drafts))
+        return drafts
+
+    def _up_to_unknown(self, ids: list[int]) -> list[int]:
+        """Return what comes before a token that the model has not, such as of a wrong file."""
+        for i, token_id in enumerate(ids):
+            if token_id >= self._vocab_size:
+                return ids[:i]
+        return ids

@@ -1,0 +1,145 @@
+"""Requests: told by their texts alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lade.engines import _kernels
+from lade.engines.requests import Prefixes, Requests
+
+WHOLE = 10_000  # a window that covers every text
+
+
+class Rows:
+    """Texts as an engine shows them."""
+
+    def __init__(self, num_slots: int = 8, window: int = WHOLE) -> None:
+        self.requests = Requests(num_slots, window)
+
+    def find(self, *texts: list[int] | None, num_new: int = 1) -> Any:
+        """Return the slots of the rows; None is a row to pass over."""
+        width = max(len(text or [0]) for text in texts) + 3
+        ids = np.full((len(texts), width), 77, np.int32)
+        lengths = np.zeros(len(texts), np.int64)
+        known = np.zeros(len(texts), np.int64)
+        for row, text in enumerate(texts):
+            if text is not None:
+                ids[row, : len(text)], lengths[row] = text, len(text)
+                known[row] = len(text) - num_new
+        return self.requests.find(ids, lengths, known)
+
+
+def test_rows_are_found_where_they_were_and_where_they_moved() -> None:
+    rows = Rows()
+    a, b, c = [1, 2, 3], [1, 2, 4], [9, 8, 7, 6]
+    found = rows.find(a, b, c)
+    assert found.new == [0, 1, 2]
+    of_a, of_b, of_c = found.slots.tolist()
+    assert len({of_a, of_b, of_c}) == 3
+    found = rows.find([*a, 5], [*b, 5], [*c, 5])
+    assert (found.new, found.slots.tolist()) == ([], [of_a, of_b, of_c])
+    found = rows.find([*c, 5, 6], [*b, 5, 6])  # the first ended, and the last took its place
+    assert (found.new, found.slots.tolist()) == ([], [of_c, of_b])
+    found = rows.find([*c, 5, 6, 7], num_new=3)  # one whose first tokens alone are the same
+    assert found.new == [0]
+    assert found.slots.tolist() != [of_c]
+
+
+def test_a_request_is_found_again_however_many_steps_were_missed() -> None:
+    rows = Rows()
+    a, b = [1, 2, 3], [4, 5, 6]
+    of_a, of_b = rows.find(a, b).slots.tolist()
+    found = rows.find([*b, *range(50)])
+    assert (found.new, found.slots.tolist()) == ([], [of_b])
+    found = rows.find(None, [*a, *range(90)])
+    assert (found.new, found.slots.tolist()) == ([], [-1, of_a])
+
+
+def test_equal_texts_are_as_many_requests() -> None:
+    rows = Rows()
+    of_a, of_b = rows.find([1, 2, 3], [1, 2, 3]).slots.tolist()
+    assert of_a != of_b
+    found = rows.find([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6])
+    assert found.slots.tolist()[:2] == [of_a, of_b]
+    assert found.new == [2]
+
+
+def test_a_next_turn_goes_on_from_the_longest_text_before_it() -> None:
+    rows = Rows()
+    text = list(range(20))
+    rows.find(text[:5])
+    (of_longer,) = rows.find(None, text[:9]).slots.tolist()[1:]
+    assert rows.find(None, None, text).slots.tolist() == [-1, -1, of_longer]
+
+
+def test_the_text_not_seen_for_longest_is_dropped() -> None:
+    rows = Rows(num_slots=3)
+    a, b, c, d = ([i, i] for i in range(1, 5))
+    of_a, of_b, of_c = (rows.find(text).slots.item() for text in (a, b, c))
+    assert rows.find([*a, 1]).slots.tolist() == [of_a]
+    found = rows.find(d)
+    assert (found.dropped, found.slots.tolist()) == ([of_b], [of_b])
+    assert rows.find([*c, 1], [*a, 1, 1]).slots.tolist() == [of_c, of_a]
+    assert rows.find([*b, 1]).new == [0]
+
+
+def test_of_the_last_tokens_alone_others_are_told_apart_only_by_length() -> None:
+    tail = list(range(100, 110))
+    rows = Rows(window=10)
+    (slot,) = rows.find([1, *tail]).slots.tolist()
+    assert rows.find(None, [2, *tail, 5]).slots.tolist() == [-1, slot]
+    rows = Rows(window=11)
+    rows.find([1, *tail])
+    assert rows.find(None, [2, *tail, 5]).new == [1]
+
+
+@pytest.mark.parametrize("window", [7, 64, WHOLE])
+def test_every_token_in_the_window_tells_texts_apart(window: int) -> None:
+    text = np.random.default_rng(0).integers(0, 9, 9000).tolist()
+    rows = Rows(window=window)
+    (slot,) = rows.find(text).slots.tolist()
+    for end in (9001, 9050, 9300):  # hashes are carried on from step to step
+        longer = [*text, *range(end - len(text))]
+        assert rows.find(longer, num_new=len(longer) - len(text)).slots.tolist() == [slot]
+        text = longer
+    for place in [0, 4095, 4096, 8000, len(text) - 8, len(text) - 1]:
+        other = [*text, 1]
+        other[place] += 1
+        is_seen = place >= len(text) - window
+        assert rows.find(None, other).new == ([1] if is_seen else [])
+        rows = Rows(window=window)
+        rows.find(text)
+
+
+def test_hashes_of_neighbours_add_up() -> None:
+    rng = np.random.default_rng(1)
+    row = rng.integers(0, 2**31 - 1, 500, dtype=np.int32)
+    factors = rng.integers(1, 2**31 - 1, 64, dtype=np.int32)
+    expected = sum(
+        int(row[i]) * int(factors[i % 64]) * (2 * (i // 64) + 1) * 0x5851F42D4C957F2D
+        for i in range(3, 450)
+    )
+    parts = [_kernels.hash_between(row, *ends, factors) for ends in ((3, 70), (70, 71), (71, 450))]
+    assert sum(parts) % 2**62 == expected % 2**62 == _kernels.hash_between(row, 3, 450, factors)
+
+
+def test_a_prefix_is_known_as_far_as_it_was_observed_and_is_not_forgotten() -> None:
+    text = np.arange(1000, dtype=np.int32)
+    prefixes = Prefixes(max_age=2000)
+    assert prefixes.num_held(text, 0) == 0
+    prefixes.add(text, 0, 150, 0)
+    assert [prefixes.num_held(text[:end], 150) for end in (63, 64, 127, 128, 1000)] == [
+        *(0, 64, 64, 128, 128),
+    ]
+    prefixes.add(text, 150, 300, 150)
+    assert prefixes.num_held(text, 300) == 256
+    other = text.copy()
+    other[70] += 1
+    assert prefixes.num_held(other, 300) == 64
+    assert prefixes.num_held(text[1:], 300) == 0
+    assert prefixes.num_held(text, 2001) == 0  # its first block may be forgotten
+    for i in range(100):
+        prefixes.add(text + 1000 * i, 0, 1000, 300 + 1000 * i)
+    assert len(prefixes) <= 3 * 15
+    assert prefixes.num_held(text + 99_000, 100_300) == 960
