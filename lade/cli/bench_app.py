@@ -380,6 +380,105 @@ def bench_serve(
     run(addresses, PromptFile.read(prompts, limit, half), max_new_tokens, files)
 
 
+@bench.command("engines", rich_help_panel=_ANSWERS)
+def bench_engines(
+    prompts: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE",
+            help="Prompts, as for bench run. May be repeated.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Comma-separated. Without it, plain (no speculation), ngram (vLLM's own, of 1 to "
+            "4 tokens), suffix (vLLM's, where arctic-inference is installed) and pool (lade's). "
+            "Also others, which an unknown name lists.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,…", help="Comma-separated: requests at once.")
+    ] = "1,4,16,64",
+    passes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Answer all prompts N times at each number of requests; drafters live on.",
+        ),
+    ] = 2,
+    max_new_tokens: MaxNewTokensOption = 64,
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            "--num-speculative-tokens",
+            metavar="N",
+            min=1,
+            help="Draft up to N tokens for a request in a step, with every method.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = 8,
+    limit: LimitOption = None,
+    half: HalfOption = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Run in float32, also draw answers at temperature 1, and fail unless every "
+            "method's greedy answers have plain's tokens and its draws plain's distribution.",
+        ),
+    ] = False,
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+) -> None:
+    """Compare methods of speculative decoding in vLLM, with many requests at once.
+
+    Each method has an engine of its own, which is sent the next prompt as soon as an answer is
+    complete. With every number of requests, drafters begin anew; what they learn in the first pass
+    they know in the second. The cache of prefixes is emptied between passes.
+
+    Needs vLLM in the environment of this command.
+    """
+    import os
+
+    from lade.bench.engines.methods import PLAIN, check_engine
+    from lade.bench.engines.methods import choose_methods as choose_engine_methods
+    from lade.bench.prompts import PromptFile
+    from lade.cli.bench import ResultFiles
+    from lade.cli.bench_engines import choose_concurrency, choose_dtype, make_plan, run
+
+    check_engine()
+    names, left_out = choose_engine_methods(methods)
+    if check and not {PLAIN} < {*names}:
+        raise ValueError("expected plain and another of the methods with --check")
+    sizes, chosen_dtype = choose_concurrency(concurrency), choose_dtype(dtype, check)
+    files = ResultFiles(json, markdown)
+    files.check()
+    chosen = [PromptFile.read(path, limit, half) for path in prompts]
+    plan = make_plan(
+        model,
+        chosen,
+        trust_remote_code,
+        check,
+        dtype=chosen_dtype,
+        concurrency=sizes,
+        num_passes=passes,
+        max_new_tokens=max_new_tokens,
+        num_speculative_tokens=num_speculative_tokens,
+        seed=seed,
+    )
+    run(plan, chosen, names, left_out, threads or len(os.sched_getaffinity(0)), files)
+
+
 @bench.command("turns", rich_help_panel=_ANSWERS)
 def bench_turns(
     dtypes: Annotated[

@@ -1,0 +1,97 @@
+"""`METHODS`: what drafts in an engine, by name.
+
+Next file: `job.py`.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lade.errors import LadeError, MissingExtraError
+
+PLAIN = "plain"
+
+
+class EngineMethod(NamedTuple):
+    """A way of decoding in vLLM."""
+
+    description: str
+    speculative_config: Mapping[str, Any] | None  # vLLM's, but for num_speculative_tokens
+    needs: str | None = None  # a module beside vLLM
+    #: Of vLLM; holds the options of a proposer from outside.
+    additional_config: Mapping[str, Any] = MappingProxyType({})
+
+    def config(self, num_speculative_tokens: int) -> dict[str, Any] | None:
+        """Return vLLM's `speculative_config`, or None for no speculation."""
+        if self.speculative_config is None:
+            return None
+        return {**self.speculative_config, "num_speculative_tokens": num_speculative_tokens}
+
+
+def _lookup(shortest: int, longest: int) -> EngineMethod:
+    return EngineMethod(
+        f"vLLM's ngram: a copy of what followed the last {shortest} to {longest} tokens in the "
+        "request's own text",
+        {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest},
+    )
+
+
+_PROPOSER = {"method": "custom_class", "model": "lade.engines.vllm.PoolProposer"}
+
+#: By name, in the order of tables.
+METHODS: dict[str, EngineMethod] = {
+    PLAIN: EngineMethod("vLLM without speculation", None),
+    "ngram": _lookup(1, 4),
+    "ngram_2": _lookup(2, 4),
+    "ngram_5": _lookup(5, 5),  # vLLM's own setting where none is given
+    "suffix": EngineMethod(
+        "vLLM's suffix decoding, of the package arctic-inference: texts of all requests",
+        {"method": "suffix"},
+        "arctic_inference",
+    ),
+    "pool": EngineMethod("lade's pool, which all requests share", _PROPOSER),
+}
+
+DEFAULT_METHODS = ("plain", "ngram", "suffix", "pool")
+
+
+def why_not(name: str) -> str | None:
+    """Return why a method cannot run in this environment, or None."""
+    needs = METHODS[name].needs
+    if needs is None or find_spec(needs) is not None:
+        return None
+    return f"the package {needs.replace('_', '-')} is not installed"
+
+
+def check_engine() -> None:
+    """Raise unless vLLM can be imported.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    if find_spec("vllm") is None:  # of the distribution vllm, or of a build for CPUs
+        raise MissingExtraError("vllm", "vllm")
+
+
+def choose_methods(text: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return the methods to run, and those left out with the reasons.
+
+    Args:
+        text: a comma-separated list; None for `DEFAULT_METHODS`, but for those that cannot run.
+
+    Raises:
+        LadeError: a method that was asked for cannot run here.
+        ValueError: a method is unknown or named twice.
+    """
+    if text is None:
+        left_out = {name: reason for name in DEFAULT_METHODS if (reason := why_not(name))}
+        return [name for name in DEFAULT_METHODS if name not in left_out], left_out
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len({*names}) < len(names) or not {*names} <= METHODS.keys():
+        known = ", ".join(METHODS)
+        raise ValueError(f"expected --methods to be different ones of {known}, got {text!r}")
+    for name in names:
+        if reason := why_not(name):
+            raise LadeError(f"the method {name} cannot run here: {reason}")
+    return names, {}
