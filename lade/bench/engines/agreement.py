@@ -55,9 +55,7 @@ def compare_drawn(found: PhaseResult, expected: PhaseResult) -> Drawn:
         p_values.append(p_value)
         num_cells += cells
     counters = found.counters
-    return Drawn(
-        min(p_values), num_cells, counters.num_draft_tokens, counters.num_accepted_tokens
-    )
+    return Drawn(min(p_values), num_cells, counters.num_draft_tokens, counters.num_accepted_tokens)
 
 
 def same_distribution(

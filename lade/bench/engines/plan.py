@@ -29,11 +29,6 @@ class Plan:
     seed: int
     questions: Sequence[Sequence[int]] = ()  # token ids; answers to them are drawn
 
-    @property
-    def num_requests(self) -> int:
-        """How many requests an engine answers."""
-        return sum(len(phase.prompts) for phase in self.phases())
-
     def phases(self) -> list[Phase]:
         """Return the phases of every engine, in order."""
         phases = [

@@ -116,9 +116,7 @@ class Engine:
         sec = perf_counter() - start
         after, watched = self._counted(), self._watch.counters
         counted = {name: after[name] - before[name] for name in after}
-        return PhaseResult(
-            phase.name, phase.concurrency, sec, answers, watched._replace(**counted)
-        )
+        return PhaseResult(phase.name, phase.concurrency, sec, answers, watched._replace(**counted))
 
     def _answer(self, phase: Phase, on_answer: Callable[[], None]) -> list[Answer]:
         from vllm import SamplingParams
