@@ -396,8 +396,9 @@ def bench_engines(
         typer.Option(
             metavar="NAMES",
             help="Comma-separated. Without it, plain (no speculation), ngram (vLLM's own, of 1 to "
-            "4 tokens), suffix (vLLM's, where arctic-inference is installed) and pool (lade's). "
-            "Also others, which an unknown name lists.",
+            "4 tokens), suffix (vLLM's, where arctic-inference is installed), pool (lade's, one "
+            "for all requests) and pool_private (lade's, one for each). Also others, which an "
+            "unknown name lists.",
         ),
     ] = None,
     concurrency: Annotated[
@@ -422,6 +423,14 @@ def bench_engines(
             rich_help_panel=DRAFTING,
         ),
     ] = 8,
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="JSON",
+            help="Options of lade's proposer, as a JSON object.",
+            rich_help_panel=DRAFTING,
+        ),
+    ] = "{}",
     limit: LimitOption = None,
     half: HalfOption = None,
     check: Annotated[
@@ -454,13 +463,20 @@ def bench_engines(
     from lade.bench.engines.methods import choose_methods as choose_engine_methods
     from lade.bench.prompts import PromptFile
     from lade.cli.bench import ResultFiles
-    from lade.cli.bench_engines import choose_concurrency, choose_dtype, make_plan, run
+    from lade.cli.bench_engines import (
+        choose_concurrency,
+        choose_dtype,
+        choose_options,
+        make_plan,
+        run,
+    )
 
     check_engine()
     names, left_out = choose_engine_methods(methods)
     if check and not {PLAIN} < {*names}:
         raise ValueError("expected plain and another of the methods with --check")
     sizes, chosen_dtype = choose_concurrency(concurrency), choose_dtype(dtype, check)
+    chosen_options = choose_options(options)
     files = ResultFiles(json, markdown)
     files.check()
     chosen = [PromptFile.read(path, limit, half) for path in prompts]
@@ -475,6 +491,7 @@ def bench_engines(
         max_new_tokens=max_new_tokens,
         num_speculative_tokens=num_speculative_tokens,
         seed=seed,
+        options=chosen_options,
     )
     run(plan, chosen, names, left_out, threads or os.cpu_count() or 1, files)
 

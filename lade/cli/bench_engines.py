@@ -1,5 +1,6 @@
 """`lade bench engines`: run each method in vLLM with a progress bar, print and write the tables."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,27 @@ def choose_dtype(dtype: Dtype | None, checks: bool) -> str:
     from lade.models.loading import device_of, native_dtype
 
     return str(native_dtype(device_of(None))).removeprefix("torch.")
+
+
+def choose_options(text: str) -> dict[str, Any]:
+    """Return options of lade's proposer from a JSON object.
+
+    Raises:
+        TypeError, ValueError: it is none, or an option is unknown, of the wrong type or out of
+            range.
+    """
+    from lade.engines.options import PoolOptions
+
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected --options to be a JSON object, got {text!r}: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"expected --options to be a JSON object, got {text!r}")
+    if "sharing" in options:
+        raise ValueError("expected --options without 'sharing', which the methods tell")
+    PoolOptions.from_mapping(options)
+    return options
 
 
 def make_plan(
@@ -161,6 +183,7 @@ def run(
         "speculative_config": {
             method: METHODS[method].config(plan.num_speculative_tokens) for method in methods
         },
+        "options": {name: _without_folder(value) for name, value in plan.options.items()},
         "left_out": {**left_out},
         "interrupted": stopped_by is not None,
     }
@@ -170,6 +193,11 @@ def run(
         raise stopped_by
     if plan.questions and (differences := what_differs(rows, drawn)):
         raise LadeError("; ".join(differences))
+
+
+def _without_folder(value: Any) -> Any:
+    """Return an option as results, which are published, tell it."""
+    return Path(value).name if isinstance(value, str) else value
 
 
 def _run_method(

@@ -62,6 +62,7 @@ class Counters(NamedTuple):
     num_accepted_tokens: int = 0
     num_proposals: int = 0  # calls of the drafter, each for all requests of a step
     draft_sec: float = 0.0  # in these calls
+    num_failures: int = 0  # of them, of lade's proposer, which drafts nothing then
 
 
 class PhaseResult(NamedTuple):

@@ -5,7 +5,6 @@ Next file: `job.py`.
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lade.errors import LadeError, MissingExtraError
@@ -19,14 +18,17 @@ class EngineMethod(NamedTuple):
     description: str
     speculative_config: Mapping[str, Any] | None  # vLLM's, but for num_speculative_tokens
     needs: str | None = None  # a module beside vLLM
-    #: Of vLLM; holds the options of a proposer from outside.
-    additional_config: Mapping[str, Any] = MappingProxyType({})
+    sharing: str | None = None  # an option of lade's proposer; None for other drafters
 
     def config(self, num_speculative_tokens: int) -> dict[str, Any] | None:
         """Return vLLM's `speculative_config`, or None for no speculation."""
         if self.speculative_config is None:
             return None
         return {**self.speculative_config, "num_speculative_tokens": num_speculative_tokens}
+
+    def additional_config(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return vLLM's `additional_config`, with options of lade's proposer if it drafts."""
+        return {} if self.sharing is None else {"lade": {**options, "sharing": self.sharing}}
 
 
 def _lookup(shortest: int, longest: int) -> EngineMethod:
@@ -50,10 +52,11 @@ METHODS: dict[str, EngineMethod] = {
         {"method": "suffix"},
         "arctic_inference",
     ),
-    "pool": EngineMethod("lade's pool, which all requests share", _PROPOSER),
+    "pool": EngineMethod("lade's pool, one for all requests", _PROPOSER, sharing="all"),
+    "pool_private": EngineMethod("lade's pool, one for each request", _PROPOSER, sharing="none"),
 }
 
-DEFAULT_METHODS = ("plain", "ngram", "suffix", "pool")
+DEFAULT_METHODS = ("plain", "ngram", "suffix", "pool", "pool_private")
 
 
 def why_not(name: str) -> str | None:

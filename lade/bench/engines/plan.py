@@ -3,8 +3,9 @@
 Next file: `worker.py`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from lade.bench.engines.agreement import NUM_DRAWN_TOKENS, NUM_DRAWS
 from lade.bench.engines.job import Job, Phase
@@ -28,6 +29,7 @@ class Plan:
     num_speculative_tokens: int
     seed: int
     questions: Sequence[Sequence[int]] = ()  # token ids; answers to them are drawn
+    options: Mapping[str, Any] = field(default_factory=dict)  # of lade's proposer
 
     def phases(self) -> list[Phase]:
         """Return the phases of every engine, in order."""
@@ -52,7 +54,7 @@ class Plan:
             max_model_len=longest + self.max_new_tokens + self.num_speculative_tokens + 1,
             max_num_seqs=max(self.concurrency),
             speculative_config=METHODS[method].config(self.num_speculative_tokens),
-            additional_config={**METHODS[method].additional_config},
+            additional_config=METHODS[method].additional_config(self.options),
             trust_remote_code=self.trust_remote_code,
             seed=self.seed,
             phases=self.phases(),

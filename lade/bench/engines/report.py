@@ -27,6 +27,7 @@ class Summary(NamedTuple):
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_failures: int  # of lade's proposer
     draft_sec_per_step: float
     first_token_sec: float  # median
     latency_sec: float  # median
@@ -62,6 +63,7 @@ def summarise(result: PhaseResult, plain: PhaseResult | None) -> Summary:
         counters.num_drafts,
         counters.num_draft_tokens,
         counters.num_accepted_tokens,
+        counters.num_failures,
         counters.draft_sec / max(counters.num_proposals, 1),
         median(answer.first_token_sec for answer in answers),
         median(latencies),
@@ -165,6 +167,12 @@ def what_differs(rows: Sequence[Row], drawn: Mapping[str, Drawn]) -> list[str]:
         f"{row.summary.same_text:.1%} of the answers have plain's tokens"
         for row in rows
         if row.summary.same_text is not None and row.summary.same_text < 1
+    ]
+    found += [
+        f"{row.method}, {phase_name(row.concurrency, row.num_pass)}: the proposer failed "
+        f"{row.summary.num_failures} times"
+        for row in rows
+        if row.summary.num_failures
     ]
     for method, draws in drawn.items():
         if not draws.is_same:

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from lade.bench.engines.job import Answer, Counters, Job, Phase, PhaseResult
+from lade.engines.extension import PoolExtension
 
 _COUNTERS = {  # of vLLM, by our fields
     "vllm:spec_decode_num_drafts": "num_drafts",
@@ -162,9 +163,11 @@ class Engine:
         return [answers[number] for number in range(len(phase.prompts))]
 
     def _counted(self) -> dict[str, int]:
-        """Return vLLM's own counters of drafts, by our names; none without speculation."""
+        """Return vLLM's own counters of drafts and our proposer's failures, by our names."""
         metrics = self._engine.get_metrics()
-        return {_COUNTERS[each.name]: each.value for each in metrics if each.name in _COUNTERS}
+        counted = {_COUNTERS[each.name]: each.value for each in metrics if each.name in _COUNTERS}
+        (stats,) = self._engine.collective_rpc(PoolExtension.lade_stats)
+        return counted if stats is None else {**counted, "num_failures": stats["failures"]}
 
     def _renew_drafter(self) -> None:
         """Put a new drafter, which knows no text, into the place of the old one, and time it."""

@@ -5,6 +5,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from lade.bench.engines.process import environment_of, run_job
 from lade.bench.engines.report import as_json, rows_of, summarise, table, what_differs
 from lade.bench.engines.worker import Engine
 from lade.cli.app import app
+from lade.engines.options import PoolOptions
 from lade.errors import LadeError, MissingExtraError
 
 PLAN = Plan("folder", "float32", False, [[1, 2], [3], [4]], [2, 1], 2, 5, 4, 0)
@@ -52,7 +54,7 @@ def test_methods_that_cannot_run_are_left_out_unless_they_are_asked_for(
 ) -> None:
     monkeypatch.setattr(methods, "find_spec", lambda name: None)
     reason = "the package arctic-inference is not installed"
-    assert choose_methods(None) == (["plain", "ngram", "pool"], {"suffix": reason})
+    assert choose_methods(None) == (["plain", "ngram", "pool", "pool_private"], {"suffix": reason})
     assert choose_methods("pool, plain") == (["pool", "plain"], {})
     with pytest.raises(LadeError, match=f"the method suffix cannot run here: {reason}"):
         choose_methods("plain,suffix")
@@ -67,6 +69,17 @@ def test_all_methods_draft_the_same_number_of_tokens_at_most() -> None:
     configs = [method.config(6) for method in METHODS.values()]
     assert configs.count(None) == 1
     assert {config["num_speculative_tokens"] for config in configs if config} == {6}
+
+
+def test_only_the_proposer_of_lade_gets_its_options() -> None:
+    plan = replace(PLAN, options={"min_probability": 0.2})
+    assert plan.job("ngram").additional_config == {}
+    expected = {"lade": {"min_probability": 0.2, "sharing": "none"}}
+    assert plan.job("pool_private").additional_config == expected
+    for name, method in METHODS.items():
+        options = method.additional_config({}).get("lade")
+        assert (options is None) == ("pool" not in name)
+        assert options is None or PoolOptions.from_mapping(options).sharing == method.sharing
 
 
 def test_drafters_begin_anew_with_every_number_of_requests_and_live_through_its_passes() -> None:
@@ -232,6 +245,20 @@ def test_a_phase_that_begins_anew_has_a_new_drafter_with_the_model() -> None:
     assert of_vllm.num_calls == of_start.num_calls == 0
     assert [each.num_calls for each in later] == [2, 1]
     assert {each.model for each in (of_start, *later)} == {"model"}
+
+
+@pytest.mark.usefixtures("vllm")
+def test_failures_of_the_proposer_are_counted_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stats(drafter: FakeDrafter) -> dict[str, int]:
+        return {"failures": 2 * drafter.num_calls}
+
+    monkeypatch.setattr(FakeDrafter, "stats", stats, raising=False)
+    phase = Phase("all", 1, [[1]], 4)
+    engine = Engine(job(phase))
+    found = [engine.run(phase, lambda: None) for _ in range(2)]
+    assert [each.counters.num_failures for each in found] == [4, 4]
+    rows = rows_of({"pool": found[:1]})
+    assert what_differs(rows, {}) == ["pool, 1 at once, pass 1: the proposer failed 4 times"]
 
 
 @pytest.mark.usefixtures("vllm")
@@ -486,6 +513,10 @@ def test_what_was_measured_before_a_failure_is_written(
         (("--concurrency", "1,0"), "expected --concurrency to be different numbers"),
         (("--concurrency", "4,4"), "expected --concurrency to be different numbers"),
         (("--concurrency", "4,x"), "expected --concurrency to be different numbers"),
+        (("--options", "[1]"), "expected --options to be a JSON object, got '[1]'"),
+        (("--options", "{"), "expected --options to be a JSON object, got '{'"),
+        (("--options", '{"sharing": "all"}'), "expected --options without 'sharing'"),
+        (("--options", '{"size": 1}'), "got 'size'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

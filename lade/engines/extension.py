@@ -1,0 +1,24 @@
+"""`PoolExtension`: what can be asked of the proposer in a vLLM worker, from outside of it."""
+
+from typing import Any
+
+
+class PoolExtension:
+    """Methods that vLLM adds to its workers, to be called by `collective_rpc`.
+
+    vLLM's own counters tell drafts and accepted tokens; these tell what only the proposer knows.
+
+        llm = vllm.LLM(…, worker_extension_cls="lade.engines.extension.PoolExtension")
+        llm.collective_rpc("lade_stats")  # a dict for each worker
+    """
+
+    model_runner: Any  # of the worker
+
+    def lade_stats(self) -> dict[str, int | bool] | None:
+        """Return `PoolProposer.stats`; None for a worker that does not draft by it.
+
+        Only workers of the last pipeline stage draft.
+        """
+        drafter = getattr(self.model_runner, "drafter", None)
+        stats = getattr(drafter, "stats", None)
+        return stats() if callable(stats) else None
