@@ -69,6 +69,15 @@ _NAMES = {
     "rival_goose": "copy and adjacency (Goose-like)",
     "rival_suffix": "SuffixDecoding-like",
 }
+_ENGINES = {
+    "plain": "none",
+    "ngram": "vLLM's `ngram`, 1 to 4 tokens",
+    "ngram_2": "vLLM's `ngram`, 2 to 4 tokens",
+    "ngram_5": "vLLM's `ngram`, 5 tokens",
+    "suffix": "vLLM's `suffix`",
+    "pool": "**lade**, one pool for all",
+    "pool_private": "**lade**, a pool for each request",
+}
 _PREWARMED = "**lade**, after `lade prewarm`"
 _OURS = ("lade", "lade_fresh")
 _ARENA = "results/arena/smollm2_bfloat16"  # what is plotted
@@ -440,6 +449,75 @@ def servers(file: str) -> str:
 
 
 @_figure
+def engine_drafts(file: str) -> str:
+    """Return what methods in an engine drafted, and how much was accepted, by pass."""
+    rows = []
+    for method, by_pass in _engine_rows(file).items():
+        if method != "plain":
+            mats = [f"{row['mat']:.2f}" for row in by_pass]
+            lengths = [f"{row['acceptance_length']:.2f}" for row in by_pass]
+            first = by_pass[0]
+            share = first["num_accepted_tokens"] / first["num_draft_tokens"]
+            per_token = first["num_draft_tokens"] / first["num_tokens"]
+            label = _ENGINES[method]
+            rows.append((label, *mats, *lengths, f"{per_token:.2f}", f"{share:.0%}"))
+    passes = [f"pass {row['pass']}" for row in by_pass]
+    headings = (
+        "method",
+        *(f"MAT, {name}" for name in passes),
+        *(f"acceptance length, {name}" for name in passes),
+        "drafted for a token, pass 1",
+        "accepted, pass 1",
+    )
+    return _table(headings, 1, rows)
+
+
+@_figure
+def engine_speeds(*files: str) -> str:
+    """Return how fast methods in an engine were, by the number of requests at once."""
+    rows = []
+    for file in files:
+        for size in dict.fromkeys(row["concurrency"] for row in _read(file)["rows"]):
+            of_size = _engine_rows(file, size)
+            for method, by_pass in of_size.items():
+                speeds = [
+                    speedup_text(row["tokens_per_sec"] / plain["tokens_per_sec"])
+                    for row, plain in zip(by_pass, of_size["plain"], strict=True)
+                ]
+                first = by_pass[0]
+                rows.append(
+                    (
+                        *(f"{size}", _ENGINES[method], f"{first['tokens_per_sec']:.1f}", *speeds),
+                        f"{first['first_token_sec']:.2f}",
+                        f"{first['latency_sec']:.2f}",
+                        f"{first['latency_p90_sec']:.2f}",
+                        msec_text(first["draft_sec_per_step"]) if method != "plain" else "",
+                    )
+                )
+    passes = [f"speed, pass {row['pass']}" for row in by_pass]
+    times = ("first token, s", "latency, s", "its 90 %", "draft ms/step")
+    return _table(("at once", "method", "tokens/s, pass 1", *passes, *times), 2, rows)
+
+
+@_figure
+def engine_ratio(file: str, method: str, other: str, num_pass: str) -> str:
+    """Return how many times another's mean accepted tokens a method has, in a pass."""
+    found = [_engine_rows(file)[name][int(num_pass) - 1]["mat"] for name in (method, other)]
+    return f"{found[0] / found[1]:.2f}"
+
+
+def _engine_rows(file: str, concurrency: int | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Return the passes of each method, with so many requests at once, or the first number."""
+    rows = _read(file)["rows"]
+    size = rows[0]["concurrency"] if concurrency is None else concurrency
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["concurrency"] == size:
+            by_method.setdefault(row["method"], []).append(row)
+    return by_method
+
+
+@_figure
 def pool(file: str = "results/pool") -> str:
     """Return what the pool takes alone, by the number of tokens it holds."""
     timings = _read(file)["timings"]
@@ -586,7 +664,8 @@ def source(*files: str) -> str:
         times = settings.get("passes", 1)
         kept = ", pools kept from one to the next" if settings.get("keep") else ""
         if "prompts" in settings:
-            num = settings["prompts"]["num"]
+            prompts = settings["prompts"]
+            num = sum(each["num"] for each in (prompts if isinstance(prompts, list) else [prompts]))
             parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
         else:
             parts.append(f"{times} chat{'s' * (times > 1)} of {settings['turns']} turns")
@@ -596,7 +675,7 @@ def source(*files: str) -> str:
         made = {**made["versions"], "date": made["date"], "commit": made.get("commit")}
     else:
         parts.append(_hardware(files[0]))
-    known = ("python", "torch", "transformers")
+    known = ("python", "torch", "transformers", *(["vllm"] if "vllm" in made else []))
     parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
     commit = made.get("commit")
     at = (
