@@ -77,6 +77,7 @@ _ENGINES = {
     "suffix": "vLLM's `suffix`",
     "pool": "**lade**, one pool for all",
     "pool_private": "**lade**, a pool for each request",
+    "pool_prewarmed": "**lade**, one pool for all, after `lade prewarm`",
 }
 _PREWARMED = "**lade**, after `lade prewarm`"
 _OURS = ("lade", "lade_fresh")

@@ -397,8 +397,8 @@ def bench_engines(
             metavar="NAMES",
             help="Comma-separated. Without it, plain (no speculation), ngram (vLLM's own, of 1 to "
             "4 tokens), suffix (vLLM's, where arctic-inference is installed), pool (lade's, one "
-            "for all requests) and pool_private (lade's, one for each). Also others, which an "
-            "unknown name lists.",
+            "for all requests), pool_private (lade's, one for each) and, with --prewarmed, "
+            "pool_prewarmed. Also others, which an unknown name lists.",
         ),
     ] = None,
     concurrency: Annotated[
@@ -431,6 +431,16 @@ def bench_engines(
             rich_help_panel=DRAFTING,
         ),
     ] = "{}",
+    prewarmed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The table that lade prewarm made for the model, for pool_prewarmed.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=DRAFTING,
+        ),
+    ] = None,
     limit: LimitOption = None,
     half: HalfOption = None,
     check: Annotated[
@@ -472,7 +482,7 @@ def bench_engines(
     )
 
     check_engine()
-    names, left_out = choose_engine_methods(methods)
+    names, left_out = choose_engine_methods(methods, prewarmed is not None)
     if check and not {PLAIN} < {*names}:
         raise ValueError("expected plain and another of the methods with --check")
     sizes, chosen_dtype = choose_concurrency(concurrency), choose_dtype(dtype, check)
@@ -492,6 +502,7 @@ def bench_engines(
         num_speculative_tokens=num_speculative_tokens,
         seed=seed,
         options=chosen_options,
+        table=None if prewarmed is None else str(prewarmed.resolve()),
     )
     run(plan, chosen, names, left_out, threads or os.cpu_count() or 1, files)
 

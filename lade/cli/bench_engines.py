@@ -71,8 +71,9 @@ def choose_options(text: str) -> dict[str, Any]:
         raise ValueError(f"expected --options to be a JSON object, got {text!r}: {error}") from None
     if not isinstance(options, dict):
         raise ValueError(f"expected --options to be a JSON object, got {text!r}")
-    if "sharing" in options:
-        raise ValueError("expected --options without 'sharing', which the methods tell")
+    for name in ("sharing", "prewarmed"):
+        if name in options:
+            raise ValueError(f"expected --options without {name!r}, which the methods tell")
     PoolOptions.from_mapping(options)
     return options
 

@@ -30,6 +30,7 @@ class Plan:
     seed: int
     questions: Sequence[Sequence[int]] = ()  # token ids; answers to them are drawn
     options: Mapping[str, Any] = field(default_factory=dict)  # of lade's proposer
+    table: str | None = None  # path of a prewarmed model's table
 
     def phases(self) -> list[Phase]:
         """Return the phases of every engine, in order."""
@@ -54,7 +55,7 @@ class Plan:
             max_model_len=longest + self.max_new_tokens + self.num_speculative_tokens + 1,
             max_num_seqs=max(self.concurrency),
             speculative_config=METHODS[method].config(self.num_speculative_tokens),
-            additional_config=METHODS[method].additional_config(self.options),
+            additional_config=METHODS[method].additional_config(self.options, self.table),
             trust_remote_code=self.trust_remote_code,
             seed=self.seed,
             phases=self.phases(),

@@ -54,13 +54,18 @@ def test_methods_that_cannot_run_are_left_out_unless_they_are_asked_for(
 ) -> None:
     monkeypatch.setattr(methods, "find_spec", lambda name: None)
     reason = "the package arctic-inference is not installed"
-    assert choose_methods(None) == (["plain", "ngram", "pool", "pool_private"], {"suffix": reason})
-    assert choose_methods("pool, plain") == (["pool", "plain"], {})
+    table = {"pool_prewarmed": "no table of the model is given"}
+    names = ["plain", "ngram", "pool", "pool_private"]
+    assert choose_methods(None, False) == (names, {"suffix": reason, **table})
+    assert choose_methods(None, True) == ([*names, "pool_prewarmed"], {"suffix": reason})
+    assert choose_methods("pool, plain", False) == (["pool", "plain"], {})
+    with pytest.raises(LadeError, match="the method pool_prewarmed cannot run here: no table"):
+        choose_methods("pool_prewarmed", False)
     with pytest.raises(LadeError, match=f"the method suffix cannot run here: {reason}"):
-        choose_methods("plain,suffix")
+        choose_methods("plain,suffix", False)
     for text in ("", "plain,plain", "plain,nothing"):
         with pytest.raises(ValueError, match=r"expected --methods to be different ones of plain,"):
-            choose_methods(text)
+            choose_methods(text, False)
     with pytest.raises(MissingExtraError, match=r'pip install "lade-decoding\[vllm\]"'):
         methods.check_engine()
 
@@ -72,12 +77,13 @@ def test_all_methods_draft_the_same_number_of_tokens_at_most() -> None:
 
 
 def test_only_the_proposer_of_lade_gets_its_options() -> None:
-    plan = replace(PLAN, options={"min_probability": 0.2})
+    plan = replace(PLAN, options={"min_probability": 0.2}, table="a.safetensors")
     assert plan.job("ngram").additional_config == {}
     expected = {"lade": {"min_probability": 0.2, "sharing": "none"}}
     assert plan.job("pool_private").additional_config == expected
+    assert plan.job("pool_prewarmed").additional_config["lade"]["prewarmed"] == "a.safetensors"
     for name, method in METHODS.items():
-        options = method.additional_config({}).get("lade")
+        options = method.additional_config({}, "a").get("lade")
         assert (options is None) == ("pool" not in name)
         assert options is None or PoolOptions.from_mapping(options).sharing == method.sharing
 
@@ -516,6 +522,7 @@ def test_what_was_measured_before_a_failure_is_written(
         (("--options", "[1]"), "expected --options to be a JSON object, got '[1]'"),
         (("--options", "{"), "expected --options to be a JSON object, got '{'"),
         (("--options", '{"sharing": "all"}'), "expected --options without 'sharing'"),
+        (("--options", '{"prewarmed": "x"}'), "expected --options without 'prewarmed'"),
         (("--options", '{"size": 1}'), "got 'size'"),
     ],
 )
