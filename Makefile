@@ -100,7 +100,7 @@ load: $(VENV)/.dev
 engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba
 engines: $(ENGINES)/.engines
 	$(ENGINES)/bin/lade bench engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
-		--methods plain,ngram,pool --concurrency 16 --max-new-tokens 32 --check
+		--methods plain,ngram,pool --concurrency 40 --passes 1 --max-new-tokens 32 --check
 
 ray: $(RAY)/.dev
 	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py

@@ -321,7 +321,7 @@ def test_a_process_is_ended_when_its_listener_leaves(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_user_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert "LD_PRELOAD" not in environment_of({}, 2)
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
@@ -340,7 +340,8 @@ def draws(probs: Mapping[tuple[int, ...], float], num: int, seed: int) -> list[t
 
 
 def test_samples_of_one_distribution_pass_and_those_of_another_fail() -> None:
-    probs = {(1, 2): 0.5, (1, 3): 0.3, (2,): 0.15, **{(4, n): 0.005 for n in range(10)}}
+    rare: dict[tuple[int, ...], float] = {(4, n): 0.005 for n in range(10)}
+    probs = {(1, 2): 0.5, (1, 3): 0.3, (2,): 0.15, **rare}
     p_values = [
         same_distribution(draws(probs, 300, seed), draws(probs, 300, seed + 1000))[0]
         for seed in range(200)
