@@ -12,7 +12,7 @@ from lade.bench.report import msec_text, share_text, speedup_text
 from lade.bench.run import ends_in_loop
 from lade.bench.tables import Sheet
 
-_DIGITS = 4  # decimal places, in files
+_DIGITS = 6  # decimal places, in files
 
 
 class Summary(NamedTuple):
