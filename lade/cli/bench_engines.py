@@ -129,6 +129,7 @@ def run(
     """
     from lade.bench.engines.agreement import compare_drawn
     from lade.bench.engines.methods import METHODS, PLAIN
+    from lade.bench.engines.plan import DRAWS
     from lade.bench.engines.report import as_json, draws_table, rows_of, table, what_differs
     from lade.bench.environment import environment
 
@@ -145,13 +146,14 @@ def run(
     rows = rows_of(results)
     if stopped_by is not None and not rows:
         raise stopped_by
-    drawn = {}
-    if plan.questions and stopped_by is None:
-        drawn = {
-            method: compare_drawn(results[method][-1], results[PLAIN][-1])
-            for method in methods
-            if method != PLAIN
-        }
+    draws = {
+        method: found[-1] for method, found in results.items() if found and found[-1].name == DRAWS
+    }
+    drawn = {
+        method: compare_drawn(found, draws[PLAIN])
+        for method, found in draws.items()
+        if method != PLAIN and PLAIN in draws
+    }
     title = (
         f"vLLM in {plan.dtype}, up to {plan.num_speculative_tokens} draft tokens, "
         f"{len(plan.prompts)} prompts, {plan.max_new_tokens} new tokens"
