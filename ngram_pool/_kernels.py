@@ -181,8 +181,11 @@ MAX_FOUND = 48
 
 @inlined
 def row_of(position: int, num_rows: int) -> int:
-    """Return the row of a position; a division takes longer than all else that is done with one."""
-    return position if position < num_rows else position % num_rows
+    """Return the row of a position, a row even where arrays hold noise.
+
+    A division takes longer than all else that is done with a position.
+    """
+    return position if 0 <= position < num_rows else position % num_rows
 
 
 @inlined

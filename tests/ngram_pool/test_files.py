@@ -639,7 +639,12 @@ def use(pool: NGramPool, layers: Sequence[NGramPool] = ()) -> None:
         pool.observe(TEXT[start : start + 5])
         pool.harvest(*KNOWN)
         pool.explore(10, sequence=sequence)
+        other = pool.open_sequence(layers=layers)
+        texts, lengths = [TEXT[start : start + 20], TEXT[start + 20 : start + 40]], [20, 12]
+        chains = pool.draft_chains(texts, lengths, 6, [sequence, other], num_new=[3, 12])
+        assert (chains.lengths <= 6).all()
         copy.copy(pool).observe(TEXT[:10])
+        NGramPool().merge(pool.delta())
 
 
 @pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
