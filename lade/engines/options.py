@@ -39,7 +39,7 @@ class PoolOptions:
     sharing: Sharing = "none"
     capacity_tokens: int = DEFAULT_CAPACITY_TOKENS
     max_ngram_size: int = DEFAULT_MAX_NGRAM_SIZE
-    min_probability: float = 0.1
+    min_probability: float = 0.02
     max_step_tokens: int = 4096
     pool: str | None = None
     prewarmed: str | None = None
