@@ -96,11 +96,12 @@ stress: $(VENV)/.dev
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
 
-# Draws are compared, too; whatever differs ends it. A cache of its own, as for the oldest.
+# Draws are compared, too; whatever differs ends it with an error. A cache of its own, as for the oldest.
 engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba
 engines: $(ENGINES)/.engines
 	$(ENGINES)/bin/lade bench engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
-		--methods plain,ngram,pool --concurrency 40 --passes 1 --max-new-tokens 32 --check
+		--methods plain,ngram,pool --concurrency 40 --passes 2 --max-new-tokens 32 --check \
+		--json $(ENGINES)/check.json
 
 ray: $(RAY)/.dev
 	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
