@@ -163,6 +163,7 @@ def run(
             "MAT: tokens a request gains in a step, without answers that end in a loop.",
             "acceptance length: the same in steps with a draft, as vLLM counts it; loops included.",
             *(f"{name} is left out: {reason}" for name, reason in left_out.items()),
+            *(f"vLLM was mended for this: {fault}" for fault in engine.get("mended", ())),
         ]
     )
     sheets = [table(rows, title, caption)]

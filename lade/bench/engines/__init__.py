@@ -2,6 +2,6 @@
 
 Each method has an engine in a process of its own (`process.py`, `worker.py`), which answers the
 same tokens at several numbers of concurrent requests. This process imports no vLLM.
-Reading order: `methods.py`, `job.py`, `plan.py`, `worker.py`, `process.py`, `agreement.py`,
-`report.py`.
+Reading order: `methods.py`, `job.py`, `plan.py`, `mending.py`, `worker.py`, `process.py`,
+`agreement.py`, `report.py`.
 """

@@ -16,7 +16,7 @@ QUESTIONS = (
     "Name one day of the week, and nothing else.",
     "Repeat these words: one two three four. Then add one more number in words.",
 )
-NUM_DRAWS = 400  # of each question
+NUM_DRAWS = 200  # of each question
 NUM_DRAWN_TOKENS = 6
 
 # Two equal distributions fail a comparison of four questions once in 25,000 runs.

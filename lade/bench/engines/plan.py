@@ -1,6 +1,6 @@
 """`Plan`: which phases every method's engine runs.
 
-Next file: `worker.py`.
+Next file: `mending.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import count
 from time import perf_counter
 from typing import Any
 
 from lade.bench.engines.job import Answer, Counters, Job, Phase, PhaseResult
+from lade.bench.engines.mending import FAULT, mend_sampler
 from lade.engines.extension import PoolExtension
 
 _COUNTERS = {  # of vLLM, by our fields
@@ -44,6 +46,10 @@ def main() -> None:
         result = engine.run(phase, lambda: tell({"answered": 1}))
         tell({"phase": result.as_message()})
     tell({"done": True})
+
+
+def _sampler() -> Any:
+    return import_module("vllm.v1.sample.rejection_sampler")
 
 
 @dataclass
@@ -83,6 +89,7 @@ class Engine:
             additional_config=dict(job.additional_config),
         )
         self._engine = vllm.LLMEngine.from_engine_args(arguments)
+        self._mended = [FAULT] if current_platform.is_cpu() and mend_sampler(_sampler()) else []
         self._renew_drafter()
 
     def description(self) -> dict[str, Any]:
@@ -96,6 +103,7 @@ class Engine:
             "platform": current_platform.device_name,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "enforce_eager": self._engine.model_config.enforce_eager,
+            "mended": self._mended,
         }
 
     def warm_up(self) -> None:

@@ -13,11 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lade.bench.engines import agreement, methods, process
 from lade.bench.engines.agreement import compare_drawn, same_distribution
 from lade.bench.engines.job import Answer, Counters, Job, Phase, PhaseResult
+from lade.bench.engines.mending import FAULT, expand_batch_to_tokens
 from lade.bench.engines.methods import METHODS, choose_methods
 from lade.bench.engines.plan import DRAWS, Plan
 from lade.bench.engines.process import environment_of, run_job
@@ -212,6 +214,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: True, device_name="x"))
     module("vllm.sampling_params", RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    module("vllm.v1.sample.rejection_sampler", expand_batch_to_tokens=expand_batch_to_tokens)
 
 
 @pytest.mark.usefixtures("vllm")
@@ -284,7 +287,29 @@ def test_an_engine_without_speculation_has_no_drafter_and_counts_none() -> None:
         "platform": "x",
         "max_num_batched_tokens": 9,
         "enforce_eager": True,
+        "mended": [],
     }
+
+
+@pytest.mark.usefixtures("vllm")
+def test_a_sampler_that_does_not_read_temperatures_is_mended_and_told() -> None:
+    sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
+
+    def faulty(x: torch.Tensor, _: torch.Tensor, num_tokens: int, *__: int) -> torch.Tensor:
+        return x.new_zeros(num_tokens)
+
+    sampler.expand_batch_to_tokens = faulty  # type: ignore[attr-defined]
+    phase = Phase("all", 1, [[1]], 4)
+    assert Engine(job(phase)).description()["mended"] == [FAULT]
+    assert Engine(job(phase)).description()["mended"] == []  # it reads them now
+
+
+def test_requests_values_are_given_to_their_tokens() -> None:
+    values, ends = torch.tensor([0.7, 0.0, 0.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
+    found = expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
+    assert torch.equal(found, torch.tensor([0.7, 0.7, 0.5, 0.5, 0.5]))
+    found = expand_batch_to_tokens(torch.tensor([0, 9]), torch.tensor([1, 3]), 3, 0, 1)
+    assert found.tolist() == [1, 9, 9]
 
 
 # --- its process ----------------------------------------------------------------------------
