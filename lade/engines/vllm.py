@@ -34,7 +34,7 @@ _WINDOW_OF_SHARED = 128
 _MAX_STEPS_MISSED = 4
 # Tokens of a step, of all requests, that pools learn from how far to trust their sources. With few
 # requests that is every token; with many, so many teach as much.
-_MAX_LEARNED = 256
+_MAX_LEARNED = 128
 # Failures in a row after which all is forgotten and begun anew, and how often that is tried.
 _FAILURES_TO_RESTART = 3
 _MAX_RESTARTS = 3
