@@ -51,7 +51,7 @@ from lade.bench.settings import Settings
 from lade.bench.tables import Sheet
 from lade.bench.utilisation import Utilisation, measuring
 from lade.config import VERIFICATIONS, Config
-from lade.engines.options import Sharing
+from lade.engines.options import PoolOptions, Sharing
 from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, SourceStats, Step
@@ -714,7 +714,7 @@ def test_a_proposers_steps_are_timed(sharing: Sharing, monkeypatch: pytest.Monke
     whole = time_requests(4, sharing, 8, min_probability=0.0)
     assert 0 < likely.step_ms <= likely.step_p95_ms
     assert likely.drafted < whole.drafted <= 8
-    assert (likely.min_probability, whole.min_probability) == (0.1, 0.0)
+    assert (likely.min_probability, whole.min_probability) == (PoolOptions().min_probability, 0.0)
 
 
 def test_pool_timing_measures_a_full_pool() -> None:
