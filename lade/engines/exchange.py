@@ -270,7 +270,7 @@ class PoolExchange:
     absent collector costs no memory. Use it as a context, or call `start` and `stop`.
 
         with PoolExchange(collector) as exchange:
-            output = lade.generate(model, **inputs, pool=exchange.pool)
+            output = lade.generate(model, input_ids, pool=exchange.pool)
 
     Args:
         collector: a `Collector`, or what stands for one in another process.
