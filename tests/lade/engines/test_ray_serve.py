@@ -203,7 +203,8 @@ def test_two_replicas_lose_nothing_where_one_is_killed(tmp_path: Path) -> None:
     program = [sys.executable, EXAMPLE / "measure.py", *counts, *files]
     subprocess.run(list(map(str, program)), check=True, cwd=ROOT, timeout=170)
     report = json.loads((tmp_path / "out.json").read_text())
-    assert (report["num_right"], report["num_lost"]) == (60, 0)
+    assert report["num_lost"] == 0
+    assert report["num_right"] == report["num_requests"] >= 60
     assert len(report["replicas"]) == 3
     assert report["replicas"][2]["num_joined_tokens"] > 0
     assert report["collector"]["num_refused"] == 0
