@@ -169,10 +169,8 @@ def _entry_of(row: FormatRow) -> dict[str, Any]:
     if row.check is not None:
         entry["check"] = as_json(row.check)
     if row.sec is not None:
-        entry["sec"] = round(row.sec, 6)
-        entry["costs"] = {width: round(cost, 4) for width, cost in row.costs.items()}
-    if row.rounding is not None:
-        entry["rounding"] = round(row.rounding, 4)
+        # Not rounded: a table of these numbers must say what the first one said.
+        entry["sec"], entry["costs"] = row.sec, {**row.costs}
     return {**entry, "verdict": row.verdict}
 
 
