@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
     ANSWER,
-    COST_STEPS,
     HASH_MASK,
     HASH_MULTIPLIER,
     LOWERED,
@@ -50,7 +49,7 @@ from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import StoredPool, read_pool, write_pool
 from ngram_pool.locks import PoolLock, lock_of_pool, reading, writing
-from ngram_pool.table import SuccessorTable, keys_of
+from ngram_pool.table import SuccessorTable, keys_of, probs_of
 from ngram_pool.weights import first_weights
 
 DEFAULT_CAPACITY_TOKENS = 2**20
@@ -1098,9 +1097,7 @@ class NGramPool:
         self._append_all(ids, self._sequence(sequence), is_answer)
 
     def _append_all(self, ids: Int64Array, opened: _Sequence, is_answer: bool) -> None:
-        num_tokens = self._counts.item(NEXT_POSITION) + len(ids)
-        if len(self._held.text) < min(num_tokens, self._capacity):
-            self._grow(num_tokens)
+        self._grow_for(len(ids))
         # In pieces that fit the capacity, so that positions can count them.
         piece = min(self._capacity, _PIECE)
         for start in range(0, len(ids), piece):
@@ -1144,7 +1141,8 @@ class NGramPool:
         for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
             num_more[pool] = num_more.get(pool, 0) + more
         for pool, more in num_more.items():
-            pool._make_room(more)
+            pool._grow_for(more)
+            pool._rebase_for(more)
         return self._run_chains(pools, opened, rows, min_probability, learning_stride)
 
     def _sequences_of(
@@ -1158,12 +1156,15 @@ class NGramPool:
             return [self._no_sequence] * len(pools)
         return [pool._sequence(handle) for pool, handle in zip(pools, sequences, strict=True)]
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Grow for more tokens, and lower positions that might overflow."""
+    def _grow_for(self, num_tokens: int) -> None:
+        """Have room for more tokens, up to the capacity."""
         end = self._counts.item(NEXT_POSITION) + num_tokens
         if len(self._held.text) < min(end, self._capacity):
             self._grow(end)
-        if end > _POSITION_LIMIT:
+
+    def _rebase_for(self, num_tokens: int) -> None:
+        """Lower positions if those of more tokens would overflow."""
+        if self._counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
             _kernels.rebase(*self._held, self._counts)
 
     @reading
@@ -1350,8 +1351,7 @@ class NGramPool:
     @writing
     def _take_successors(self, delta: PoolDelta) -> None:
         self._harvested.take_successors(delta.keys, delta.successor_ids, delta.costs)
-        probs = np.exp(delta.costs / np.float32(-COST_STEPS))
-        self._count_unigrams(delta.successor_ids, probs)
+        self._count_unigrams(delta.successor_ids, probs_of(delta.costs))
 
     @reading
     def _harvest(self) -> tuple[SuccessorTable, _Unigrams]:
@@ -1513,8 +1513,7 @@ class NGramPool:
     # --- kernels ----------------------------------------------------------------------------
 
     def _append(self, ids: Int64Array, sequence: _Sequence, is_answer: bool) -> None:
-        if self._counts.item(NEXT_POSITION) + len(ids) > _POSITION_LIMIT:
-            _kernels.rebase(*self._held, self._counts)
+        self._rebase_for(len(ids))
         room = self._take_room(1, sequence)
         _kernels.append(
             *self._held,

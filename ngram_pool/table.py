@@ -141,7 +141,7 @@ class SuccessorTable:
         self, keys: Int64Array, token_ids: Int32Array, costs: NDArray[np.uint16]
     ) -> None:
         """Learn successors as `arrays` returns them, once each; they are not of any epoch."""
-        probs = np.exp(costs / np.float32(-COST_STEPS))
+        probs = probs_of(costs)
         probs[token_ids == NONE] = 0.0
         self._put(*_checked(_pairs_of(keys), token_ids, probs), is_own=False)
 
@@ -401,6 +401,12 @@ def _pairs_of(keys: Int64Array) -> Int64Array:
 def keys_of(pairs: Int64Array) -> Int64Array:
     """Return the keys of contexts, int64 [num_contexts]."""
     return (pairs[:, 0] + 1) * (MAX_TOKEN_ID + 1) + pairs[:, 1]
+
+
+def probs_of(costs: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Return the probabilities that costs stand for, float32 as `costs`."""
+    probs: NDArray[np.float32] = np.exp(costs / np.float32(-COST_STEPS))
+    return probs
 
 
 def _power_of_two(number: int) -> int:

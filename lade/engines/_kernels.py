@@ -3,9 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ngram_pool._kernels import Int32Array, Int64Array, kernel
+from ngram_pool._kernels import NONE, Int32Array, Int64Array, kernel
 
-NONE = -1
 _MIX = 0x5851F42D4C957F2D  # of blocks of the multipliers
 _MASK = 2**62 - 1  # of hashes, so that they are the same where integers do not wrap around
 

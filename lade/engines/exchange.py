@@ -343,7 +343,7 @@ class PoolExchange:
             try:
                 self._exchange()
             except Exception as error:
-                self._note_failure("exchange deltas with", error)
+                self._note("num_failures", "exchange deltas with", error)
                 return False
             return True
 
@@ -357,7 +357,7 @@ class PoolExchange:
         try:
             pool, self._cursor = self._collector.join()
         except Exception as error:
-            self._note_failure("join", error)
+            self._note("num_failures", "join", error)
             return NGramPool(capacity_tokens)
         self._has_joined = True
         self._counted["num_joined_tokens"] = len(pool)
@@ -379,7 +379,7 @@ class PoolExchange:
             found = self._collector.exchange(data, self._cursor)
         except ValueError as error:  # it would be refused again
             self._unacknowledged = None
-            self._note_refusal("send a delta to", error)
+            self._note("num_refused", "send a delta to", error)
             return
         self._unacknowledged = None
         self._counted["num_exchanges"] += 1
@@ -397,17 +397,10 @@ class PoolExchange:
             if self.pool.merge(delta):
                 self._counted["tokens_received"] += delta.num_tokens
         except ValueError as error:
-            self._note_refusal("take a delta from", error)
+            self._note("num_refused", "take a delta from", error)
 
-    def _note_failure(self, what: str, error: Exception) -> None:
-        self._counted["num_failures"] += 1
-        self._say(what, error)
-
-    def _note_refusal(self, what: str, error: Exception) -> None:
-        self._counted["num_refused"] += 1
-        self._say(what, error)
-
-    def _say(self, what: str, error: Exception) -> None:
+    def _note(self, count: str, what: str, error: Exception) -> None:
+        self._counted[count] += 1
         if what not in self._said:
             self._said.add(what)
             _logger.warning(

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lade.engines import _kernels
-from lade.engines._kernels import NONE
-from ngram_pool._kernels import Int32Array, Int64Array
+from ngram_pool._kernels import NONE, Int32Array, Int64Array
 from ngram_pool.compiling import compile_by
 
 _NUM_MULTIPLIERS = 4096  # of the hash; a power of two

@@ -8,11 +8,9 @@ from lade.bench.engines.agreement import FALSE_ALARM, Drawn
 from lade.bench.engines.job import Answer, PhaseResult
 from lade.bench.engines.methods import PLAIN
 from lade.bench.engines.plan import DRAWS, phase_name
-from lade.bench.report import msec_text, share_text, speedup_text
+from lade.bench.report import msec_text, rounded, share_text, speedup_text
 from lade.bench.run import ends_in_loop
 from lade.bench.tables import Sheet
-
-_DIGITS = 6  # decimal places, in files
 
 
 class Summary(NamedTuple):
@@ -149,7 +147,7 @@ def as_json(rows: Sequence[Row], drawn: Mapping[str, Drawn]) -> dict[str, Any]:
                 "method": row.method,
                 "concurrency": row.concurrency,
                 "pass": row.num_pass,
-                **{name: _rounded(value) for name, value in row.summary._asdict().items()},
+                **rounded(row.summary._asdict()),
             }
             for row in rows
         ],
@@ -195,7 +193,3 @@ def _mat(answers: Sequence[Answer]) -> float:
 def _share_same(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
     pairs = zip(answers, others, strict=True)
     return sum(one.token_ids == other.token_ids for one, other in pairs) / len(answers)
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, _DIGITS) if isinstance(value, float) else value
