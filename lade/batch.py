@@ -50,17 +50,18 @@ class Text:
         self.token_ids[row].append(token_id)
         return token_id
 
-    def cut(self) -> None:
+    def cut(self, keeps_finished: bool) -> None:
         """Cut back to the columns that all unfinished rows have, so that decoding can resume.
 
-        If all rows are finished, only the last column is dropped. Rows that ended earlier are
-        padded.
+        If all rows are finished, the last column is dropped. Rows that ended earlier are padded,
+        unless `keeps_finished`: then they count as the others, for what was not computed of their
+        padding will be.
         """
-        length = self.longest - 1
-        if not all(self.is_finished):
-            rows = zip(self.token_ids, self.is_finished, strict=True)
-            length = min(len(token_ids) for token_ids, is_finished in rows if not is_finished)
-        length = max(length, self.num_prompt)
+        rows = zip(self.token_ids, self.is_finished, strict=True)
+        lengths = [len(ids) for ids, is_finished in rows if keeps_finished or not is_finished]
+        if all(self.is_finished):
+            lengths.append(self.longest - 1)
+        length = max(min(lengths), self.num_prompt)
         for row, token_ids in enumerate(self.token_ids):
             num_own = self.num_unpadded[row]
             is_ended = self.is_finished[row] and num_own <= length

@@ -40,18 +40,24 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Padded(LogitsProcessor):  # type: ignore[misc]
-    """A processor that pads finished rows at once; `generate` would start one token later."""
+    """A processor that pads finished rows at once; `generate` does so from the second token on.
+
+    Attributes:
+        scores: of the first token, as they were; None before it.
+    """
 
     def __init__(self, is_finished: list[bool], pad_token_id: int) -> None:
         self._is_finished = is_finished
         self._pad_token_id = pad_token_id
+        self.scores: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        for row, is_finished in enumerate(self._is_finished):
-            if is_finished:
-                scores[row] = -torch.inf
-                scores[row, self._pad_token_id] = 0.0
-        return scores
+        if self.scores is not None:
+            return scores
+        self.scores, padded = scores, scores.clone()
+        padded[self._is_finished] = -torch.inf
+        padded[self._is_finished, self._pad_token_id] = 0.0
+        return padded
 
 
 class _Later(BaseStreamer):  # type: ignore[misc]
@@ -142,6 +148,7 @@ def finish_plainly(
     ids = text.sequences()
     num_rows, length = ids.shape
     num_new = length - text.num_prompt
+    padded: _Padded | None = None
     if any(text.is_finished):
         criteria = StoppingCriteriaList([*criteria, _Ended(list(text.is_finished))])
         if text.pad_token_id is not None:
@@ -159,6 +166,8 @@ def finish_plainly(
         _continued(model, model_kwargs, ids[:, text.num_prompt :]),
     )
     if config.return_dict_in_generate:
+        if padded is not None and output.get("scores") is not None:
+            output["scores"] = (padded.scores, *output["scores"][1:])
         for name in ("scores", "logits", "hidden_states", "attentions"):
             if output.get(name) is not None and num_new > 0:
                 output[name] = outputs.first_columns(name, num_new) + _last_of_prompt(

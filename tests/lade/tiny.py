@@ -31,6 +31,15 @@ COMMON = {
     "eos_token_id": EOS_TOKEN_ID,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512}
+# Of models that cannot be verified by trees.
+BLOOM: dict[str, Any] = {"n_layer": 3, "n_head": 4}
+MAMBA2: dict[str, Any] = {
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+    "state_size": 8,
+    "chunk_size": 8,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},

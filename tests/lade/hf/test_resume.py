@@ -142,6 +142,14 @@ def test_a_target_that_fails_on_the_way_loses_nothing(
         {"do_sample": True, "output_scores": True, "output_logits": True},
         {"do_sample": False, "output_hidden_states": True},
         {"do_sample": False, "repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]},
+        # Of rows that ended before, too.
+        {
+            "output_scores": True,
+            "output_logits": True,
+            "repetition_penalty": 1.3,
+            "eos_token_id": [*range(30, 50)],
+        },
+        {"output_hidden_states": True, "repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]},
     ],
     ids=lambda options: " ".join(options),
 )
