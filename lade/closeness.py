@@ -31,12 +31,14 @@ def is_exact_in(model: Model) -> bool:
 def distance(logits: Tensor, reference: Tensor) -> float:
     """Return the largest difference of logits, in standard deviations of the reference.
 
-    Infinite and NaN logits are the model's own affair: it suffices that both have them in the same
-    places; else the distance is infinite.
+    Infinite and NaN logits are the model's own affair: it suffices that both have the same ones in
+    the same places; else the distance is infinite.
     """
     is_finite = reference.isfinite()
     if not bool(is_finite.all()):
-        if not torch.equal(logits.isfinite(), is_finite):
+        # A NaN is no less than what is masked by -inf: it would be chosen.
+        is_same = (logits == reference) | (logits.isnan() & reference.isnan())
+        if not torch.equal(logits.isfinite(), is_finite) or not bool(is_same[~is_finite].all()):
             return float("inf")
         if not bool(is_finite.any()):
             return 0.0

@@ -22,15 +22,7 @@ from lade.drafting.drafts import chain
 from lade.probing.profile import profile_of
 from lade.support.tiny import tiny_model as architecture
 from tests.lade.shared import shared_model
-from tests.lade.tiny import BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
-
-MAMBA2: dict[str, Any] = {
-    "num_heads": 4,
-    "head_dim": 16,
-    "n_groups": 1,
-    "state_size": 8,
-    "chunk_size": 8,
-}
+from tests.lade.tiny import MAMBA2, BatchDrafter, ScriptedDrafter, random_prompt, tiny_model
 
 
 def both(

@@ -23,10 +23,8 @@ from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.grids import thinned
-from tests.lade.tiny import ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.tiny import BLOOM, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
 
-BLOOM = {"n_layer": 3, "n_head": 4}
-MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
 MAMBA = {"state_size": 8}
 NEO = {
     "attention_types": [[["global", "local", "local"], 1]],
@@ -521,3 +519,20 @@ def test_flex_attention_prefills_and_another_one_verifies() -> None:
     assert output.stats.num_accepted_tokens > 3
     assert lade.probe(model).attention == "sdpa"
     assert model.config._attn_implementation == "flex_attention"
+
+
+@pytest.mark.parametrize("vocab_size", [2, 3, 19])
+def test_few_tokens_are_enough_to_see_what_attention_does(vocab_size: int) -> None:
+    """Attention to one and the same token would hide it."""
+    model = tiny_model("llama", seed=1, vocab_size=vocab_size, eos_token_id=None, bos_token_id=None)
+    assert lade.probe(model).verification == "tree"
+
+    def change_last(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        changed = output.clone()
+        changed[:, -1] *= 1.5
+        return changed
+
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(change_last)
+    found = lade.probe(model)
+    assert found.verification == "plain"
+    assert "differ" in found.reasons["tree"]

@@ -1,0 +1,32 @@
+"""How far two computations of the same logits are apart."""
+
+import math
+
+import pytest
+import torch
+
+from lade.closeness import distance
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("logits", "reference", "expected"),
+    [
+        ([1.0, 3.0], [1.0, 3.0], 0.0),
+        ([1.0, 4.0], [1.0, 3.0], 2**-0.5),
+        ([1.0, 3.0, -INF], [1.0, 3.0, -INF], 0.0),
+        ([1.0, 4.0, NAN], [1.0, 3.0, NAN], 2**-0.5),
+        ([-INF, NAN], [-INF, NAN], 0.0),
+        # Another token would be chosen.
+        ([1.0, 3.0, NAN], [1.0, 3.0, -INF], INF),
+        ([1.0, 3.0, INF], [1.0, 3.0, -INF], INF),
+        ([1.0, 3.0, 2.0], [1.0, 3.0, -INF], INF),
+    ],
+)
+def test_distances_are_in_standard_deviations_and_infinite_where_infinities_differ(
+    logits: list[float], reference: list[float], expected: float
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        got = distance(torch.tensor(logits, dtype=dtype), torch.tensor(reference, dtype=dtype))
+        assert got == pytest.approx(expected)
