@@ -163,7 +163,13 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
         per_processor = 1 if is_wide and queries > 16 else 2
         return _Blocks(queries, 16, key_dims, value_dims, 8, 1, per_processor)
     num_warps = 8 if is_wide or queries == _MAX_QUERIES else 4
-    num_keys, per_processor = 32 if is_wide else 64, 1 if num_warps == 8 and queries > 16 else 2
+    per_processor = 1 if num_warps == 8 and queries > 16 else 2
+    # As many as fit 100 KiB of shared memory (8.6, 8.9 and 12.0) also with the releases of Triton
+    # that GPU builds of torch bring along: 3.9 would have room for twice as many in two cases.
+    if is_wide:
+        num_keys = 16 if queries == _MAX_QUERIES else 32
+    else:
+        num_keys = 32 if queries == 32 and max(key_dims, value_dims) == 128 else 64
     return _Blocks(queries, num_keys, key_dims, value_dims, num_warps, 2, per_processor)
 
 

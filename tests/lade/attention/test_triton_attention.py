@@ -24,10 +24,6 @@ from tests.lade.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-CUDA = pytest.param(
-    "cuda",
-    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
 TOLERANCES = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
 
 
@@ -225,19 +221,19 @@ def test_in_the_interpreter_it_attends_as_plain_torch_does(
     assert report["error"] < 1
 
 
-@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_compiled_it_attends_as_plain_torch_does(case: Case, device: str) -> None:
-    assert worst_error(case, device) < 1
+def test_compiled_it_attends_as_plain_torch_does(case: Case) -> None:
+    assert worst_error(case, "cuda") < 1
 
 
-@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.cuda
 @pytest.mark.parametrize("hidden", [None, "some"])
-def test_a_captured_graph_serves_all_lengths(hidden: Hidden, device: str) -> None:
+def test_a_captured_graph_serves_all_lengths(hidden: Hidden) -> None:
     from lade.attention import triton as triton_attention
 
     case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden)
-    made = inputs(case, device)
+    made = inputs(case, "cuda")
 
     def attend() -> Tensor:
         return triton_attention.attend(made.query, key, value, *made.seen, scaling=0.2)
