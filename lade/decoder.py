@@ -97,8 +97,8 @@ class Decoder:
                 self._fill_cache()
         except VerificationError as failure:
             self.failure = failure
-            if batch.limits.fills_cache or not all(batch.text.is_finished):
-                batch.text.cut()
+            if batch.limits.fills_cache or batch.emitting:
+                batch.text.cut(batch.limits.keeps_finished)
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
                 stack.callback(self._speculator.close_all)
@@ -145,6 +145,7 @@ class Decoder:
             if self._overlaps:
                 successors = self._speculator.rank(logits, self._choice.ranked)
                 self._finish()
+                self._speculator.prepare()
             self._choice.wait()
         with self.stats.timed("commit"):
             if not self._overlaps:

@@ -145,6 +145,15 @@ def estimate_probs(
 
 
 @kernel
+def is_among(token_id: int, token_ids: Int32Array) -> bool:
+    """Return whether a token is one of some tokens."""
+    found = False
+    for i in range(token_ids.shape[0]):
+        found = found or token_ids[i] == token_id
+    return found
+
+
+@kernel
 def join_tokens(
     token_ids: Int32Array,
     parents: Int32Array,
@@ -152,6 +161,7 @@ def join_tokens(
     probs: Float64Array,
     new_ids: Int32Array,
     worths: Float64Array,
+    excluded: Int32Array,
     vocab_size: int,
     joined: Int32Array,
     joined_probs: Float64Array,
@@ -162,7 +172,8 @@ def join_tokens(
         token_ids, parents, depths, probs: of the draft, [num_nodes]; where a probability rises, it
             counts as the one before, so that parents stay before their children.
         new_ids, worths: tokens and what they are worth, never increasing, [num_tokens].
-        vocab_size: tokens from here on are left out.
+        excluded: tokens not to merge [num_excluded].
+        vocab_size: tokens from here on are left out, too.
         joined: int32 [4, most], written: token ids, parents, depths, and scratch; `most` is the
             maximum number of nodes.
         joined_probs: float64 [most], written.
@@ -174,7 +185,9 @@ def join_tokens(
     node = token = num = 0
     least = 1.0
     while num < joined.shape[1]:
-        while token < len(new_ids) and not 0 <= new_ids[token] < vocab_size:
+        while token < len(new_ids) and (
+            not 0 <= new_ids[token] < vocab_size or is_among(new_ids[token], excluded)
+        ):
             token += 1
         if node < len(token_ids):
             least = min(least, probs[node])

@@ -68,6 +68,7 @@ def exploring(
     draft: Draft,
     token_ids: NDArray[np.int32],
     worths: Floats,
+    excluded: NDArray[np.int32],
     vocab_size: int,
     max_draft_tokens: int,
 ) -> Draft:
@@ -78,6 +79,7 @@ def exploring(
         token_ids: tokens to run for what is harvested there, int32 [num_tokens].
         worths: what they are worth, as the draft's nodes are worth their probabilities,
             float64 [num_tokens], never increasing.
+        excluded: tokens not to take, int32 [num_excluded].
         vocab_size: exclusive upper bound of the tokens to take.
         max_draft_tokens: maximum number of nodes.
     """
@@ -90,6 +92,7 @@ def exploring(
         draft.probs,
         token_ids,
         worths,
+        excluded,
         vocab_size,
         joined,
         probs,

@@ -28,6 +28,7 @@ from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
 
 _T = TypeVar("_T")
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 class _Proposal(NamedTuple):
@@ -36,6 +37,18 @@ class _Proposal(NamedTuple):
     draft: Draft  # tokens to explore included
     forced: list[int]  # its first tokens, where a grammar forces them
     room: int  # maximum depth that the target can run
+
+
+class _Prepared(NamedTuple):
+    """Tokens to explore."""
+
+    token_ids: NDArray[np.int32]
+    worths: NDArray[np.float64]
+    most: int  # how many were asked for
+
+    def has_all(self, num_tokens: int, num_excluded: int) -> bool:
+        """Return whether the best `num_tokens` that are not excluded are among them."""
+        return len(self.token_ids) < self.most or self.most - num_excluded >= num_tokens
 
 
 class Proposer:
@@ -93,6 +106,7 @@ class Proposer:
         self._rngs = rngs if self._sampling is not None else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row
+        self._prepared: dict[int, _Prepared] = {}  # by row
 
     @property
     def num_successors(self) -> int:
@@ -166,6 +180,7 @@ class Proposer:
     def close(self, row: int) -> None:
         """End a row."""
         sequence = self._sequences.pop(row, None)
+        self._prepared.pop(row, None)
         if sequence is not None:
             self._asked(lambda: self._drafter.close(sequence), None, even_if_failed=True)
 
@@ -224,6 +239,20 @@ class Proposer:
         draft = self._possible(after(forced, draft) if forced else draft, room)
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft
+
+    def prepare(self, row: int, max_draft_tokens: int) -> None:
+        """Find tokens for the next `explore` of a row, after all that it can have learned by then.
+
+        Args:
+            max_draft_tokens: maximum number of draft tokens.
+        """
+        if self._exploring is not None and row in self._sequences:
+            most = 2 * max_draft_tokens  # a draft may have half of them
+
+            def find() -> None:
+                self._prepared[row] = self._worthwhile(row, _NO_TOKENS, most)
+
+            self._asked(find, None)
 
     def explore(
         self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
@@ -289,13 +318,17 @@ class Proposer:
     def _explored(
         self, row: int, draft: Draft, excluded: NDArray[np.int32], max_draft_tokens: int
     ) -> Draft:
+        prepared = self._prepared.pop(row, None)
+        if prepared is None or not prepared.has_all(max_draft_tokens, len(excluded)):
+            prepared = self._worthwhile(row, excluded, max_draft_tokens)
+        token_ids, worths, _ = prepared
+        return exploring(draft, token_ids, worths, excluded, self._vocab_size, max_draft_tokens)
+
+    def _worthwhile(self, row: int, excluded: NDArray[np.int32], max_tokens: int) -> _Prepared:
         assert self._exploring is not None
-        explored = self._exploring.explore(self._sequences[row], excluded, max_draft_tokens)
-        if not self._is_checked:
-            token_ids, worths = checked_tokens(*explored)
-            is_new = ~np.isin(token_ids, excluded)
-            explored = token_ids[is_new], worths[is_new]
-        return exploring(draft, *explored, self._vocab_size, max_draft_tokens)
+        explored = self._exploring.explore(self._sequences[row], excluded, max_tokens)
+        explored = explored if self._is_checked else checked_tokens(*explored)
+        return _Prepared(*explored, max_tokens)
 
     def _drawn(
         self, row: int, context: Sequence[int], max_draft_tokens: int, rng: np.random.Generator

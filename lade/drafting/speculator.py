@@ -348,6 +348,15 @@ class Speculator:
                 num_emitted=batch.working(),
             )
 
+    def prepare(self) -> None:
+        """Do what of the next plan does not depend on what the device is computing.
+
+        For several rows that takes longer than most forwards: each explores other tokens.
+        """
+        is_resting = self._may_rest and self._budget.is_resting
+        if len(self._batch.rows) == 1 and not is_resting:
+            self._proposer.prepare(self._batch.rows[0], self._budget.max_draft_tokens)
+
     def close(self, rows: Sequence[int]) -> None:
         """End rows."""
         for row in rows:

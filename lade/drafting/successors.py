@@ -106,7 +106,8 @@ def _run_kernels() -> None:
     for dtype in _INTEGERS:
         logits = torch.zeros((1, 2), dtype=dtype)
         with_probs(rank(logits, 1), logits)
-    exploring(Draft.empty(), np.zeros(1, np.int32), np.ones(1), 1, 1)
+    token_ids = np.zeros(1, np.int32)
+    exploring(Draft.empty(), token_ids, np.ones(1), token_ids, 1, 1)
 
 
 def first_of_highest(ranked: Ranked) -> Tensor | None:

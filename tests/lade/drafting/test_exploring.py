@@ -16,8 +16,10 @@ from lade.budget.trust import Outcome
 from lade.drafting.drafts import exploring
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
+from lade.gpu.policy import DevicePolicy
 from lade.hf import generation
 from ngram_pool import Draft, NGramPool
+from tests.lade.recorder import Overlapping
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -59,13 +61,19 @@ def drafts(draw: st.DrawFn) -> Draft:
     return Draft(ids, np.array(parents, np.int32), np.array(depths, np.int32), np.array(probs))
 
 
-@given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.integers(1, 14))
+MOST = st.integers(1, 14)
+
+
+@given(drafts(), st.lists(st.floats(0, 1), max_size=6), st.sets(st.integers(100, 105)), MOST)
 def test_tokens_join_a_draft_by_what_they_are_worth(
-    draft: Draft, worths: list[float], most: int
+    draft: Draft, worths: list[float], excluded: set[int], most: int
 ) -> None:
     worths = sorted(worths, reverse=True)
     token_ids = np.arange(100, 100 + len(worths), dtype=np.int32)
-    joined = exploring(draft, token_ids, np.array(worths), 200, most)
+    others = np.array([*excluded], np.int32)
+    joined = exploring(draft, token_ids, np.array(worths), others, 200, most)
+    assert not excluded & {*joined.token_ids.tolist()}
+    worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
     expected = sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
     assert joined.probs.tolist() == expected
     paths = {tuple(path) for path in map(tuple, paths_of(joined))}
@@ -150,6 +158,54 @@ def test_tokens_without_embeddings_and_those_run_already_are_left_out() -> None:
     others = [np.array([9], np.int32)]
     assert proposer.explore(0, others, 8).token_ids.tolist() == [3]
     assert explorer.excluded == [[9]]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(0, 4), MOST)
+def test_what_is_found_beforehand_is_what_would_be_found_then(
+    token_ids: list[int], num_drafted: int, most: int
+) -> None:
+    """Also where the draft, and what other rows run, leave few of the tokens found."""
+    contexts = [[-1, token_id] for token_id in token_ids]
+    successors = [[(7 * token_id) % 41] for token_id in token_ids]
+    drafts = []
+    for is_prepared in (False, True):
+        pool = NGramPool(seed=0)
+        pool.harvest(contexts, successors, np.full((len(token_ids), 1), 0.5, np.float32))
+        proposer = Proposer(PoolDrafter(pool), 41, placeholders=(5,))
+        proposer.open(0, token_ids)
+        if is_prepared:
+            proposer.prepare(0, most)
+        proposer.propose(0, token_ids, token_ids, 9, max(1, min(most, num_drafted)))
+        draft = proposer.explore(0, [np.array([3, 9, 12], np.int32)], most)
+        drafts.append([part.tolist() for part in (draft.token_ids, draft.parents, draft.probs)])
+    assert drafts[0] == drafts[1]
+
+
+def test_beside_a_device_that_is_waited_for_it_is_found_while_it_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation.Generation, "policy", Overlapping())
+    model = tiny_model("llama", seed=2)
+    prompt = torch.tensor([[5, 6, 7]])
+    explorer = Explorer(named(3))
+    config = lade.Config(max_draft_tokens=4)
+    got = lade.generate(model, prompt, drafter=explorer, config=config, **GREEDY)
+    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
+    assert len(explorer.excluded) <= GREEDY["max_new_tokens"]  # once in each step
+    monkeypatch.setattr(Proposer, "prepare", lambda *args: pytest.fail("on a CPU"))
+    monkeypatch.setattr(generation.Generation, "policy", DevicePolicy())
+    lade.generate(model, prompt, drafter=explorer, config=config, **GREEDY)
+
+
+def test_a_drafter_that_fails_beforehand_costs_the_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generation.Generation, "policy", Overlapping())
+    model = tiny_model("llama", seed=2)
+    prompt = torch.tensor([[5, 6, 7]])
+    with pytest.warns(lade.DrafterWarning, match="Explorer"):
+        got = lade.generate(model, prompt, drafter=Explorer(RuntimeError("mine")), **GREEDY)
+    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
 
 
 @pytest.mark.parametrize("options", [{"max_candidates": 4}, {"rngs": [np.random.default_rng(0)]}])
