@@ -3,6 +3,7 @@
 Next file: `report.py`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -170,13 +171,22 @@ def summarise(results: Iterable[Result], method: str) -> Summary:
 def share_repeated(results: Iterable[Result], method: str) -> float | None:
     """Return the share of sequences with the same text in all passes; None for a single pass.
 
-    Passes differ in timing and, if pools are kept (`keep` of `run_methods`), in what those hold.
+    Passes differ in timing and, if pools are kept (`keep` of `run_methods`), in what those hold. A
+    pass that was interrupted, or whose other answers end in loops, says nothing of what it lacks.
     """
-    texts = [[row for r in part for row in r.answers[method].rows] for part in passes_of(results)]
-    if len(texts) < 2:
+    texts: dict[tuple[tuple[Prompt, ...], int], list[list[list[int]]]] = {}
+    num_seen: Counter[tuple[int, tuple[Prompt, ...]]] = Counter()  # a file may have a prompt twice
+    for result in results:
+        prompts = tuple(result.prompts)
+        number = num_seen[result.num_pass, prompts]
+        num_seen[result.num_pass, prompts] += 1
+        texts.setdefault((prompts, number), []).append(result.answers[method].rows)
+    of_rows = [
+        row for of_one in texts.values() if len(of_one) > 1 for row in zip(*of_one, strict=True)
+    ]
+    if not of_rows:
         return None
-    of_rows = [*zip(*texts, strict=True)]
-    return sum(all(row == of_row[0] for row in of_row) for of_row in of_rows) / len(of_rows)
+    return sum(all(text == of_row[0] for text in of_row) for of_row in of_rows) / len(of_rows)
 
 
 def _summarise_pass(results: Sequence[Result], method: str) -> Summary:

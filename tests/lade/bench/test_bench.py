@@ -243,16 +243,18 @@ def tiny_loaded(seed: int = 4) -> LoadedModel:
 
 
 def test_texts_that_come_again_in_every_pass_are_counted() -> None:
-    prompts = [Prompt("1", "all", "x")]
-
     def of(num_pass: int, *rows: list[int]) -> Result:
         answer = Answer([*rows], 1.0, 1, 1, 0)
+        prompts = [Prompt(str(len(rows)), "all", "x")] * len(rows)
         return Result(prompts, num_pass, 7, {"plain": answer}, False)
 
     results = [of(0, [1, 2]), of(0, [3], [4]), of(1, [1, 2]), of(1, [3], [5])]
     assert share_repeated(results[:2], "plain") is None
     assert share_repeated(results, "plain") == pytest.approx(2 / 3)
     assert share_repeated([*results, of(2, [1]), of(2, [3], [4])], "plain") == pytest.approx(1 / 3)
+    # Interrupted in its second pass; the same prompt twice.
+    assert share_repeated(results[:3], "plain") == 1.0
+    assert share_repeated([*results[:1] * 2, of(1, [1, 2]), of(1, [7])], "plain") == 0.5
     for keep, column in ((False, ["67%"]), (True, ["", "67%"])):
         sheet = table(results, ["plain"], Settings(4), keep=keep)
         assert sheet.headings[-1] == "same each pass"
