@@ -385,6 +385,14 @@ def swaps_tokens(model: Any, door: str, arguments: dict[str, Any], given: Any) -
     return _with_ids(call_plain(model, door, arguments, given), lambda ids: ids.flip(1))
 
 
+def test_hooks_of_transformers_may_come_with_a_forward_that_plain_decoding_never_reached() -> None:
+    case = of_architecture("xlstm")
+    # Both refuse; lade has checked the model before.
+    options = {**case.options, "prefill_chunk_size": "3", "output_hidden_states": "True"}
+    verdict = compare(replace(case, options={**options, "return_dict_in_generate": "True"}))
+    assert (verdict.kind, verdict.error) == ("same", "ValueError")
+
+
 def test_a_way_that_is_not_exact_may_be_refused_where_it_was_asked_for_alone() -> None:
     refused = compare(of_architecture("bloom", config="lade.Config(verification='tree')"))
     assert refused.kind == "refused"
