@@ -1005,11 +1005,13 @@ def bench_gpu(
     - plain: tokens per second of generate;
     - steps: the time of a step by tree size and context; what share of that bandwidth reading
       weights, keys and values once makes of it; how much of it the host needs to launch it;
-    - graphs: tokens per second of lade as it is by default, its steps recorded as CUDA graphs;
+    - graphs: tokens per second of lade, its steps recorded as CUDA graphs, and their memory;
     - static: the same of generate with a static cache, which transformers compiles;
-    - eager: lade without fixed shapes;
+    - eager: lade as it is by default, without fixed shapes;
     - sampled: generate and lade, sampling;
     - chat: ten turns of a growing chat, and how many steps each had to record;
+    - batches: generate and lade, four and eight prompts at once;
+    - kernels: what the device does in a step, kernel by kernel, and the gaps between;
     - real: a small real model, greedy and sampled;
     - compiled: lade on the compiled model;
     - vllm: vLLM with its n-gram drafts, if it is installed.

@@ -13,20 +13,24 @@ from typing import Any, NamedTuple
 import torch
 
 from lade.bench.baselines import Answer, Method, plain
+from lade.bench.gpu.device import forget_peak, peak_bytes
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, copying_prompt
 from lade.bench.gpu.stage import Stage
-from lade.bench.gpu.used import NotingLade
+from lade.bench.gpu.used import NotingLade, recorded_or_fixed
 from lade.compat import Model, attention_of, is_compiled_by_generate
 from lade.config import Config, Execution
 from lade.gpu.policy import DevicePolicy
+from lade.probing.profile import release
 from lade.stats import DecodeStats
 
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graphs", "compiled")
 
 NUM_PROMPTS = 2
 MAX_ROUNDS = 3  # over all prompts
-_MAX_SEC = 20.0  # of answers, all methods together, once every prompt is answered
+#: Of the stage for batches; one prompt at once is what other stages measure.
+BATCH_SIZES = (4, 8)
+_MAX_SEC = 20.0  # of answers, once every prompt is answered
 _NUM_WARM_UPS = 2  # the first compiles or captures; with a compiled graph, the second records
 _FEW_TOKENS = 8  # for warming up what neither compiles nor captures
 
@@ -48,61 +52,90 @@ SAMPLED = Decoding(
 def measure_answers(
     known: KnownModel,
     shape: Shape,
-    names: Sequence[str],
+    name: str,
     counts: Sequence[int],
     num_nodes: int,
     stage: Stage,
     decoding: Decoding = GREEDY,
     policy: DevicePolicy | None = None,
+    num_rows: int = 1,
 ) -> None:
-    """Run methods on the same prompts in turn and summarise the results after each round.
+    """Answer all prompts with a method, round by round, and summarise the results after each round.
 
     Args:
         known: the model.
         shape: has the lengths of prompts and answers.
-        names: "plain", "static", or how lade executes its steps, as in `EXECUTIONS`.
+        name: "plain", "static", or how lade executes its steps, as in `EXECUTIONS`.
         counts: how many draft tokens successive steps of lade accept.
         num_nodes: nodes of each of its trees, the root included.
-        stage: receives a row per method. A static cache that cannot be compiled is left out.
+        stage: receives a row. A static cache that cannot be compiled is left out.
         decoding: greedy or sampled.
         policy: how lade uses the device.
+        num_rows: prompts answered at once.
     """
-    methods = {name: _method(name, known, counts, num_nodes, policy) for name in names}
     device = known.model.device
-    prompts = [copying_prompt(known, shape, counts, seed).to(device) for seed in range(NUM_PROMPTS)]
+    forget_peak(device)
+    method = _method(name, known, counts, num_nodes, policy)
+    prompts = [
+        torch.cat([copying_prompt(known, shape, counts, first + row) for row in range(num_rows)])
+        for first in range(0, NUM_PROMPTS * num_rows, num_rows)
+    ]
+    expected = [
+        [known.answer(last, shape.max_new_tokens) for last in prompt[:, -1].tolist()]
+        for prompt in prompts
+    ]
+    prompts = [prompt.to(device) for prompt in prompts]
     options = {**decoding.options, "max_new_tokens": shape.max_new_tokens}
-    warm_ups = _warm_up(known.model, methods, options, prompts[0], stage)
-    if not warm_ups:
+    warm_up_sec = _warm_up(known.model, name, method, options, prompts[0], stage)
+    if warm_up_sec is None:
         return
-    answers: dict[str, list[Answer]] = {name: [] for name in warm_ups}
+    answers: list[Answer] = []
     prefills: list[float] = []
-    expected = [known.answer(int(prompt[0, -1]), shape.max_new_tokens) for prompt in prompts]
+    others = [*stage.rows]
     start = perf_counter()
     for number in range(MAX_ROUNDS * NUM_PROMPTS):
         is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
         if number >= NUM_PROMPTS and is_over:
             break
         prompt = prompts[number % NUM_PROMPTS]
-        stage.say(f"{stage.title}: answer {number + 1}")
+        stage.say(f"{stage.title}: {name}, answer {number + 1}")
         one_token = {"do_sample": False, "max_new_tokens": 1}
         prefills.append(plain(known.model, _inputs(prompt), one_token).sec)
-        first = number % len(answers)
-        for name in (*[*answers][first:], *[*answers][:first]):
-            torch.manual_seed(number)
-            answers[name].append(methods[name](known.model, _inputs(prompt), options))
-        stage.replace(
-            [
-                {
-                    "method": name,
-                    "decoding": decoding.name,
-                    "prompt_length": shape.prompt_length,
-                    **summary_of(of_method, median(prefills), expected),
-                    "warm_up_sec": warm_ups[name],
-                    **_used(known.model, name, methods[name]),
-                }
-                for name, of_method in answers.items()
-            ]
-        )
+        torch.manual_seed(number)
+        answers.append(method(known.model, _inputs(prompt), options))
+        row = {
+            "method": name,
+            "decoding": decoding.name,
+            "prompt_length": shape.prompt_length,
+            **summary_of(answers, median(prefills), expected),
+            "warm_up_sec": warm_up_sec,
+            "peak_bytes": peak_bytes(device),
+            **_used(known.model, name, method),
+        }
+        stage.replace([*others, row])
+
+
+def measure_side_by_side(
+    known: KnownModel,
+    shape: Shape,
+    counts: Sequence[int],
+    num_nodes: int,
+    stage: Stage,
+    decoding: Decoding = GREEDY,
+    policy: DevicePolicy | None = None,
+    nums_rows: Sequence[int] = (1,),
+) -> None:
+    """Measure plain `generate` and lade with recorded steps, one after the other, by batch size.
+
+    Arguments are those of `measure_answers`, but for `nums_rows`: how many prompts at once.
+    """
+    for num_rows in nums_rows:
+        for name in ("plain", "graphs"):
+            with stage.part(f"{name}, {num_rows} at once"):
+                measure_answers(
+                    *(known, shape, name, counts, num_nodes, stage, decoding, policy, num_rows)
+                )
+            release(known.model)
 
 
 def _method(
@@ -139,8 +172,8 @@ def replaying_lade(
         policy: how it uses the device.
         verifies_all: whether each step verifies its whole tree, or what the budget says.
     """
-    if execution == "graphs" and not (policy or DevicePolicy()).can_record(known.model.device):
-        execution = "fixed"
+    if execution == "graphs":
+        execution = recorded_or_fixed(known.model.device, policy)
     config = Config(
         max_draft_tokens=num_nodes - 1 if verifies_all else None,
         execution=execution,
@@ -155,24 +188,24 @@ def _static(model: Model, inputs: dict[str, Any], options: dict[str, Any]) -> An
 
 def _warm_up(
     model: Model,
-    methods: Mapping[str, Method],
+    name: str,
+    method: Method,
     options: Mapping[str, Any],
     prompt: torch.Tensor,
     stage: Stage,
-) -> dict[str, float]:
-    """Run each method before it is timed; return the seconds taken, by method that ran."""
-    took = {}
-    for name, method in methods.items():
-        if not stage.may_begin(f"warming {name} up"):
-            continue
-        # A compiler can fail in many ways, none of them lade's fault.
-        with stage.part(name, *([Exception] if name == "static" else [])):
+) -> float | None:
+    """Run a method before it is timed; return the seconds that took, or None if it cannot run."""
+    if not stage.may_begin(f"warming {name} up"):
+        return None
+    # A compiler can fail in many ways, none of them lade's fault.
+    took: list[float] = []
+    with stage.part(name, *([Exception] if name == "static" else [])):
+        few = {"max_new_tokens": _FEW_TOKENS} if name == "plain" else {}
+        while len(took) < _NUM_WARM_UPS:
             start = perf_counter()
-            few = {"max_new_tokens": _FEW_TOKENS} if name == "plain" else {}
-            for _ in range(_NUM_WARM_UPS):
-                method(model, _inputs(prompt), {**options, **few})
-            took[name] = perf_counter() - start
-    return took
+            method(model, _inputs(prompt), {**options, **few})
+            took.append(perf_counter() - start)
+    return sum(took) if len(took) == _NUM_WARM_UPS else None
 
 
 def _inputs(prompt: torch.Tensor) -> dict[str, Any]:
@@ -180,21 +213,32 @@ def _inputs(prompt: torch.Tensor) -> dict[str, Any]:
 
 
 def summary_of(
-    answers: Sequence[Answer], prefill_sec: float, expected: Sequence[list[int]]
+    answers: Sequence[Answer], prefill_sec: float, expected: Sequence[list[list[int]]]
 ) -> dict[str, Any]:
-    """Return the columns of a method that has answered all prompts in turn; times are medians."""
+    """Return the columns of a method that has answered all prompts in turn; times are medians.
+
+    Args:
+        answers: of the method.
+        prefill_sec: time that the first token takes.
+        expected: the known text, by prompt and row.
+    """
     sec = median(answer.sec for answer in answers)
-    texts = [answer.rows[0] for answer in answers]
-    num_tokens = len(expected[0])
-    is_known = [text == expected[i % len(expected)] for i, text in enumerate(texts)]
+    num_rows = len(expected[0])
+    num_tokens = sum(map(len, expected[0]))
+    is_known = [
+        text == known
+        for i, answer in enumerate(answers)
+        for text, known in zip(answer.rows, expected[i % len(expected)], strict=True)
+    ]
     return {
+        "num_rows": num_rows,
         "num_tokens": num_tokens,
         "num_repeats": len(answers),
         "sec": sec,
         "tokens_per_sec": num_tokens / sec,
         "prefill_sec": prefill_sec,
         "tokens_per_sec_after_prefill": (
-            (num_tokens - 1) / (sec - prefill_sec) if sec > prefill_sec else None
+            (num_tokens - num_rows) / (sec - prefill_sec) if sec > prefill_sec else None
         ),
         "share_of_known_text": fmean(is_known),
         **counts_of([answer.stats for answer in answers if answer.stats is not None]),
@@ -227,6 +271,7 @@ def _used(model: Model, name: str, method: Method) -> dict[str, Any]:
             "num_recorded": method.tally.num_recorded,
             "num_replayed": method.tally.num_replayed,
             "recording_sec": method.tally.recording_sec,
+            "recording_bytes": method.tally.recording_bytes,
         }
     is_compiled = name == "static" and is_compiled_by_generate(model)
     return {"attention": attention_of(model), "execution": "compiled" if is_compiled else "eager"}

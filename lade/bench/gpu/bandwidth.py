@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from lade.bench.gpu.device import wait_for
 from lade.bench.gpu.stage import Stage
 
 # Much more than any cache holds; less on a smaller card.
@@ -47,9 +48,3 @@ def _time_copies(source: torch.Tensor, target: torch.Tensor) -> float:
         target.copy_(source)
     wait_for(source.device)
     return perf_counter() - start
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for a device to finish."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -112,14 +112,19 @@ class _Run(NamedTuple):
 
 
 class _TimedSpeculator(Speculator):
-    """Speculator that times its learning, which is deferred to the next forward."""
+    """Speculator that times what it does while the next forward is on its way."""
 
-    learning_sec = 0.0
+    deferred_sec = 0.0
 
     def learn(self, done: Done) -> None:
         start = perf_counter()
         super().learn(done)
-        self.learning_sec += perf_counter() - start
+        self.deferred_sec += perf_counter() - start
+
+    def prepare(self) -> None:
+        start = perf_counter()
+        super().prepare()
+        self.deferred_sec += perf_counter() - start
 
 
 @torch.no_grad()
@@ -149,5 +154,5 @@ def _run(
         stats.draft_tokens_per_step,
         stats.mean_accepted_tokens,
         waited_for / stats.num_steps,
-        speculator.learning_sec / stats.num_steps,
+        speculator.deferred_sec / stats.num_steps,
     )

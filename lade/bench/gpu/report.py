@@ -34,14 +34,14 @@ def _cuda_versions() -> dict[str, Any]:
 def compare(stages: Sequence[Stage]) -> None:
     """Put speed-ups into the rows of whole answers, over `plain` and `static` where they ran."""
     rows = {
-        (stage.shape, row["decoding"], row["method"]): row
+        (stage.shape, row["decoding"], row["num_rows"], row["method"]): row
         for stage in stages
         if stage.name in WHOLE_ANSWERS
         for row in stage.rows
     }
-    for (shape, decoding, _), row in rows.items():
+    for (*settings, _), row in rows.items():
         for name in ("plain", "static"):
-            other = rows.get((shape, decoding, name))
+            other = rows.get((*settings, name))
             row[f"speedup_over_{name}"] = None if other is None else other["sec"] / row["sec"]
 
 
@@ -70,7 +70,7 @@ def table_of_answers(stages: Sequence[Stage], shape: str) -> Sheet | None:
     if not rows:
         return None
     cells: Sequence[_Cell] = (("decoding", _word("decoding")), *_ANSWERS)
-    return _sheet(f"Whole answers, {shape}, all methods", 2, cells, rows, None)
+    return _sheet(f"Whole answers, {shape}, all methods", 3, cells, rows, None)
 
 
 def _sheet(
@@ -128,15 +128,18 @@ _TITLES = {
     "graphs": "Whole answers, lade, drafts replayed",
     "compiled": "Whole answers, lade compiled, drafts replayed",
     "sampled": "Whole answers, sampled, drafts replayed",
+    "batches": "Whole answers, several at once, drafts replayed",
+    "kernels": "Kernels of a step",
     "vllm": "Whole answers, vLLM with n-gram drafts",
     "chat": "Chat, its whole text as each prompt, drafts replayed",
     "real": "SmolLM2-135M-Instruct",
 }
 #: The stages whose rows are compared with each other.
-WHOLE_ANSWERS = ("plain", "static", "eager", "graphs", "compiled", "sampled", "vllm")
+WHOLE_ANSWERS = ("plain", "static", "eager", "graphs", "compiled", "sampled", "batches", "vllm")
 _ANSWERS: Sequence[_Cell] = (
     ("method", _word("method")),
     ("steps", _used),
+    ("at once", _number("num_rows", 0)),
     ("tokens/s", _number("tokens_per_sec", 1)),
     ("after prefill", _number("tokens_per_sec_after_prefill", 1)),
     ("over plain", _ratio("speedup_over_plain")),
@@ -146,6 +149,8 @@ _ANSWERS: Sequence[_Cell] = (
     ("other ms/step", _number("own_sec_per_step", 3, 1e3)),
     ("known text", _share("share_of_known_text")),
     ("warm-up s", _number("warm_up_sec", 1)),
+    ("recordings", _number("num_recorded", 0)),
+    ("peak GB", _number("peak_bytes", 1, 1e-9)),
 )
 # By stage: the number of leading columns, which hold words, and all columns.
 _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
@@ -178,6 +183,18 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("of one token", _ratio("ratio_to_one_node")),
             ("of copy bandwidth", _share("share_of_copy_bandwidth")),
             ("host ms/step", _number("host_sec", 3, 1e3)),
+            ("recorded in s", _number("recording_sec", 2)),
+            ("recording MB", _number("recording_bytes", 1, 1e-6)),
+        ),
+    ),
+    "kernels": (
+        2,
+        (
+            ("steps", lambda row: f"{row['num_nodes']} tree tokens, {_used(row)}"),
+            ("what", _word("what")),
+            ("kernels", _number("num_kernels", 0)),
+            ("µs", _number("sec", 1, 1e6)),
+            ("of the step", _share("share")),
         ),
     ),
     "chat": (

@@ -22,7 +22,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("bandwidth", "host"),
     ("plain", "steps", "graphs"),
     ("static",),
-    ("eager", "sampled", "chat"),
+    ("eager", "sampled", "chat", "batches", "kernels"),
     ("real",),
     ("compiled", "vllm"),
 )
@@ -41,6 +41,8 @@ _NEEDED_SEC: Mapping[str, float] = {
     "eager": 35,
     "sampled": 45,
     "chat": 60,
+    "batches": 100,
+    "kernels": 40,
     "real": 60,
     "compiled": 150,
     "vllm": 120,

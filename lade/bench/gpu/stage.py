@@ -1,6 +1,6 @@
 """One stage of the benchmark: its findings so far, and what it left out and why.
 
-Next file: `bandwidth.py`.
+Next file: `device.py`.
 """
 
 import traceback

@@ -1,7 +1,8 @@
 """How long a step takes, by the size of its tree and the length of the text before it.
 
 A step is what the decoding loop does between a draft and its verification: it makes the tree's
-tensors, runs the forward, and waits for the target's choices on the host. Next file: `answers.py`.
+tensors, replays the recorded forward, and waits for the target's choices on the host. Next file:
+`kernels.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.bench.gpu.bandwidth import wait_for
+from lade.bench.gpu.device import wait_for
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
-from lade.bench.gpu.used import Tally, Used, used_by
+from lade.bench.gpu.used import Tally, Used, recorded_or_fixed, used_by
 from lade.compat import Model, device_of_inputs
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan, make_target
@@ -47,7 +48,9 @@ class Opened(NamedTuple):
 def open_target(
     model: Model, input_ids: Tensor, max_new_tokens: int, policy: DevicePolicy | None = None
 ) -> Iterator[Opened]:
-    """Yield a model set up to verify drafts as by `lade.decode`, the prompt already run.
+    """Yield a model set up to verify drafts in recorded steps, the prompt already run.
+
+    Steps of a device that records nothing have the same fixed shapes.
 
     Raises:
         UnsupportedModelError: whole trees cannot be verified here; says why.
@@ -70,7 +73,7 @@ def open_target(
     for unwanted in ("logits_processor", "stopping_criteria"):
         prepared.pop(unwanted, None)
     tally = Tally(policy)
-    execution = tally.execution(device_of_inputs(model))
+    execution = recorded_or_fixed(device_of_inputs(model), policy)
     with torch.no_grad():
         chosen = choose_verification(model, asked="tree", execution=execution)
         target = make_target(
@@ -94,7 +97,15 @@ class _Timing(NamedTuple):
     used: Used
 
 
-_Timings = dict[int, list[_Timing]]  # by tree size
+class _OfSize(NamedTuple):
+    """What is known of steps of a size."""
+
+    recording_sec: float  # of all that was recorded for it
+    recording_bytes: int
+    timings: list[_Timing]
+
+
+_Timings = dict[int, _OfSize]  # by tree size
 _Rows = list[dict[str, Any]]
 
 
@@ -125,7 +136,7 @@ def measure_steps(
                 # Half of the steps are run before the context is reached, half after it.
                 prompt = random_prompt(shape, max(1, context - most // 2), seed=context)
                 root = int(prompt[0, -1])
-                trees = {size: _tree(known, root, size) for size in shape.tree_sizes}
+                trees = {size: wrong_tree(known, root, size) for size in shape.tree_sizes}
                 others = [*stage.rows]
 
                 def show(timings: _Timings, context: int = context, others: _Rows = others) -> None:
@@ -155,41 +166,49 @@ def _time_steps(
         first: _Timings = {}
         with open_target(known.model, prompt, room, policy) as opened:
             for size, tree in trees.items():
-                timing = _warm_up(known.model, opened, tree, context, stage)
-                if timing is None:
+                of_size = _warm_up(known.model, opened, tree, context, stage)
+                if of_size is None:
                     break
-                first[size] = [timing]
+                first[size] = of_size
                 show(first)
             else:
-                return _rounds(known.model, opened, trees, stage)
+                return _rounds(known.model, opened, trees, stage, first)
         # A step that ran out of memory leaves nothing to go on from: start again with what fits.
         del opened
         trees = {size: trees[size] for size in first}
     return {}
 
 
-def _rounds(model: Model, opened: Opened, trees: Mapping[int, Tree], stage: Stage) -> _Timings:
-    timings: _Timings = {size: [] for size in trees}
+def _rounds(
+    model: Model, opened: Opened, trees: Mapping[int, Tree], stage: Stage, first: _Timings
+) -> _Timings:
+    """Time steps of all sizes in turn; those of `first` were not in one round."""
+    timings = {size: of_size._replace(timings=[]) for size, of_size in first.items()}
     start = perf_counter()
     for num_round in range(_MAX_ROUNDS):
         is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
         if is_over and num_round >= _MIN_ROUNDS:
             break
         for size, tree in trees.items():
-            timings[size].append(_time_step(model, opened, tree))
+            timings[size].timings.append(_time_step(model, opened, tree))
     return timings
 
 
 def _warm_up(
     model: Model, opened: Opened, tree: Tree, context: int, stage: Stage
-) -> _Timing | None:
-    """Run steps of a size; return the last, or None if there is no memory for it, and note that."""
+) -> _OfSize | None:
+    """Run steps of a size; keep the last, or None if there is no memory for it, and note that."""
     stage.say(f"{stage.title}: context {context}, {len(tree)} nodes")
+    tally = opened.tally
+    before = tally.recording_sec, tally.recording_bytes
     timings: list[_Timing] = []
     with stage.part(f"context {context}, {len(tree)} nodes or more"):
         while len(timings) < _NUM_WARM_UPS:
             timings.append(_time_step(model, opened, tree))
-    return timings[-1] if len(timings) == _NUM_WARM_UPS else None
+    if len(timings) < _NUM_WARM_UPS:
+        return None
+    recording = tally.recording_sec - before[0], tally.recording_bytes - before[1]
+    return _OfSize(*recording, timings[-1:])
 
 
 def _num_most(num_sizes: int) -> int:
@@ -197,7 +216,7 @@ def _num_most(num_sizes: int) -> int:
     return (_NUM_WARM_UPS + _MAX_ROUNDS) * num_sizes
 
 
-def _tree(known: KnownModel, root: int, size: int) -> Tree:
+def wrong_tree(known: KnownModel, root: int, size: int) -> Tree:
     """Return a tree of wrong tokens with the shape of a draft."""
     if size == 1:
         return Tree.build(root, Draft.empty())
@@ -209,21 +228,31 @@ def _tree(known: KnownModel, root: int, size: int) -> Tree:
 def _time_step(model: Model, opened: Opened, tree: Tree) -> _Timing:
     """Time a step as in the decoding loop; the commit after it is waited for, untimed."""
     target, chosen, tally = opened
-    choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
     (num_cached,) = target.num_cached
     num_replayed = tally.num_replayed
+    start, launched, stop = run_step(target, tree)
+    commit_root(target)
+    is_replayed = tally.num_replayed > num_replayed
+    can_record = tally.can_record(target.device)
+    used = used_by(model, chosen, target, can_record=can_record, num_replayed=int(is_replayed))
+    return _Timing(stop - start, launched - start, num_cached, is_replayed, used)
+
+
+def run_step(target: Target, tree: Tree) -> tuple[float, float, float]:
+    """Verify a tree; return when that began, when the forward was launched, and when it ended."""
+    choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
     start = perf_counter()
     output = target.forward(target.inputs([tree]))
     launched = perf_counter()
     choice.look_at(output.logits, {_ROW: tree})
     choice.wait()
-    stop = perf_counter()
+    return start, launched, perf_counter()
+
+
+def commit_root(target: Target) -> None:
+    """Commit the root of a tree that was verified, and wait for that."""
     target.commit([[ROOT]])
     wait_for(target.device)
-    is_replayed = tally.num_replayed > num_replayed
-    can_record = tally.can_record(target.device)
-    used = used_by(model, chosen, target, can_record=can_record, num_replayed=int(is_replayed))
-    return _Timing(stop - start, launched - start, num_cached, is_replayed, used)
 
 
 def _rows(
@@ -233,9 +262,9 @@ def _rows(
     bytes_per_sec: float | None,
 ) -> _Rows:
     """Return the medians at a context, one row per tree size."""
-    of_one = median(timing.sec for timing in timings[1]) if timings.get(1) else None
+    of_one = median(timing.sec for timing in timings[1].timings) if 1 in timings else None
     rows = []
-    for size, of_size in timings.items():
+    for size, (recording_sec, recording_bytes, of_size) in timings.items():
         sec = median(timing.sec for timing in of_size)
         num_cached = fmean(timing.num_cached for timing in of_size)
         read = known.weight_bytes + known.bytes_per_cached_token * (num_cached + size)
@@ -250,6 +279,8 @@ def _rows(
                 "host_sec": median(timing.host_sec for timing in of_size),
                 "share_replayed": fmean(timing.is_replayed for timing in of_size),
                 **of_size[-1].used._asdict(),
+                "recording_sec": recording_sec,
+                "recording_bytes": recording_bytes,
                 "ratio_to_one_node": None if of_one is None else sec / of_one,
                 "read_bytes": int(read),
                 "share_of_copy_bandwidth": (

@@ -36,6 +36,7 @@ class Tally(DevicePolicy):
         num_recorded: recordings made, kept or not.
         num_replayed: steps replayed, the first replay of a recording included, which checks it.
         recording_sec: time of making recordings.
+        recording_bytes: what they took on the device.
     """
 
     def __init__(self, policy: DevicePolicy | None = None) -> None:
@@ -43,6 +44,7 @@ class Tally(DevicePolicy):
         self.num_recorded = 0
         self.num_replayed = 0
         self.recording_sec = 0.0
+        self.recording_bytes = 0
 
     def overlaps(self, device: torch.device) -> bool:
         """Return what the policy returns."""
@@ -61,6 +63,11 @@ class Tally(DevicePolicy):
         return cast(Recorder, _CountingRecorder(self._policy.recorder(device), self))
 
 
+def recorded_or_fixed(device: torch.device, policy: DevicePolicy | None) -> Execution:
+    """Return "graphs", or "fixed" where there are none."""
+    return "graphs" if (policy or DevicePolicy()).can_record(device) else "fixed"
+
+
 class _CountingRecorder:
     """A recorder that counts; all but `record` is left to the one inside."""
 
@@ -73,9 +80,10 @@ class _CountingRecorder:
 
     def record(self, *args: Any, **kwargs: Any) -> Any:
         """Record a forward, and count it and its replays."""
-        start = perf_counter()
+        before, start = self._recorder.num_bytes(), perf_counter()
         recording = self._recorder.record(*args, **kwargs)
         self._tally.recording_sec += perf_counter() - start
+        self._tally.recording_bytes += self._recorder.num_bytes() - before
         self._tally.num_recorded += 1
 
         def replay() -> None:

@@ -51,7 +51,7 @@ def measure_vllm(
         prompts = [
             copying_prompt(known, shape, counts, seed)[0].tolist() for seed in range(NUM_PROMPTS)
         ]
-        expected = [known.answer(prompt[-1], shape.max_new_tokens) for prompt in prompts]
+        expected = [[known.answer(prompt[-1], shape.max_new_tokens)] for prompt in prompts]
         stage.say(f"{stage.title}: writing the model")
         known.model.save_pretrained(folder)
         del known  # its memory is vLLM's now
@@ -65,7 +65,7 @@ def _measure(
     shape: Shape,
     num_draft_tokens: int,
     prompts: Sequence[list[int]],
-    expected: Sequence[list[int]],
+    expected: Sequence[list[list[int]]],
     stage: Stage,
 ) -> None:
     stage.say(f"{stage.title}: starting vllm")

@@ -89,8 +89,14 @@ def _measure_real(job: "Job", stage: "Stage") -> None:
 
 def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
     """Run a stage that needs a model of the job's shape."""
-    from lade.bench.gpu.answers import SAMPLED, measure_answers
+    from lade.bench.gpu.answers import (
+        BATCH_SIZES,
+        SAMPLED,
+        measure_answers,
+        measure_side_by_side,
+    )
     from lade.bench.gpu.chat import measure_chat
+    from lade.bench.gpu.kernels import measure_kernels
     from lade.bench.gpu.shapes import DTYPE, make_model
     from lade.bench.gpu.steps import measure_steps
     from lade.bench.gpu.vllm import measure_vllm
@@ -115,13 +121,17 @@ def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
     if job.stage == "steps":
         measure_steps(make(), shape, job.bytes_per_sec, stage)
     elif job.stage == "sampled":
-        measure_answers(make(), shape, ("plain", "graphs"), *replayed, stage, SAMPLED)
+        measure_side_by_side(make(), shape, *replayed, stage, SAMPLED)
+    elif job.stage == "batches":
+        measure_side_by_side(make(), shape, *replayed, stage, nums_rows=BATCH_SIZES)
+    elif job.stage == "kernels":
+        measure_kernels(make(), shape, stage)
     elif job.stage == "chat":
         measure_chat(make(), shape, *replayed, stage)
     elif job.stage == "vllm":
         measure_vllm(make, shape, *replayed, stage)
     else:
-        measure_answers(make(), shape, (job.stage,), *replayed, stage)
+        measure_answers(make(), shape, job.stage, *replayed, stage)
 
 
 def _note_warnings(stage: "Stage") -> None:

@@ -1,0 +1,29 @@
+"""What stages ask of the device: to finish, and how much of its memory torch has taken.
+
+Next file: `bandwidth.py`.
+"""
+
+import torch
+
+from lade.captures import free_unused
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for a device to finish."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Give back unused memory, so that `peak_bytes` tells of what comes."""
+    if device.type == "cuda":
+        free_unused(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the most bytes that torch has held since, weights and recordings included.
+
+    On a CPU that is not counted: None.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
