@@ -15,7 +15,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := python -c "from ngram_pool import NGramPool; NGramPool(1)"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray gpu dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -33,6 +33,7 @@ help:
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make engines      install vLLM, hold its texts with our drafts against those without, and compare speed"
 	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
+	@echo "make gpu          run the tests that need a GPU, and measure lade on it (40 minutes)"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
 
@@ -106,6 +107,13 @@ engines: $(ENGINES)/.engines
 ray: $(RAY)/.dev
 	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
 	$(TEST) $(RAY)/bin/python examples/ray_serve/measure.py --out docs/results/ray/two_replicas.json
+
+# One worker: a GPU's memory and time belong to one test. What a test breaks ends its worker.
+gpu: $(VENV)/.dev
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "expected a CUDA device, got none")'
+	$(VENV)/bin/$(COMPILE)
+	$(VENV)/bin/python -m pytest -m cuda --numprocesses 1 --maxfail 50
+	$(VENV)/bin/lade bench gpu --minutes 25 --json docs/results/gpu/measured.json
 
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import lade
+from lade.compat import device_of_inputs
 from tests.lade.tiny import BatchDrafter
 
 ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -25,6 +26,8 @@ def both(
     **options: Any,
 ) -> tuple[Any, Any]:
     """Run plain `generate` and lade with drafts that are often right; compare the random state."""
+    device = device_of_inputs(model)
+    prompt = prompt.to(device)
     options = {
         "do_sample": True,
         "max_new_tokens": 24,
@@ -35,7 +38,7 @@ def both(
     }
     torch.manual_seed(seed)
     expected = model.generate(prompt, **options)
-    state = torch.get_rng_state()
+    state = random_state(device)
     repeats = options.get("num_return_sequences", 1)
     masks = options["attention_mask"].repeat_interleave(repeats, dim=0)
     answers = []
@@ -45,9 +48,15 @@ def both(
     torch.manual_seed(seed)
     got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(device), state)
     assert drafter.closed == len(answers)
     return expected, got
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the generator that sampling on a device draws from."""
+    is_cuda = device.type == "cuda"
+    return torch.cuda.get_rng_state(device) if is_cuda else torch.get_rng_state()
 
 
 class ListStreamer:

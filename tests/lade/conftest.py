@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from tests.lade import shared
+from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
+
+__all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ def test_text_is_the_same_whatever_is_drafted(family: str, accept: float, attent
             assert output.stats.mean_accepted_tokens < 1.3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_text_equals_plain_generate_on_a_gpu(family: str) -> None:
     rng = np.random.default_rng(6)

@@ -17,13 +17,12 @@ from lade.drafters.overlap import AheadScorer, OverlappedDrafter
 from lade.drafting.drafter import DraftingCall, NoDrafter
 from lade.errors import DrafterWarning
 from tests.lade.shared import shared_model
-from tests.lade.tiny import VOCAB_SIZE, tiny_model
+from tests.lade.tiny import MAMBA2, VOCAB_SIZE, tiny_model
 
 NUM_TOKENS = 5
 STRICT = lade.Config(strict_drafter=True)
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 # Families of every way to run drafts.
-MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
 NEO = {
     "attention_types": [[["global", "local", "local"], 1]],
     "num_layers": 3,

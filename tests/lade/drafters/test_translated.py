@@ -17,9 +17,9 @@ from lade.drafting.drafter import Drafter, DraftingCall, NoDrafter
 from lade.errors import UnsupportedModelError
 from tests.lade.drafters.tokenizers import TEXT, byte_level, metaspace, with_tokens
 from tests.lade.shared import shared_model
+from tests.lade.tiny import MAMBA2
 
 STRICT = lade.Config(strict_drafter=True)
-MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
 ASSISTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tree": ("llama", {}),
     "windows": ("gemma3_text", {}),

@@ -161,7 +161,7 @@ def test_what_would_spoil_a_capture_waits_for_its_end(monkeypatch: pytest.Monkey
         assert CAPTURING._is_owned()  # type: ignore[attr-defined]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_recording_outlives_workspaces_that_others_clear() -> None:
     """The memory that the graph reads must be its own."""
     weight, x = (torch.randn(4, 2048, 2048, device=DEVICE)[i] for i in (0, 1))

@@ -383,7 +383,7 @@ def test_operators_are_sound() -> None:
 # --- on a GPU -----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "olmo2"])
 def test_cuda_graphs_are_recorded_of_fused_operations(family: str, dtype: torch.dtype) -> None:

@@ -20,10 +20,6 @@ from tests.lade.interpreter import Interpreted, answer_cases, interpreted_by
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-CUDA = pytest.param(
-    "cuda",
-    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
 DTYPES = ("float32", "bfloat16", "float16")
 # Of a sum of 4096 squares in another order, and of 1 + erf(x) near 0 times some x; else of what was
 # rounded to the one or the other neighbour.
@@ -126,10 +122,10 @@ def test_in_the_interpreter_they_do_what_models_do(case: Case, interpreted: Inte
     assert report["error"] <= LIMITS[case[1]]
 
 
-@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.cuda
 @pytest.mark.parametrize("case", CASES, ids=named)
-def test_compiled_they_do_what_models_do(case: Case, device: str) -> None:
-    assert worst_error(case, device) <= LIMITS[case[1]]
+def test_compiled_they_do_what_models_do(case: Case) -> None:
+    assert worst_error(case, "cuda") <= LIMITS[case[1]]
 
 
 OF_FLOATS = {

@@ -15,6 +15,7 @@ from lade.stats import Step
 from lade.transfer import HostCopy
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, THREE, ListStreamer, both
+from tests.lade.devices import CPU_AND_CUDA
 from tests.lade.recorder import Overlapping
 from tests.lade.tiny import tiny_model
 
@@ -150,16 +151,7 @@ def test_an_error_in_a_callback_is_raised() -> None:
     assert torch.equal(lade.generate(model, ONE, **GREEDY), model.generate(ONE, **GREEDY))
 
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ),
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_what_is_sent_arrives(device: str) -> None:
     parts = (
         torch.tensor([[3, -1, 2**31 - 1]], device=device),

@@ -15,6 +15,8 @@ import lade
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.models import embedded
 from lade.models.loading import LoadedModel, encode, load
+from tests.lade.both import random_state
+from tests.lade.devices import CPU_AND_CUDA
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
 ROOT = Path(__file__).parents[3]
@@ -33,8 +35,9 @@ def both(loaded: LoadedModel, prompt: str, pool: lade.NGramPool) -> tuple[list[i
 
 
 @pytest.mark.exhaustive
-def test_float32_text_is_the_text_of_plain_generate() -> None:
-    loaded = load(dtype="float32", device="cpu")
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_float32_text_is_the_text_of_plain_generate(device: str) -> None:
+    loaded = load(dtype="float32", device=device)
     pool = lade.NGramPool()
     total = lade.DecodeStats()
     for _, prompt in DEMO_PROMPTS:
@@ -45,10 +48,11 @@ def test_float32_text_is_the_text_of_plain_generate() -> None:
 
 
 @pytest.mark.exhaustive
-def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch() -> None:
-    loaded = load(dtype="float32", device="cpu")
+@pytest.mark.parametrize("device", CPU_AND_CUDA)
+def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch(device: str) -> None:
+    loaded = load(dtype="float32", device=device)
     prompts = [
-        encode(loaded.tokenizer, prompt, "cpu")["input_ids"][0] for _, prompt in DEMO_PROMPTS
+        encode(loaded.tokenizer, prompt, device)["input_ids"][0] for _, prompt in DEMO_PROMPTS
     ]
     length = max(map(len, prompts))
     padded = [torch.nn.functional.pad(ids, (length - len(ids), 0)) for ids in prompts]
@@ -64,7 +68,7 @@ def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch() -> N
                 tokens = generate(
                     rows, attention_mask=row_masks, do_sample=True, max_new_tokens=24, **options
                 )
-                results.append((tokens.tolist(), torch.get_rng_state().tolist()))
+                results.append((tokens.tolist(), random_state(loaded.model.device).tolist()))
             assert results[0] == results[1]
 
 

@@ -203,7 +203,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_json(path) == results
     assert is_of_formats(path)
     content = json.loads(path.read_text())
-    assert content["environment"]["torch"] == torch.__version__
+    assert content["environment"]["torch"] == metadata.version("torch")
     assert content["formats"][1]["verdict"] == "tie"
     text = markdown(results)
     assert "| int8 | float32 | tree | tree | 2.50 |  | exact | yes | 12.3 | 1.50 |" in text

@@ -12,9 +12,8 @@ from lade.targets.layout import tree_layout
 from lade.targets.paths import ChainTarget
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
-from tests.lade.probing.test_probe import MAMBA2
 from tests.lade.targets.test_tree import check_cache, make_draft, path_to
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import MAMBA2, tiny_model
 
 PROMPT = [5, 9, 11, 5, 9]
 
