@@ -276,7 +276,8 @@ class SuccessorTable:
 
         Args:
             arrays: as `arrays` returns them.
-            capacity: capacity of the new table; None for about twice the number of contexts.
+            capacity: capacity of the new table; None for about twice the number of contexts. Where
+                it has no room for all, contexts are dropped as they are by `put`.
 
         Raises:
             ValueError: these are not the arrays of a table.
