@@ -9,10 +9,10 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from lade.bench.batches import encode_batch, find_pad_token_id
+from lade.bench.device import wait_for
 from lade.bench.forwards import counting_forwards
 from lade.bench.settings import Settings
 from lade.bench.utilisation import Utilisation
@@ -191,18 +191,12 @@ def answer_of(model: Any, inputs: dict[str, Any], output: Any, sec: float) -> An
     return Answer(rows, sec, *counts, stats)
 
 
-def synchronise(model: Any) -> None:
-    """Wait for the model's device to finish."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
 def _timed(
     model: Any, inputs: dict[str, Any], options: dict[str, Any]
 ) -> tuple[list[list[int]], float]:
     start = perf_counter()
     # The class's generate, in case the model is wrapped.
     output = type(model).generate(model, **inputs, **options)
-    synchronise(model)
+    wait_for(model.device)
     sec = perf_counter() - start
     return new_rows(model, output, inputs["input_ids"].shape[1]), sec

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
-
+from lade.bench.device import wait_for
 from lade.stats import DecodeStats, Step
 
 
@@ -71,7 +70,7 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
 
     def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_drafting():
-            _wait_for(model)
+            wait_for(model.device)
             cache = kwargs.get("past_key_values")
             num_cached = None if cache is None else int(cache.get_seq_length())
             started[0] = perf_counter()
@@ -79,7 +78,7 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
 
     def end(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not is_drafting():
-            _wait_for(model)
+            wait_for(model.device)
             found.all[-1] = found.all[-1]._replace(sec=perf_counter() - started[0])
 
     handles = [
@@ -91,8 +90,3 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _wait_for(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -15,8 +15,8 @@ from lade.bench.baselines import (
     Method,
     MethodInfo,
     answer_of,
-    synchronise,
 )
+from lade.bench.device import wait_for
 from lade.bench.rivals.catalogue import RIVALS, Rival
 from lade.config import SPECULATING, Config, Lookahead, Verification
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
@@ -55,7 +55,7 @@ class Lade:
             return_dict_in_generate=True,
             **options,
         )
-        synchronise(model)
+        wait_for(model.device)
         sec = perf_counter() - start
         return answer_of(model, inputs, output, sec)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lade.bench.baselines import Answer, Method, plain
-from lade.bench.gpu.device import forget_peak, peak_bytes
+from lade.bench.device import forget_peak, peak_bytes
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, copying_prompt
 from lade.bench.gpu.stage import Stage

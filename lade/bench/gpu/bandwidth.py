@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from lade.bench.gpu.device import wait_for
+from lade.bench.device import wait_for
 from lade.bench.gpu.stage import Stage
 
 # Much more than any cache holds; less on a smaller card.

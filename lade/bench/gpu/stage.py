@@ -1,6 +1,6 @@
 """One stage of the benchmark: its findings so far, and what it left out and why.
 
-Next file: `device.py`.
+Next file: `bandwidth.py`.
 """
 
 import traceback

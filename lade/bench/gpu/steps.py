@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.bench.gpu.device import wait_for
+from lade.bench.device import wait_for
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage

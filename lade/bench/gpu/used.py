@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lade.attention.tree import TREE_ATTENTION, runs_in_triton
-from lade.bench.baselines import Answer, answer_of, synchronise
+from lade.bench.baselines import Answer, answer_of
+from lade.bench.device import wait_for
 from lade.compat import Model, attention_of
 from lade.config import Config, Execution
 from lade.drafting.drafter import Drafter
@@ -198,7 +199,7 @@ class NotingLade:
         output = type(model).generate(
             model, **inputs, custom_generate=decode, return_dict_in_generate=True, **options
         )
-        synchronise(model)
+        wait_for(model.device)
         sec = perf_counter() - start
         (call,) = calls
         self.used = used_by(

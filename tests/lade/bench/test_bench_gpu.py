@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import lade
+from lade.bench.device import forget_peak, peak_bytes
 from lade.bench.gpu import work
 from lade.bench.gpu.acceptance import RECORDED, counts_at, recorded_in
 from lade.bench.gpu.answers import SAMPLED, measure_answers, measure_side_by_side
 from lade.bench.gpu.chat import measure_chat
-from lade.bench.gpu.device import forget_peak, peak_bytes
 from lade.bench.gpu.drafter import ReplayedDrafter
 from lade.bench.gpu.host import measure_host
 from lade.bench.gpu.job import Job

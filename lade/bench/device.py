@@ -1,7 +1,4 @@
-"""What stages ask of the device: to finish, and how much of its memory torch has taken.
-
-Next file: `bandwidth.py`.
-"""
+"""What benchmarks ask of a device: to finish, and how much of its memory torch has taken."""
 
 import torch
 
