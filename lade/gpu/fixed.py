@@ -185,6 +185,12 @@ class FixedTarget(TreeTarget):
         return self._workspace.graphs is not None
 
     @property
+    def num_recordings(self) -> int:
+        """Number of recorded shapes that are kept."""
+        graphs = self._workspace.graphs
+        return 0 if graphs is None else len(graphs)
+
+    @property
     def why_not_recorded(self) -> str | None:
         """Why steps, or further steps, are not recorded although that was asked for, or None."""
         graphs = self._workspace.graphs

@@ -15,6 +15,7 @@ from lade.bench.gpu.stage import Stage
 _COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 _NUM_COPIES = 8  # in a row, so that launching them costs no extra time
 _NUM_REPEATS = 9
+_WARM_UP_SEC = 0.5  # clocks of an idle device rise with work
 
 
 def measure_bandwidth(device: torch.device, stage: Stage) -> None:
@@ -29,7 +30,10 @@ def measure_bandwidth(device: torch.device, stage: Stage) -> None:
         num_bytes = min(num_bytes, free // 4)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    times = [_time_copies(source, target) for _ in range(1 + _NUM_REPEATS)][1:]
+    start = perf_counter()
+    while perf_counter() - start < _WARM_UP_SEC:
+        _time_copies(source, target)
+    times = [_time_copies(source, target) for _ in range(_NUM_REPEATS)]
     sec = median(times) / _NUM_COPIES
     stage.add(
         {

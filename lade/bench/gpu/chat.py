@@ -58,6 +58,7 @@ def measure_chat(
                 "prefill_sec": answer.stats.prefill_sec,
                 "num_recorded": tally.num_recorded - before[0],
                 "num_replayed": tally.num_replayed - before[1],
+                "num_lost": tally.num_recorded - lade.used.num_kept,  # of all so far
                 "recording_sec": tally.recording_sec - before[2],
                 "is_known_text": text == known.answer(int(prompt[0, -1]), num_new),
                 **counts_of([answer.stats]),

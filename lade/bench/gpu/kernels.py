@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
 from lade.bench.gpu.steps import Opened, commit_root, open_target, run_step, wrong_tree
-from lade.bench.gpu.used import used_by
+from lade.bench.gpu.used import Tally, used_by
 from lade.gpu.policy import DevicePolicy
 from lade.tree import Tree
 
@@ -53,7 +53,7 @@ def measure_kernels(
     device = known.model.device
     prompt = random_prompt(shape, shape.prompt_length, seed=0).to(device)
     room = len(TREE_SIZES) * (_NUM_WARM_UPS + _NUM_PROFILES) + max(TREE_SIZES)
-    with open_target(known.model, prompt, room, policy) as opened:
+    with open_target(known.model, prompt, room, Tally(policy)) as opened:
         for size in TREE_SIZES:
             if stage.may_begin(f"{size} nodes"):
                 tree = wrong_tree(known, int(prompt[0, -1]), size)

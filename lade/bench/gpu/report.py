@@ -151,6 +151,7 @@ _ANSWERS: Sequence[_Cell] = (
     ("warm-up s", _number("warm_up_sec", 1)),
     ("recordings", _number("num_recorded", 0)),
     ("peak GB", _number("peak_bytes", 1, 1e-9)),
+    ("workspace GB", _number("workspace_bytes", 1, 1e-9)),
 )
 # By stage: the number of leading columns, which hold words, and all columns.
 _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
@@ -180,6 +181,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("steps", _used),
             ("tree tokens", _number("num_nodes", 0)),
             ("ms/step", _number("sec", 3, 1e3)),
+            ("with ranks", _number("busy_sec", 3, 1e3)),
             ("of one token", _ratio("ratio_to_one_node")),
             ("of copy bandwidth", _share("share_of_copy_bandwidth")),
             ("host ms/step", _number("host_sec", 3, 1e3)),
@@ -207,6 +209,7 @@ _TABLES: dict[str, tuple[int, Sequence[_Cell]]] = {
             ("MAT", _number("mean_accepted_tokens")),
             ("draft tokens/step", _number("draft_tokens_per_step", 1)),
             ("recorded", _number("num_recorded", 0)),
+            ("lost so far", _number("num_lost", 0)),
             ("in s", _number("recording_sec", 2)),
             ("replayed", _number("num_replayed", 0)),
         ),

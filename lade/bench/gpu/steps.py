@@ -1,8 +1,8 @@
 """How long a step takes, by the size of its tree and the length of the text before it.
 
 A step is what the decoding loop does between a draft and its verification: it makes the tree's
-tensors, replays the recorded forward, and waits for the target's choices on the host. Next file:
-`kernels.py`.
+tensors, replays the recorded forward, ranks the likeliest tokens for the pool, and waits for the
+target's choices on the host. Next file: `kernels.py`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +21,7 @@ from lade.bench.gpu.shapes import KnownModel, Shape, random_prompt
 from lade.bench.gpu.stage import Stage
 from lade.bench.gpu.used import Tally, Used, recorded_or_fixed, used_by
 from lade.compat import Model, device_of_inputs
+from lade.drafting.successors import rank, with_probs
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification
@@ -46,11 +47,12 @@ class Opened(NamedTuple):
 
 @contextmanager
 def open_target(
-    model: Model, input_ids: Tensor, max_new_tokens: int, policy: DevicePolicy | None = None
+    model: Model, input_ids: Tensor, max_new_tokens: int, tally: Tally
 ) -> Iterator[Opened]:
     """Yield a model set up to verify drafts in recorded steps, the prompt already run.
 
-    Steps of a device that records nothing have the same fixed shapes.
+    Steps of a device that records nothing have the same fixed shapes. Recordings outlast this and
+    go on counting on the tally that they were made with: give the same one each time.
 
     Raises:
         UnsupportedModelError: whole trees cannot be verified here; says why.
@@ -72,8 +74,7 @@ def open_target(
     config: GenerationConfig = prepared.pop("generation_config")
     for unwanted in ("logits_processor", "stopping_criteria"):
         prepared.pop(unwanted, None)
-    tally = Tally(policy)
-    execution = recorded_or_fixed(device_of_inputs(model), policy)
+    execution = recorded_or_fixed(device_of_inputs(model), tally)
     with torch.no_grad():
         chosen = choose_verification(model, asked="tree", execution=execution)
         target = make_target(
@@ -92,6 +93,7 @@ class _Timing(NamedTuple):
 
     sec: float
     host_sec: float  # until the forward was launched; the rest is waiting
+    busy_sec: float  # until the device had also ranked tokens: the next forward starts no earlier
     num_cached: int  # tokens before its root
     is_replayed: bool
     used: Used
@@ -125,6 +127,7 @@ def measure_steps(
         stage: receives a row per size and context.
         policy: how steps use the device.
     """
+    tally = Tally(policy)  # one, for a context replays what was recorded at another
     longest = shape.config["max_position_embeddings"]
     most = _num_most(len(shape.tree_sizes))
     for context in shape.contexts:
@@ -143,7 +146,7 @@ def measure_steps(
                     rows = _rows(known, context, timings, bytes_per_sec)
                     stage.replace([*others, *rows])
 
-                show(_time_steps(known, context, prompt, trees, stage, show, policy))
+                show(_time_steps(known, context, prompt, trees, stage, show, tally))
 
 
 def _time_steps(
@@ -153,7 +156,7 @@ def _time_steps(
     trees: Mapping[int, Tree],
     stage: Stage,
     show: Callable[[_Timings], None],
-    policy: DevicePolicy | None,
+    tally: Tally,
 ) -> _Timings:
     """Time steps of each tree size, taken in turn so that all see the same drift.
 
@@ -164,7 +167,7 @@ def _time_steps(
     while trees:
         room = _num_most(len(trees)) + max(trees)
         first: _Timings = {}
-        with open_target(known.model, prompt, room, policy) as opened:
+        with open_target(known.model, prompt, room, tally) as opened:
             for size, tree in trees.items():
                 of_size = _warm_up(known.model, opened, tree, context, stage)
                 if of_size is None:
@@ -230,23 +233,36 @@ def _time_step(model: Model, opened: Opened, tree: Tree) -> _Timing:
     target, chosen, tally = opened
     (num_cached,) = target.num_cached
     num_replayed = tally.num_replayed
-    start, launched, stop = run_step(target, tree)
+    start, launched, chosen_at, idle = run_step(target, tree)
     commit_root(target)
     is_replayed = tally.num_replayed > num_replayed
     can_record = tally.can_record(target.device)
     used = used_by(model, chosen, target, can_record=can_record, num_replayed=int(is_replayed))
-    return _Timing(stop - start, launched - start, num_cached, is_replayed, used)
+    times = chosen_at - start, launched - start, idle - start
+    return _Timing(*times, num_cached, is_replayed, used)
 
 
-def run_step(target: Target, tree: Tree) -> tuple[float, float, float]:
-    """Verify a tree; return when that began, when the forward was launched, and when it ended."""
-    choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)  # as for a pool
+class Moments(NamedTuple):
+    """When a step began and how far it was when; of `perf_counter`."""
+
+    start: float
+    launched: float  # the forward
+    chosen: float  # the target's tokens were on the host
+    idle: float  # the device was done with ranks for the pool, too
+
+
+def run_step(target: Target, tree: Tree) -> Moments:
+    """Verify a tree, and rank tokens for a pool beside that, as the decoding loop does."""
+    choice = GreedyChoice(DEFAULT_NUM_SUCCESSORS)
     start = perf_counter()
     output = target.forward(target.inputs([tree]))
     launched = perf_counter()
     choice.look_at(output.logits, {_ROW: tree})
+    with_probs(choice.ranked or rank(output.logits, DEFAULT_NUM_SUCCESSORS), output.logits)
     choice.wait()
-    return start, launched, perf_counter()
+    chosen = perf_counter()
+    wait_for(target.device)
+    return Moments(start, launched, chosen, perf_counter())
 
 
 def commit_root(target: Target) -> None:
@@ -276,6 +292,7 @@ def _rows(
                 "mean_num_cached": num_cached,
                 "sec": sec,
                 "least_sec": min(timing.sec for timing in of_size),
+                "busy_sec": median(timing.busy_sec for timing in of_size),
                 "host_sec": median(timing.host_sec for timing in of_size),
                 "share_replayed": fmean(timing.is_replayed for timing in of_size),
                 **of_size[-1].used._asdict(),

@@ -102,6 +102,8 @@ class Used(NamedTuple):
     in_triton: bool  # whether that attention runs in kernels of our own
     execution: str  # of steps: "eager", "fixed", "graphs", "compiled"; "plain" without drafts
     why_not_recorded: str | None  # or why not of fixed shape, or why plain
+    num_kept: int  # recordings
+    workspace_bytes: int  # of keys and values for steps of fixed shape, with room for texts to come
 
 
 def used_by(
@@ -126,7 +128,9 @@ def used_by(
         model.device, model.dtype, model.config.get_text_config().head_dim
     )
     execution, why = "eager", chosen.why_eager
+    num_kept = workspace_bytes = 0
     if isinstance(target, FixedTarget):
+        num_kept, workspace_bytes = target.num_recordings, target.cache.num_bytes
         execution, why = "fixed", target.why_not_recorded
         if chosen.execution == "compiled":
             execution = "compiled"
@@ -137,7 +141,9 @@ def used_by(
     elif target is None:
         execution = "plain"
         why = "; ".join(f"{name}: {reason}" for name, reason in chosen.reasons.items())
-    return Used(chosen.verification, attention, in_triton, execution, why)
+    return Used(
+        *(chosen.verification, attention, in_triton, execution, why, num_kept, workspace_bytes)
+    )
 
 
 class _Noted(Generation):

@@ -296,7 +296,7 @@ def check_steps(stage: dict[str, Any], bytes_per_sec: float, weight_bytes: int) 
     ]
     assert stage["left_out"] == {"context 1024": "the model has 512 positions"}
     for row in rows:
-        assert 0 < row["host_sec"] <= row["sec"] < 1
+        assert 0 < row["host_sec"] <= row["sec"] <= row["busy_sec"] < 1
         assert row["least_sec"] <= row["sec"]
         assert row["num_repeats"] >= 5
         cached = row["mean_num_cached"]
@@ -315,12 +315,14 @@ def test_recorded_steps_are_told_from_others(fails: bool) -> None:
     """Where the second of three sizes cannot be recorded, the first one's recording goes, too."""
     recorder = CpuRecorder(failures=[None, RuntimeError("no capture")] if fails else [])
     stage = stage_for("steps")
-    shape = replace(TINY, contexts=(96,), tree_sizes=(1, 4, 8))
+    # The second one runs in the memory of the first, as all contexts do on a GPU.
+    shape = replace(TINY, contexts=(284, 96), tree_sizes=(1, 4, 8))
     measure_steps(make_model(TINY, CPU), shape, None, stage, RecordingPolicy(recorder))
-    assert [row["execution"] for row in stage.rows] == ["fixed" if fails else "graphs"] * 3
-    assert [row["share_replayed"] for row in stage.rows] == [0 if fails else 1] * 3
+    assert [row["execution"] for row in stage.rows] == ["fixed" if fails else "graphs"] * 6
+    assert [row["share_replayed"] for row in stage.rows] == [0 if fails else 1] * 6
     reason = "a step cannot be recorded (RuntimeError: no capture)" if fails else None
-    assert [row["why_not_recorded"] for row in stage.rows] == [reason] * 3
+    assert [row["why_not_recorded"] for row in stage.rows] == [reason] * 6
+    assert stage.rows[-1]["num_kept"] == (0 if fails else recorder.num_recorded)
     if not fails:
         # The recorder counts a byte for each; root and first children share a width.
         assert sum(row["recording_bytes"] for row in stage.rows) == recorder.num_recorded > 1
@@ -495,8 +497,13 @@ def test_a_chat_counts_what_each_turn_records() -> None:
     assert [row["prompt_length"] for row in stage.rows] == [40 + 32 * turn for turn in range(10)]
     assert all(row["is_known_text"] for row in stage.rows)
     assert sum(row["num_recorded"] for row in stage.rows) == recorder.num_recorded > 0
+    # A CPU takes no room for texts to come: when the text has grown out of it, recordings go.
+    lost = [row["num_lost"] for row in stage.rows]
+    assert lost == sorted(lost)
+    assert lost[0] == 0 < lost[-1] == recorder.num_recorded - stage.rows[-1]["num_kept"]
     for row in stage.rows:
         assert row["execution"] == ("graphs" if row["num_replayed"] else "fixed")
+        assert row["workspace_bytes"] > 0
 
 
 def test_a_model_that_decodes_plainly_is_told_with_the_reason(
