@@ -1,5 +1,7 @@
 """The distance between two computations of the same logits, and its tolerance."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,19 @@ def limit_of(model: Model) -> float:
     if torch.is_autocast_enabled(kind):
         dtype = max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
     eps: float = torch.finfo(dtype).eps
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and float32_precision(kind) != "highest":
         eps = 2**-11  # TF32
     return max(2e-4, 40 * eps)
+
+
+def float32_precision(device_type: str) -> str:
+    """Return the precision of float32 products, "highest" if it is that of float32."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for one backend alone; torch has no word for that
+        backend: Any = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+        precision: str = backend.matmul.fp32_precision
+        return "highest" if precision in ("ieee", "none") else precision
 
 
 def is_exact_in(model: Model) -> bool:

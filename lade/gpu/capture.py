@@ -3,6 +3,7 @@
 What other threads must not do meanwhile is in `lade.captures`.
 """
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What torch says in its synchronisation debug mode.
+# What torch says in its synchronisation debug mode, and once of that mode.
 _WAITED = "called a synchronizing CUDA operation"
+_PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class WaitError(RuntimeError):
@@ -64,7 +66,7 @@ def refused_waits() -> Iterator[None]:
     """Refuse, at the end, waits of this thread that operations have hidden inside.
 
     Kernels that copy sizes to the host and compiled code are seen only by torch's own debug mode,
-    which belongs to the process: what it says of other threads is passed on.
+    which belongs to the process: what it says of other threads is passed on if it was on before.
 
     Raises:
         WaitError: something waited for the device.
@@ -73,17 +75,19 @@ def refused_waits() -> Iterator[None]:
     waited: list[str] = []
 
     def show(message: Any, *others: Any, **named: Any) -> None:
-        if get_ident() == thread and _WAITED in str(message):
+        is_of_mode = _WAITED in str(message)
+        if is_of_mode and get_ident() == thread:
             waited.append(str(message))
-        else:
+        elif before or not is_of_mode:
             said(message, *others, **named)
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_WAITED}")
+        warnings.filterwarnings("ignore", message=f".*{_PROTOTYPE}")
         warnings.showwarning = show
-        torch.cuda.set_sync_debug_mode("warn")
         try:
+            torch.cuda.set_sync_debug_mode("warn")
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
@@ -100,7 +104,35 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def end_allocation(device: torch.device, pool: Any) -> None:
-    """Tell the allocator that a failed capture is over; torch up to 2.11 does not."""
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector from destroying another graph, which would spoil a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tell the allocator and the random generator that a capture has failed.
+
+    torch up to 2.11 does not: the one asserts when it frees memory, the other refuses every draw.
+    """
     with suppress(RuntimeError):  # it knows
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        _end_allocation(device.index or 0, pool)
+    with suppress(RuntimeError):  # the device is beyond help
+        # The generator forgets one capture at the end of another.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)
+
+
+def _end_allocation(device_index: int, pool: Any) -> None:
+    name = "_cuda_endAllocateToPool"
+    if not hasattr(torch._C, name):  # before torch 2.8
+        name = "_cuda_endAllocateCurrentStreamToPool"
+    getattr(torch._C, name)(device_index, pool)

@@ -14,10 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lade.captures import CAPTURING, free_unused
-from lade.closeness import distance
+from lade.closeness import distance, float32_precision
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
 from lade.errors import in_one_line
-from lade.gpu.capture import NoWaiting, clear_workspaces, end_allocation, refused_waits
+from lade.gpu.capture import (
+    NoWaiting,
+    clear_workspaces,
+    end_failed_capture,
+    refused_waits,
+    without_garbage_collection,
+)
 from lade.targets.layout import rope_of
 
 
@@ -77,13 +83,15 @@ class CudaRecorder:
             current = torch.cuda.current_stream(self._device)
             try:
                 self._stream.wait_stream(current)
-                with torch.cuda.stream(self._stream):
-                    with NoWaiting():
-                        run(is_recorded=True)
-                    # Once more, because that mode sees neither into kernels nor compiled code.
-                    with refused_waits():
-                        run(is_recorded=True)
-                current.wait_stream(self._stream)
+                try:
+                    with torch.cuda.stream(self._stream):
+                        with NoWaiting():
+                            run(is_recorded=True)
+                        # Once more, because that mode sees neither into kernels nor compiled code.
+                        with refused_waits():
+                            run(is_recorded=True)
+                finally:  # what was rehearsed until it failed writes keys and values, too
+                    current.wait_stream(self._stream)
                 return self._capture(run)
             finally:
                 torch.cuda.set_stream(current)  # torch does not restore it after a failed capture
@@ -94,10 +102,13 @@ class CudaRecorder:
         try:
             # Other threads may keep using the device meanwhile.
             mode = "thread_local"
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+            with (
+                without_garbage_collection(),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
+            ):
                 output = run(is_recorded=True)
         except BaseException:
-            end_allocation(self._device, self._pool)
+            end_failed_capture(self._device, self._pool)
             raise
         finally:
             clear_workspaces()
@@ -285,7 +296,7 @@ def dependencies_of(model: Model) -> tuple[Hashable, ...]:
     weights = chain(model.parameters(), model.buffers())
     return (
         hash(tuple(_addresses_of(weights))),
-        torch.get_float32_matmul_precision(),
+        float32_precision(device_of_inputs(model).type),
         torch.are_deterministic_algorithms_enabled(),
     )
 

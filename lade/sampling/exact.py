@@ -160,8 +160,10 @@ class Race:
         """Draw the noise of one column, [num_rows, vocab_size]; None is the default generator."""
         shape = (self._num_rows, self._vocab_size)
         noise = torch.empty(shape, dtype=torch.float32, device=self._device)
-        with apart_from_captures(self._device):
+        if generator is not None:  # our own, which no capture knows
             return noise.exponential_(generator=generator)
+        with apart_from_captures(self._device):
+            return noise.exponential_()
 
     def _state(self) -> Tensor:
         if self._device.type == "cpu":

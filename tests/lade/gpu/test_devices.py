@@ -25,7 +25,7 @@ from lade.gpu.graphs import CudaRecorder
 from lade.probing.profile import profile_of
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.devices import CPU_AND_CUDA
+from tests.lade.devices import CPU_AND_CUDA, needing_workspace
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import BLOOM, FAMILIES, MAMBA2, tiny_model
 
@@ -102,12 +102,13 @@ def test_every_execution_gives_the_text_of_generate(
 
 
 def recorded_product(recorder: CudaRecorder) -> Callable[[], None]:
-    """Record a product large enough for a workspace; return a check of its replay."""
-    weight, x = (torch.randn(2048, 2048, device="cuda") for _ in range(2))
+    """Record a product that needs a workspace; return a check of its replay."""
+    x, weight = needing_workspace()
     expected = x @ weight
     recording = recorder.record(lambda is_recorded: x @ weight)
 
-    def check() -> None:
+    def check(reads: tuple[Tensor, ...] = (x, weight)) -> None:
+        """Replay with what it reads still there."""
         recording.output.fill_(torch.nan)
         recording.replay()
         torch.testing.assert_close(recording.output, expected)
@@ -148,10 +149,11 @@ def test_after_a_failed_capture_the_device_and_the_recorder_are_usable(waits: bo
     def run(is_recorded: bool) -> Tensor:
         nonlocal num_runs
         num_runs += 1
+        drawn = torch.randn(8, 8, device="cuda").relu()
         if num_runs == 3:  # after two rehearsals
             torch.cuda.synchronize() if waits else None
             raise RuntimeError("mine")
-        return torch.randn(8, 8, device="cuda").relu()
+        return drawn
 
     with pytest.raises(RuntimeError):
         recorder.record(run)
@@ -187,6 +189,7 @@ def test_experts_are_recorded_or_run_as_they_are(experts: str, dtype: torch.dtyp
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:called a synchronizing")  # of one, as another's mode ends
 def test_threads_that_record_draw_and_free_at_once_disturb_nobody() -> None:
     """Captures of one, draws of another and freed memory of a third take turns."""
 

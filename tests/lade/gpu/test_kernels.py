@@ -22,8 +22,9 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Of a sum of 4096 squares in another order, and of 1 + erf(x) near 0 times some x; else of what was
-# rounded to the one or the other neighbour.
+# rounded to the one or the other neighbour. On a GPU, of what a weight makes of that, too.
 LIMITS = {"float32": 16, "bfloat16": 1, "float16": 1}
+LIMITS_ON_GPU = {**LIMITS, "bfloat16": 2, "float16": 2}
 Case = tuple[str, str, dict[str, Any]]  # operator, dtype, what else
 
 OPERATIONS: list[tuple[str, dict[str, Any]]] = [
@@ -125,7 +126,7 @@ def test_in_the_interpreter_they_do_what_models_do(case: Case, interpreted: Inte
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_compiled_they_do_what_models_do(case: Case) -> None:
-    assert worst_error(case, "cuda") <= LIMITS[case[1]]
+    assert worst_error(case, "cuda") <= LIMITS_ON_GPU[case[1]]
 
 
 OF_FLOATS = {
