@@ -156,12 +156,11 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
     is_wide = max(key_dims, value_dims) > 128
     queries = min(_MAX_QUERIES, max(16, triton.next_power_of_2(num_packed)))
     # Compiled for 8.0, 9.0 and 12.0, these keep nearly all in registers: four warps for 64 queries
-    # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand. Two
-    # programs per multiprocessor hide each other's latency; a large one has no room for another.
+    # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand, as
+    # do 32 queries where nodes come in multiples of 16. Two programs per multiprocessor hide each
+    # other's latency; a large one has no room for another.
     if dtype == torch.float32:  # no tensor cores: all products and sums are in registers
-        queries = min(queries, 32)
-        per_processor = 1 if is_wide and queries > 16 else 2
-        return _Blocks(queries, 16, key_dims, value_dims, 8, 1, per_processor)
+        return _Blocks(16, 16, key_dims, value_dims, 8, 1, 2)
     num_warps = 8 if is_wide or queries == _MAX_QUERIES else 4
     per_processor = 1 if num_warps == 8 and queries > 16 else 2
     # As many as fit 100 KiB of shared memory (8.6, 8.9 and 12.0) also with the releases of Triton

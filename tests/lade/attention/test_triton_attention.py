@@ -105,6 +105,13 @@ CASES = [
     Case("bfloat16", hidden="all", has_sinks=True, num_nodes=1),
     Case(is_tokens_first=True),
     Case("bfloat16", is_tokens_first=True, head_dim=80, window=30, has_sinks=True),
+    # What large models have, in blocks of 64 queries; nodes in multiples of 16 are compiled apart.
+    Case("bfloat16", head_dim=128, num_sharing=4, num_nodes=16, lengths=(257, 900), num_slots=1000),
+    Case("float16", head_dim=128, num_sharing=4, num_nodes=17, lengths=(700,), num_slots=800),
+    Case("bfloat16", 128, None, 2, 4, 32, (600,), 700, hidden="some", softcap=30.0),
+    Case("float16", head_dim=256, num_sharing=4, num_nodes=16, lengths=(257, 520), num_slots=600),
+    Case("bfloat16", 256, None, 2, 2, 32, (600,), 700, hidden="some", softcap=30.0, window=100),
+    Case(head_dim=128, num_sharing=2, num_nodes=16, lengths=(257, 33), num_slots=300),
 ]
 
 
@@ -228,11 +235,12 @@ def test_compiled_it_attends_as_plain_torch_does(case: Case) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("num_nodes", [5, 32])
 @pytest.mark.parametrize("hidden", [None, "some"])
-def test_a_captured_graph_serves_all_lengths(hidden: Hidden) -> None:
+def test_a_captured_graph_serves_all_lengths(hidden: Hidden, num_nodes: int) -> None:
     from lade.attention import triton as triton_attention
 
-    case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden)
+    case = Case("bfloat16", num_slots=900, lengths=(700, 20), hidden=hidden, num_nodes=num_nodes)
     made = inputs(case, "cuda")
 
     def attend() -> Tensor:

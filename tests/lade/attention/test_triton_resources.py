@@ -71,10 +71,10 @@ def test_as_many_programs_as_are_launched_fit_on_a_gpu(case: tuple[int, str, int
 
     capability, dtype, head_dim = case
     flaws: dict[Any, Any] = {}
-    for num_packed in (1, 32, 128):
+    for num_packed, is_even in product((1, 32, 128), (False, True)):
         blocks = triton_attention._blocks(num_packed, head_dim, head_dim, getattr(torch, dtype))
-        usage = usage_of("_attend_to_split", blocks, dtype, capability)
-        flaws[blocks] = usage, usage.flaws(capability, blocks.per_processor)
+        usage = usage_of("_attend_to_split", blocks, dtype, capability, is_even=is_even)
+        flaws[blocks, is_even] = usage, usage.flaws(capability, blocks.per_processor)
     merging = usage_of("_merge_splits", blocks._replace(num_warps=4), dtype, capability)
     flaws["merge"] = merging, merging.flaws(capability, at_once=2)
     assert not {what: (usage, some) for what, (usage, some) in flaws.items() if some}
@@ -89,8 +89,8 @@ def test_so_do_programs_of_odd_dimensions(case: tuple[str, tuple[int, int]]) -> 
 
     dtype, dims = case
     blocks = triton_attention._blocks(128, *dims, getattr(torch, dtype))
-    for capability in (80, 120):
-        usage = usage_of("_attend_to_split", blocks, dtype, capability, dims)
+    for capability, is_even in product((80, 120), (False, True)):
+        usage = usage_of("_attend_to_split", blocks, dtype, capability, dims, is_even)
         assert not usage.flaws(capability, blocks.per_processor)
 
 
@@ -114,9 +114,24 @@ def test_blocks_that_are_too_large_are_noticed(
 
 
 def usage_of(
-    name: str, blocks: Any, dtype: str, capability: int, dims: tuple[int, int] | None = None
+    name: str,
+    blocks: Any,
+    dtype: str,
+    capability: int,
+    dims: tuple[int, int] | None = None,
+    is_even: bool = False,
 ) -> Usage:
-    """Compile a kernel with all that it can do, and return what it takes."""
+    """Compile a kernel with all that it can do, and return what it takes.
+
+    Args:
+        name: of the kernel.
+        blocks: of a program.
+        dtype: of queries, keys and values.
+        capability: compute capability, times 10.
+        dims: of keys and of values; None for those of the blocks.
+        is_even: whether the numbers of nodes and of queries are multiples of 16, which Triton makes
+            a variant of its own of, with another layout.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
 
@@ -137,7 +152,7 @@ def usage_of(
     }
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     compiled = compile(
-        source_of(getattr(triton_attention, name), constants, dtype),
+        source_of(getattr(triton_attention, name), constants, dtype, is_even),
         target=GPUTarget("cuda", capability, 32),
         options={**options, "enable_fp_fusion": True},
     )
@@ -152,13 +167,13 @@ def usage_of(
 
 
 def assembler(capability: int) -> Path:
-    """Return the assembler that Triton brings along; for newer GPUs there is one more."""
-    spec = find_spec("triton")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "backends" / "nvidia" / "bin"
-    newer = folder / "ptxas-blackwell"
-    return newer if capability >= 90 and newer.exists() else folder / "ptxas"
+    """Return the assembler that Triton brings along; newer GPUs have one of their own."""
+    from triton.backends.nvidia import compiler
+
+    try:
+        return Path(compiler.get_ptxas(capability).path)
+    except (AttributeError, TypeError):  # before Triton 3.5
+        return Path(compiler.__file__).parent / "bin" / "ptxas"
 
 
 def report_of(code: str, capability: int) -> str:
@@ -175,7 +190,7 @@ def report_of(code: str, capability: int) -> str:
     return done.stderr
 
 
-def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
+def source_of(kernel: Any, constants: dict[str, int], dtype: str, is_even: bool) -> Any:
     """Return what a launch has compiled: pointers and most strides are multiples of 16."""
     import triton
     from packaging.version import Version
@@ -193,10 +208,11 @@ def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
     names: list[str] = kernel.arg_names
     fixed = {name: constants[name] for name in names if name in constants}
     signature = {name: types.get(name, "i32") for name in names if name not in fixed}
+    even = ("query_", "key_", "value_", "num_slots", *(("num_nodes", "num_packed") * is_even))
     aligned = [
         names.index(name)
         for name, type_ in signature.items()
-        if type_.startswith("*") or name.startswith(("query_", "key_", "value_"))
+        if type_.startswith("*") or name.startswith(even)
     ]
     if Version(triton.__version__) < Version("3.3"):
         hints = compiler.AttrsDescriptor.from_hints(dict.fromkeys(aligned, 16))
