@@ -537,14 +537,19 @@ def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path
 def test_two_runs_at_once_keep_the_work_of_both(tmp_path: Path) -> None:
     """The second one begins, ends and saves in the middle of the first."""
     model, other = tiny_model("llama"), tiny_model("llama")
+    outer: list[Prewarmed] = []
     inner: list[Prewarmed] = []
 
     def interpose(step: PrewarmProgress) -> None:
         if not inner and step.made.num_tokens > 0:
+            outer.append(step.made)
             inner.append(lade.prewarm(other, 0.2, folder=tmp_path))
 
     made = lade.prewarm(model, 1.0, folder=tmp_path, progress=interpose)
     stored = read_table(made.path, model)
-    assert stored.effort.num_tokens == made.num_tokens > inner[0].num_tokens > 0
+    assert stored.effort.num_tokens == made.num_tokens
     assert stored.effort.seconds == pytest.approx(made.seconds)
-    assert made.seconds > 1.1
+    # On a slow machine, the second one takes what was left of the time of the first.
+    (before,), (meanwhile,) = outer, inner
+    assert made.num_tokens >= before.num_tokens + meanwhile.num_tokens > before.num_tokens > 0
+    assert made.seconds >= before.seconds + meanwhile.seconds > before.seconds > 0
