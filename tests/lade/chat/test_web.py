@@ -65,6 +65,7 @@ class Served:
             time.sleep(0.01)
 
 
+_BUTTONS = ("send", "stop", "retry", "undo", "clear")
 _connected: list[Any] = []  # addresses that this process connected to or looked up
 _is_watched = False
 
@@ -114,6 +115,8 @@ class Tab:
         self.page.goto(served.address)
         self.message = self.page.get_by_label("Message")
         self.message.wait_for()
+        for name in _BUTTONS:  # parts of the page come one by one
+            self.find(f"#{name}").wait_for()
 
     def find(self, selector: str) -> Any:
         return self.page.locator(selector)
@@ -470,14 +473,14 @@ def test_the_keyboard_does_all(open_tab: Callable[..., Tab], served: Served) -> 
     tab.message.focus()
     tab.page.keyboard.type("abcabc")
     order = []
-    for _ in range(5):
+    for _ in _BUTTONS:
         tab.page.keyboard.press("Tab")
         order.append(tab.page.evaluate("document.activeElement.id"))
         outline = tab.page.evaluate(
             "(s => s.outlineStyle + s.outlineWidth)(getComputedStyle(document.activeElement))"
         )
         assert outline == "solid3px"
-    assert order == ["send", "stop", "retry", "undo", "clear"]
+    assert order == [*_BUTTONS]
     for _ in range(4):
         tab.page.keyboard.press("Shift+Tab")
     tab.page.keyboard.press("Enter")
