@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lade.hf.generation import Generation
 from tests.lade import shared
 from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
+from tests.lade.recorder import Overlapping
 
 __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
 
@@ -24,6 +26,12 @@ def single_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the CPU as a device that has to be waited for."""
+    monkeypatch.setattr(Generation, "policy", Overlapping())
 
 
 @pytest.fixture(autouse=True)

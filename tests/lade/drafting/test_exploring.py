@@ -19,7 +19,6 @@ from lade.drafting.proposer import Proposer
 from lade.gpu.policy import DevicePolicy
 from lade.hf import generation
 from ngram_pool import Draft, NGramPool
-from tests.lade.recorder import Overlapping
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -181,10 +180,10 @@ def test_what_is_found_beforehand_is_what_would_be_found_then(
     assert drafts[0] == drafts[1]
 
 
+@pytest.mark.usefixtures("waits")
 def test_beside_a_device_that_is_waited_for_it_is_found_while_it_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation.Generation, "policy", Overlapping())
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7]])
     explorer = Explorer(named(3))
@@ -197,10 +196,8 @@ def test_beside_a_device_that_is_waited_for_it_is_found_while_it_works(
     lade.generate(model, prompt, drafter=explorer, config=config, **GREEDY)
 
 
-def test_a_drafter_that_fails_beforehand_costs_the_drafts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(generation.Generation, "policy", Overlapping())
+@pytest.mark.usefixtures("waits")
+def test_a_drafter_that_fails_beforehand_costs_the_drafts_alone() -> None:
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7]])
     with pytest.warns(lade.DrafterWarning, match="Explorer"):

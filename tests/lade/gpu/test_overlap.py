@@ -10,22 +10,14 @@ from torch import Tensor
 import lade
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
-from lade.hf.generation import Generation
 from lade.stats import Step
 from lade.transfer import HostCopy
 from ngram_pool import NGramPool
 from tests.lade.both import ONE, THREE, ListStreamer, both
 from tests.lade.devices import CPU_AND_CUDA
-from tests.lade.recorder import Overlapping
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the CPU as a device that has to be waited for."""
-    monkeypatch.setattr(Generation, "policy", Overlapping())
 
 
 @pytest.mark.usefixtures("waits")

@@ -12,10 +12,8 @@ from transformers import (
 )
 
 import lade
-from lade.hf.generation import Generation
 from lade.sampling.exact import Race
 from tests.lade.both import ONE, THREE, both
-from tests.lade.recorder import Overlapping
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
@@ -77,13 +75,13 @@ def test_every_processor_is_greedy_in_batches_as_generate_is(options: dict[str, 
     both(shared_model("llama", seed=3), THREE, do_sample=False, **options)
 
 
+@pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("prompt", [ALONE, THREE], ids=["one row", "batch"])
 @pytest.mark.parametrize("outputs", [{}, {"output_scores": True, "output_logits": True}])
 def test_choosing_at_all_nodes_at_once_gives_the_same(
     prompt: torch.Tensor, outputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on an accelerator: noise is drawn ahead, and what was not used is taken back."""
-    monkeypatch.setattr(Generation, "policy", Overlapping())
     monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
     for seed, least in enumerate((2, 5, 20)):
         monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", least)
