@@ -82,7 +82,7 @@ test-oldest test-oldest-all: export NUMBA_CACHE_DIR := $(CURDIR)/$(OLDEST)/numba
 test-oldest: CHOSEN := -m "not exhaustive"
 test-oldest test-oldest-all: $(OLDEST)/.dev
 	$(OLDEST)/bin/$(COMPILE)
-	$(TEST) $(OLDEST)/bin/$(PYTEST) $(CHOSEN) tests/lade
+	$(TEST) $(OLDEST)/bin/$(PYTEST) $(CHOSEN) tests/lade tests/support
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --cases 20000 --processes 2 --seed 0 --out docs/results/fuzz.json
@@ -100,8 +100,8 @@ load: $(VENV)/.dev
 # Draws are compared, too; whatever differs ends it with an error. A cache of its own, as for the oldest.
 engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba
 engines: $(ENGINES)/.engines
-	$(ENGINES)/bin/lade bench engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
-		--methods plain,ngram,pool --concurrency 40 --passes 2 --max-new-tokens 32 --check \
+	$(ENGINES)/bin/python -m benchmarks engines --prompts docs/prompts/held_out.jsonl --prompts docs/prompts/engines.jsonl \
+		--methods plain,ngram,pool --concurrency 40 --max-new-tokens 32 --check \
 		--json $(ENGINES)/check.json
 
 ray: $(RAY)/.dev
@@ -113,7 +113,8 @@ gpu: $(VENV)/.dev
 	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "expected a CUDA device, got none")'
 	$(VENV)/bin/$(COMPILE)
 	$(VENV)/bin/python -m pytest -m cuda --numprocesses 1 --maxfail 50
-	$(VENV)/bin/lade bench gpu --minutes 25 --json docs/results/gpu/measured.json
+	$(VENV)/bin/python -m benchmarks gpu --minutes 25 --json docs/results/gpu/measured.json
+	$(VENV)/bin/python -m benchmarks run --prompts docs/prompts/held_out.jsonl --device cuda --json docs/results/gpu/held_out.json
 
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist

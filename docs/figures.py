@@ -18,24 +18,22 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lade.bench.assisted import compare, comparison_table
-from lade.bench.fleet import Cell
-from lade.bench.fleet_report import Paper, paper_table
-from lade.bench.fleet_report import table as fleet_sheet
+from benchmarks.formula import compare
+from benchmarks.formula import table as comparison_table
+from lade.bench.environment import code as present_code
 from lade.bench.report import OVERALL, msec_text, share_text, speedup_text
-from lade.bench.settings import Settings
+from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
-from lade.support.formats import FormatRow
-from lade.support.formats_report import markdown as formats_document
-from lade.support.formats_report import read_json as read_formats
-from lade.support.report import markdown as support_document
-from lade.support.report import read_json as read_support
+from tests.support.formats import FormatRow
+from tests.support.formats_report import document as support_document
+from tests.support.formats_report import read_json as read_formats
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -95,7 +93,24 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{'differs from its results' if is_check else 'written'}: {path.relative_to(ROOT)}")
     if is_check and found:
         print("run: python docs/figures.py", file=sys.stderr)
+    if older := of_older_code():
+        print(f"of other code than this, or of code that was not recorded: {', '.join(older)}")
     return int(is_check and bool(found))
+
+
+def of_older_code() -> list[str]:
+    """Return the result files that are not of the present code, or do not say what they are of."""
+    files = sorted(
+        path for part in ("results", "support") for path in (DOCS / part).rglob("*.json")
+    )
+    made = {path: _made(json.loads(path.read_text("utf-8"))).get("code") for path in files}
+    return [str(path.relative_to(DOCS)) for path in files if made[path] != present_code()]
+
+
+def _made(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a result says of its making; the fuzzer's files say it themselves."""
+    made: Mapping[str, Any] = content.get("environment", content)
+    return made if "date" in made else next(iter(content.values()))
 
 
 def outdated() -> Iterator[tuple[Path, str]]:
@@ -105,9 +120,7 @@ def outdated() -> Iterator[tuple[Path, str]]:
         made = filled(text, path.name)
         if made != text:
             yield path, made
-    runs = [read_support(path) for path in sorted((DOCS / "support").glob("transformers-*.json"))]
-    formats = read_formats(DOCS / "support" / "formats.json")
-    document = "\n".join([support_document(runs), formats_document(formats)])
+    document = support_document(DOCS / "support")
     if document != SUPPORT.read_text(encoding="utf-8"):
         yield SUPPORT, document
 
@@ -146,6 +159,26 @@ def _figure(function: Callable[..., str]) -> Callable[..., str]:
     return function
 
 
+# --- lines -----------------------------------------------------------------------------------
+
+
+@_figure
+def lines(*folders: str) -> str:
+    """Return how many hundred lines of Python the packages in some folders have, and all of it."""
+    found: Counter[str] = Counter()
+    for folder in folders:
+        for path in (ROOT / folder).rglob("*.py"):
+            package = path.relative_to(ROOT).parent
+            depth = 2 if folder == "lade" else 1
+            found["/".join(package.parts[:depth])] += len(path.read_text().splitlines())
+    rows = [(f"`{name}`", _hundreds(num)) for name, num in sorted(found.items())]
+    return _table(("package", "lines"), 1, [*rows, ("all", _hundreds(found.total()))])
+
+
+def _hundreds(num_lines: int) -> str:
+    return f"{round(num_lines, -2):,}"
+
+
 # --- single numbers -------------------------------------------------------------------------
 
 
@@ -159,18 +192,10 @@ def value(file: str, path: str, form: str = "") -> str:
 
 
 @_figure
-def cell(file: str, temperature: str, length: str, batch_size: str = "1") -> str:
-    """Return the speed-up of one cell of a grid, without several samples of a prompt."""
-    wanted = (float(temperature), int(length), int(batch_size), 1)
-    names = ("temperature", "max_new_tokens", "batch_size", "num_return_sequences")
-    (run,) = [run for run in _read(file)["runs"] if tuple(run[n] for n in names) == wanted]
-    return speedup_text(run["speedup"])
-
-
-@_figure
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
-    return f"{median(prompt[method]['overhead'] for prompt in _read(file)['prompts']):.1%}"
+    totals = _read(file)["prompts"]
+    return f"{median(share for total in totals for share in total[method]['overheads']):.1%}"
 
 
 @_figure
@@ -199,27 +224,31 @@ def ratios(file: str, method: str) -> str:
 # --- tables ---------------------------------------------------------------------------------
 
 
+# Kinds of text that README names, with the words it has for them.
+_KINDS = {"translation": "translations", "summarization": "summaries", "writing": "free writing"}
+
+
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: the methods of several files, with the hardware below."""
+    """Return README's table: a row for each file, and one for kinds of text in the last."""
     rows = []
     for file in files:
-        settings, overall = _read(file)["settings"], _read(file)["summary"][OVERALL]
-        for method, entry in overall.items():
-            name = _label(file, method, overall)
-            if file.endswith("_prewarmed") and name != _PREWARMED:
-                continue  # measured once more for the ratio, and shown once
-            rate, ratio = f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"])
-            same = share_text(entry["same_text"])
-            rows.append((settings["dtype"], name, rate, ratio, same))
-    headings = ("number format", "decoding", "tokens/s", "speed-up", "same text")
-    nums = [str(_read(file)["summary"][OVERALL]["plain"]["num_prompts"]) for file in files]
-    counts = " and ".join(dict.fromkeys(nums))
-    note = (
-        f"{_model(files[0])}, greedy, {counts} Spec-Bench prompts (answers that end in a loop left "
-        f"out), on {_hardware(files[0])}."
+        entries = _read(file)["summary"][OVERALL]
+        dtype = _read(file)["settings"]["dtype"]
+        what = f"{dtype}: the same text" if dtype == "float32" else dtype
+        what += ", after `lade prewarm`" if file.endswith("_prewarmed") else ""
+        rows.append((what, *(speedup_text(entries[name]["speedup"]) for name in _HEADLINED)))
+    summary = _read(files[-1])["summary"]
+    cells = (
+        " / ".join(speedup_text(summary[kind][name]["speedup"]) for kind in _KINDS)
+        for name in _HEADLINED
     )
-    return f"{_table(headings, 2, rows)}\n\n{note}"
+    rows.append((f"{dtype}: {' / '.join(_KINDS.values())}", *cells))
+    hardware = f"{_model(files[0])}, {_hardware(files[0])}"
+    return _table((hardware, "**lade**", "prompt lookup"), 1, rows)
+
+
+_HEADLINED = ("lade_fresh", "prompt_lookup")
 
 
 @_figure
@@ -279,52 +308,9 @@ def formula(file: str) -> str:
         return _UNMEASURED
     sheet = comparison_table(compare(_path(file)))
     rows = [
-        (_NAMES.get(row[1], f"`{row[1]}`"), *row[2:]) for rows in sheet.sections for row in rows
+        (_NAMES.get(row[0], f"`{row[0]}`"), *row[1:]) for rows in sheet.sections for row in rows
     ]
-    return _table(sheet.headings[1:], 1, rows)
-
-
-@_figure
-def fleet(file: str) -> str:
-    """Return every simulated fleet, by how its pools are shared."""
-    sheet = fleet_sheet([Cell(**run) for run in _read(file)["runs"]])
-    return _table(sheet.headings, 2, [row for rows in sheet.sections for row in rows])
-
-
-@_figure
-def fleet_cell(file: str, replicas: str, pools: str, name: str, form: str = "") -> str:
-    """Return one number of a simulated fleet, as `value` does."""
-    return _formatted(_fleet_run(file, replicas, pools)[name], form)
-
-
-def _fleet_run(file: str, replicas: str, pools: str) -> Mapping[str, Any]:
-    (run,) = [
-        run
-        for run in _read(file)["runs"]
-        if (run["num_replicas"], run["sharing"]) == (int(replicas), pools)
-    ]
-    found: Mapping[str, Any] = run
-    return found
-
-
-@_figure
-def fleet_paper(file: str) -> str:
-    """Return what many users come to on paper."""
-    sheet = paper_table(Paper(**_read(file)["paper"]))
-    return _table(sheet.headings, 1, [row for rows in sheet.sections for row in rows])
-
-
-@_figure
-def fleet_source(file: str) -> str:
-    """Return where the figures of a fleet come from."""
-    content = _read(file)
-    recorded, made = content["settings"]["recorded"]["settings"], content["environment"]
-    model, num = str(recorded["model"]), content["settings"]["num_questions"]
-    return (
-        f"*`docs/{file}.json`: {num} questions, answers of {_MODELS.get(model, model)} in "
-        f"{recorded['dtype']} of up to {recorded['max_new_tokens']} tokens; "
-        f"{made['date'].split()[0]}, commit {made['commit'][:12]}.*"
-    )
+    return _table(sheet.headings, 1, rows)
 
 
 @_figure
@@ -358,65 +344,6 @@ def arena(file: str) -> str:
         ]
         rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
-
-
-@_figure
-def grid(*files: str) -> str:
-    """Return speed-ups, and MAT, in every setting."""
-    runs = [run for file in files for run in _read(file)["runs"]]
-    columns = [*dict.fromkeys((_rows_text(run), run["max_new_tokens"]) for run in runs)]
-    cells: dict[tuple[str, float], dict[tuple[str, int], str]] = {}
-    for run in runs:
-        cell = f"{speedup_text(run['speedup'])}{'*' * run['loops']} ({_mat(run)})"
-        row = cells.setdefault((run["dtype"], run["temperature"]), {})
-        row[_rows_text(run), run["max_new_tokens"]] = cell
-    rows = [
-        (dtype, f"{temperature:g}", *(row.get(column, "") for column in columns))
-        for (dtype, temperature), row in cells.items()
-    ]
-    headings = [f"{rows_text}, {length} tokens" for rows_text, length in columns]
-    return _table(("number format", "temperature", *headings), 2, rows)
-
-
-def _rows_text(run: Mapping[str, Any]) -> str:
-    if run["num_return_sequences"] > 1:
-        return f"{run['num_return_sequences']} samples of a prompt"
-    return "1 prompt" if run["batch_size"] == 1 else f"{run['batch_size']} prompts"
-
-
-@_figure
-def same_texts(file: str) -> str:
-    """Return in how many settings of a grid all texts were those of plain, and of how many."""
-    runs = _read(file)["runs"]
-    return f"{sum(run['same_text'] == 1 for run in runs)} of {len(runs)}"
-
-
-@_figure
-def turns(file: str, dtype: str, turn: str) -> str:
-    """Return how many times sooner the first token of a turn comes."""
-    return f"{_turns(file, dtype)[int(turn) - 1]['ratio']:.1f}x"
-
-
-@_figure
-def turns_table(file: str) -> str:
-    """Return the time to the first token of every turn of growing chats."""
-    dtypes = [run["dtype"] for run in _read(file)["runs"]]
-    rows = []
-    for of_formats in zip(*(_turns(file, dtype) for dtype in dtypes), strict=True):
-        first = of_formats[0]
-        cells = [str(first["turn"]), f"{first['num_prompt_tokens']:,}"]
-        for turn in of_formats:
-            times = (turn["plain_first_sec"], turn["first_sec"])
-            cells += [*(f"{sec:.2f}" for sec in times), f"{turn['ratio']:.1f}x"]
-        rows.append(cells)
-    headings = [f"{what}, {dtype}" for dtype in dtypes for what in ("`generate`", "lade", "ratio")]
-    return _table(("turn", "tokens of the prompt", *headings), 0, rows)
-
-
-def _turns(file: str, dtype: str) -> list[dict[str, Any]]:
-    (run,) = [run for run in _read(file)["runs"] if run["dtype"] == dtype]
-    found: list[dict[str, Any]] = run["turns"]
-    return found
 
 
 _SERVERS = {
@@ -691,22 +618,14 @@ def source(*files: str) -> str:
             prompts = settings["prompts"]
             num = sum(each["num"] for each in (prompts if isinstance(prompts, list) else [prompts]))
             parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
-        else:
-            parts.append(f"{times} chat{'s' * (times > 1)} of {settings['turns']} turns")
-    made = content.get("environment")
-    if made is None:  # the fuzzer's files, and those of `make stress`
-        made = content if "versions" in content else next(iter(content.values()))
-        made = {**made["versions"], "date": made["date"], "commit": made.get("commit")}
+    made = _made(content)
+    if "versions" in made:
+        made = {**made["versions"], "date": made["date"], "code": made.get("code")}
     else:
         parts.append(_hardware(files[0]))
     known = ("python", "torch", "transformers", *(["vllm"] if "vllm" in made else []))
     parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
-    commit = made.get("commit")
-    at = (
-        f"commit {commit[:12]}{'-dirty' * commit.endswith('-dirty')}"
-        if commit
-        else "commit not recorded"
-    )
+    at = f"code {made['code']}" if made.get("code") else "code not recorded"
     return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}, {at}.*"
 
 
@@ -715,8 +634,9 @@ def source(*files: str) -> str:
 
 def draw(folder: Path) -> list[Path]:
     """Draw the plots of the site; return their files."""
-    from lade.bench.plots import check_folder, plot_curves, plot_speedups
-    from lade.bench.replay_report import Point
+    from benchmarks.points import Point
+    from benchmarks.points import plot as plot_curves
+    from lade.bench.plots import check_folder, plot_speedups
 
     check_folder(folder)
     points = [Point(**run) for run in _read(_ARENA)["runs"] if run["group"] == OVERALL]
@@ -749,9 +669,9 @@ def _runs(file: str) -> dict[tuple[str, int], Mapping[str, Any]]:
     }
 
 
-def _settings(content: Mapping[str, Any]) -> Settings:
-    return Settings(
-        **{name: content[name] for name in Settings.__dataclass_fields__ if name in content}
+def _settings(content: Mapping[str, Any]) -> BenchSettings:
+    return BenchSettings(
+        **{name: content[name] for name in BenchSettings.__dataclass_fields__ if name in content}
     )
 
 

@@ -9,21 +9,14 @@ from lade.drafters import CallPool, Merged, check
 from lade.models import encode, load
 
 
-class Phrases:  # known ones, as soon as the text ends with their first two tokens
+class Phrases(lade.Drafter):  # known ones, as soon as the text ends with their first two tokens
     def __init__(self, phrases: Sequence[Sequence[int]]) -> None:
         self.endings = {tuple(each[:2]): each[2:] for each in phrases}
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        return 0  # the handle of a sequence: nothing is kept of any
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> lade.Draft:
         rest = np.array(self.endings.get(tuple(committed[-2:]), [])[:max_draft_tokens], np.int32)
         places = np.arange(len(rest), dtype=np.int32)  # a chain: each node under the one before
         return lade.Draft(rest, places - 1, places + 1, np.cumprod(np.full(len(rest), 0.9)))
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None: ...
-
-    def close(self, sequence: int) -> None: ...
 
 
 def main() -> None:

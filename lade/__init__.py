@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from lade.errors import UnsupportedModelError as UnsupportedModelError
     from lade.errors import UnsupportedOptionError as UnsupportedOptionError
     from lade.errors import VerificationWarning as VerificationWarning
-    from lade.hf.doors import decode as decode
-    from lade.hf.doors import generate as generate
-    from lade.hf.doors import unwrap as unwrap
-    from lade.hf.doors import wrap as wrap
+    from lade.hf.api import decode as decode
+    from lade.hf.api import generate as generate
+    from lade.hf.api import unwrap as unwrap
+    from lade.hf.api import wrap as wrap
     from lade.hf.generation import GenerateOutput as GenerateOutput
     from lade.pools import load_pool as load_pool
     from lade.pools import save_pool as save_pool
@@ -68,16 +68,16 @@ _HOMES = {
     "UnsupportedModelError": "lade.errors",
     "UnsupportedOptionError": "lade.errors",
     "VerificationWarning": "lade.errors",
-    "decode": "lade.hf.doors",
-    "generate": "lade.hf.doors",
+    "decode": "lade.hf.api",
+    "generate": "lade.hf.api",
     "load_pool": "lade.pools",
     "prewarm": "lade.prewarming.run",
     "probe": "lade.probing.report",
     "recheck": "lade.probing.report",
     "release": "lade.probing.profile",
     "save_pool": "lade.pools",
-    "unwrap": "lade.hf.doors",
-    "wrap": "lade.hf.doors",
+    "unwrap": "lade.hf.api",
+    "wrap": "lade.hf.api",
 }
 
 __all__ = [

@@ -73,6 +73,20 @@ def experts_of(model: Model) -> set[str]:
     return {*model.get_experts_implementation().values()}
 
 
+def takes_ids_by_name(model: Model) -> bool:
+    """Return whether `generate` takes a prompt as `input_ids=`, and not by place alone.
+
+    transformers refuses a name that is in no signature of the model: one may take `*args`.
+    """
+    check = getattr(model, "_validate_model_kwargs", None)  # of the base model, if PEFT wraps it
+    try:
+        if check is not None:
+            check({"input_ids": True})
+    except ValueError:
+        return False
+    return True
+
+
 def has_adapters(model: Model) -> bool:
     """Return whether a model has PEFT adapters, its own or a wrapper's."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")

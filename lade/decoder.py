@@ -16,12 +16,12 @@ from lade.drafting.speculator import Cost, Done, Plan, Speculator
 from lade.drafting.successors import PromptHarvester
 from lade.errors import in_one_line
 from lade.outputs import Outputs
-from lade.probing.watch import Watching
+from lade.probing.spot_checks import FlawError, SpotChecks
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Forward, Target, fill_cache
 from lade.targets.ties import TieError
-from lade.tree import at_nodes, of_trees
+from lade.tree import of_trees
 from lade.verify import accepted_paths, step_of
 
 
@@ -29,13 +29,12 @@ class VerificationError(Exception):
     """Drafts cannot be verified any more; the text so far is valid.
 
     Attributes:
-        is_doubt: whether forwards no longer behaved as in the check of the model. If False, a
-            forward failed.
+        flaw: how forwards no longer behaved as in the check of the model; None if a forward failed.
     """
 
-    def __init__(self, reason: str, is_doubt: bool = False) -> None:
+    def __init__(self, reason: str, flaw: FlawError | None = None) -> None:
         super().__init__(reason)
-        self.is_doubt = is_doubt
+        self.flaw = flaw
 
 
 class Decoder:
@@ -48,8 +47,8 @@ class Decoder:
         choice: chooses the target's own tokens.
         on_step: called after each commit, the prefill included, with the steps of the rows.
         outputs: collects what the caller wants besides the text.
+        checks: hold some steps against plain decoding.
         prompt_harvester: harvests successors from the prefill, for the drafter.
-        watching: compares a token with plain decoding now and then; None for never.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
     """
@@ -62,21 +61,23 @@ class Decoder:
         choice: Choice,
         on_step: Callable[[Sequence[Step]], None],
         outputs: Outputs,
+        checks: SpotChecks,
         prompt_harvester: PromptHarvester | None = None,
-        watching: Watching | None = None,
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
         #: Why the text is incomplete, if it is.
         self.failure: VerificationError | None = None
+        #: Whether some rows lost tokens then, for others lacked these.
+        self.was_cut = False
         self._batch = batch
         self._target = target
         self._speculator = speculator
         self._choice = choice
         self._on_step = on_step
         self._outputs = outputs
+        self._checks = checks
         self._prompt_harvester = prompt_harvester
-        self._watching = watching
         self._overlaps = overlaps
         self._last: Done | None = None  # the last step, until it is learned from
 
@@ -98,12 +99,15 @@ class Decoder:
         except VerificationError as failure:
             self.failure = failure
             if batch.limits.fills_cache or batch.emitting:
+                longest = batch.text.longest
                 batch.text.cut(batch.limits.keeps_finished)
+                self.was_cut = batch.text.longest < longest
         finally:
             with ExitStack() as stack:  # closes the others even if one raises
                 stack.callback(self._speculator.close_all)
                 stack.callback(self._target.close)
                 stack.callback(self._choice.close)
+        self.stats.num_steps += self._checks.num_forwards
         return self.stats
 
     def _prefill(self) -> None:
@@ -112,7 +116,8 @@ class Decoder:
         harvester = self._prompt_harvester
         with self.stats.timed("prefill"):
             with self._verifying(), harvester.watching() if harvester else nullcontext() as view:
-                output = self._target.prefill(view)
+                output = self._target.prefill(view, is_plain=self._checks.wants_plain_prompts)
+            self._checks.note_state()
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)
         self._speculator.open_all()  # while the device is busy
@@ -133,6 +138,7 @@ class Decoder:
         with self.stats.timed("draft"):
             plan = self._speculator.plan(emitting)
             with self._verifying():
+                plan = self._checks.begin_step(plan, self._target)
                 inputs = self._target.inputs(plan.nodes())
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
@@ -153,12 +159,13 @@ class Decoder:
             num_beside = self._speculator.advance_windows(plan, output.logits)
         steps, paths = self._emit(plan)
         with self.stats.timed("commit"):
-            self._commit(output, plan, paths)
+            self._commit(output, paths)
             self.stats.num_steps += 1
             self.stats.num_lookahead_tokens += num_beside
             for step in steps:
                 self.stats.count_row_step(step)
-            sec = forward.sec if self._target.is_timing_valid else None
+            is_usual = self._target.is_timing_valid and not self._checks.is_checking
+            sec = forward.sec if is_usual else None
             cost = Cost(len(plan.trees), num_run, sec)
             self._end_step(Done(plan, steps, successors, cost))
         self._on_step(steps)
@@ -167,13 +174,14 @@ class Decoder:
         """Run a plan; if sparse attention ties, run only the roots, now and from now on."""
         try:
             with self._verifying():
-                return plan, self._target.forward(inputs)
+                return self._checks.launch(plan, inputs, self._target)
         except VerificationError as failure:
             if not isinstance(failure.__cause__, TieError):
                 raise
         plan = plan.without_drafts()
         with self._verifying():
             self._target.discard()
+            self._target.refuse_drafts()
             return plan, self._target.forward(self._target.inputs(plan.nodes()))
 
     def _emit(self, plan: Plan) -> tuple[list[Step], dict[int, list[int]]]:
@@ -183,6 +191,7 @@ class Decoder:
         working = [row for row in plan.trees if not text.is_finished[row]]
         with self.stats.timed("verify"):
             paths = accepted_paths(plan.trees, self._choice, self._batch)
+        self._checks.end_step(paths, text.token_ids)
         steps = []
         with self.stats.timed("commit"):
             for row, start in starts.items():
@@ -193,21 +202,12 @@ class Decoder:
                     steps.append(step_of(row, plan.trees[row], paths[row], emitted))
         return steps, paths
 
-    def _commit(self, output: Forward, plan: Plan, paths: Mapping[int, list[int]]) -> None:
+    def _commit(self, output: Forward, paths: Mapping[int, list[int]]) -> None:
         """Keep the accepted paths in the cache and in the caller's outputs."""
         of_rows = [paths[row] for row in self._batch.rows]
-        watching, alone = self._watching, None
         with self._verifying():
             self._outputs.add_step(output, self._batch.rows, self._target.num_cached, of_rows)
-            if watching is not None and output.logits.shape[1] > 1 and watching.watch.is_due():
-                alone = self._target.commit_and_look(of_rows)
-            else:
-                self._target.commit(of_rows)
-        if alone is not None and watching is not None:
-            logits = at_nodes(output.logits, plan.trees.values(), alone.nodes)
-            flaw = watching.flaw(alone, logits)
-            if flaw is not None:
-                raise VerificationError(flaw, is_doubt=True)
+            self._target.commit(of_rows)
 
     def _end_step(self, done: Done) -> None:
         """Drop finished rows, and learn from the step now or during the next forward."""
@@ -235,5 +235,7 @@ class Decoder:
         """Convert errors of the target to `VerificationError`, which does not fail the call."""
         try:
             yield
+        except FlawError as flaw:
+            raise VerificationError(str(flaw), flaw) from flaw
         except Exception as failure:
             raise VerificationError(in_one_line(failure)) from failure

@@ -56,5 +56,8 @@ class MissingExtraError(LadeError, ImportError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error as its type and the first line of its message, shortened."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    """Return an error as its type and the first line of its message, shortened; never raise."""
+    try:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    except Exception as failure:  # of a user's class, whose message cannot be had
+        return f"{type(error).__name__}, and {type(failure).__name__} for its message"

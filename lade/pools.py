@@ -22,8 +22,8 @@ def load_pool(
 ) -> NGramPool:
     """Load a pool that `save_pool`, `NGramPool.save` or `lade pool build` wrote.
 
-    The file is mapped into memory, never changed: what the pool learns is in memory alone until it
-    is saved. It may be replaced while pools that came of it are in use.
+    The file is read into memory, never changed: what the pool learns is in memory alone until it
+    is saved. Whatever is done to the file meanwhile, pools that came of it go on.
 
         pool = lade.load_pool("mine.pool", tokenizer=tokenizer, model=model)
 

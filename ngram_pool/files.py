@@ -1,8 +1,8 @@
-"""The file of a pool: safetensors, with arrays that a pool uses as they lie on disk.
+"""The file of a pool: safetensors, with the arrays that a pool works on.
 
 `docs/internals/files.md` describes the format. What a file says of its arrays is held against what
-a pool of its size must have before anything is allocated or mapped; then every block is held
-against its checksum, and every position against the others, before any of it is used.
+a pool of its size must have before anything is allocated; then every block is held against its
+checksum, and every position against the others, before any of it is used.
 
 Next file: `writing.py`.
 """
@@ -11,9 +11,8 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
@@ -34,7 +33,7 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.table import DEFAULT_NUM_SUCCESSORS
-from ngram_pool.writing import sweep, write_whole
+from ngram_pool.writing import write_whole
 
 _FORMAT = "ngram_pool"
 _VERSION = 1
@@ -42,9 +41,6 @@ _MAX_FINGERPRINT_LENGTH = 1000
 _BLOCK = 2**22  # bytes of an array that share a checksum
 _MAX_HEADER = 2**20  # bytes; enough for the checksums of half a terabyte
 _ALIGNMENT = 64
-# Arrays from this size on are mapped, smaller ones are read: a map holds a file descriptor, of
-# which a thousand small pools should not need a thousand.
-_MAPPED_FROM = 2**24
 # Far above what learning reaches, and so low that sums of products of them are finite.
 _MAX_WEIGHT = 1e6
 _MAX_UNIGRAM_COUNT = 1e15
@@ -112,12 +108,11 @@ def write_pool(path: Path, stored: StoredPool) -> None:
     for name, array in arrays.items():
         described[_CHECKSUM + name] = "".join(_checksums(array))
     begin = _begin_of_file(described, {name: array.shape for name, array in arrays.items()})
-    sweep(path.parent, escape(path.stem[:64]))
     write_whole(path, begin, *(array.data for array in arrays.values()))
 
 
 def read_pool(path: Path) -> StoredPool:
-    """Read a pool's file. Large arrays are mapped, copied on write: the file stays as it is.
+    """Read a pool's file into memory of this process, whatever becomes of the file later.
 
     Raises:
         OSError: the file cannot be read.
@@ -156,12 +151,10 @@ def _read(file: BinaryIO) -> StoredPool:
     expected_size = len(begin) + sum(_nbytes(name, shape) for name, shape in shapes.items())
     if size != expected_size:
         raise PoolFileError(f"expected {expected_size} bytes, got {size}")
-    arrays = {}
-    offset = len(begin)
-    for name, shape in shapes.items():
-        arrays[name] = _array(file, offset, name, shape)
-        _verify(name, arrays[name], described[_CHECKSUM + name], offset)
-        offset += arrays[name].nbytes
+    arrays = {
+        name: _read_array(file, name, shape, described[_CHECKSUM + name])
+        for name, shape in shapes.items()
+    }
     tokenizer, model = described["tokenizer"], described["model"]
     stored = StoredPool(**numbers, tokenizer=tokenizer, model=model, arrays=arrays)
     _check_content(stored)
@@ -331,14 +324,16 @@ def _nbytes(name: str, shape: tuple[int, ...]) -> int:
     return prod(shape) * np.dtype(_NUMPY_DTYPES[_DTYPES[name]]).itemsize
 
 
-def _array(file: BinaryIO, offset: int, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    dtype = _NUMPY_DTYPES[_DTYPES[name]]
-    if _nbytes(name, shape) >= _MAPPED_FROM:
-        return np.memmap(file, dtype, "c", offset, shape).view(np.ndarray)
-    array: NDArray[Any] = np.empty(shape, dtype)
-    file.seek(offset)
-    if file.readinto(array.reshape(-1).view(np.uint8)) < array.nbytes:  # type: ignore[attr-defined]
-        raise PoolFileError(f"part {name!r}: the file ends within it")
+def _read_array(file: BinaryIO, name: str, shape: tuple[int, ...], checksums: str) -> NDArray[Any]:
+    """Return the array that a file goes on with, or raise unless it matches its checksums."""
+    offset = file.tell()
+    array: NDArray[Any] = np.empty(shape, _NUMPY_DTYPES[_DTYPES[name]])
+    for i, found in enumerate(_checksums(array, file)):
+        if found != checksums[8 * i : 8 * i + 8]:
+            begin, end = offset + i * _BLOCK, offset + min((i + 1) * _BLOCK, array.nbytes)
+            raise PoolFileError(
+                f"part {name!r}, bytes {begin} to {end}: it does not match its checksum"
+            )
     return array
 
 
@@ -346,24 +341,25 @@ def _checksum(data: bytes | memoryview) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _checksums(array: NDArray[Any]) -> list[str]:
-    """Return the checksums of an array's blocks."""
-    data = array.data.cast("B")
-    blocks = [data[begin : begin + _BLOCK] for begin in range(0, len(data), _BLOCK)]
-    if len(blocks) == 1:
-        return [_checksum(data)]
+def _checksums(array: NDArray[Any], file: BinaryIO | None = None) -> list[str]:
+    """Return the checksums of an array's blocks, which are read first if a file is given."""
+    blocks = _blocks(array, file)
+    if array.nbytes <= _BLOCK:
+        return [*map(_checksum, blocks)]
     # Two threads load a pool in 5 to 40 % less time than one; memory feeds no more than a few.
+    # While they take the sum of one block, this thread reads the next ones.
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as executor:
         return list(executor.map(_checksum, blocks))
 
 
-def _verify(name: str, array: NDArray[Any], checksums: str, offset: int) -> None:
-    for i, found in enumerate(_checksums(array)):
-        if found != checksums[8 * i : 8 * i + 8]:
-            begin, end = offset + i * _BLOCK, offset + min((i + 1) * _BLOCK, array.nbytes)
-            raise PoolFileError(
-                f"part {name!r}, bytes {begin} to {end}: it does not match its checksum"
-            )
+def _blocks(array: NDArray[Any], file: BinaryIO | None) -> Iterator[memoryview]:
+    data = array.data.cast("B")
+    for begin in range(0, len(data), _BLOCK):
+        block = data[begin : begin + _BLOCK]
+        # Shorter where the file was cut while it is read.
+        if file is not None and file.readinto(block) < len(block):  # type: ignore[attr-defined]
+            raise PoolFileError(f"arrays: the file ends at byte {file.tell()}, within them")
+        yield block
 
 
 # --- content ----------------------------------------------------------------------------------

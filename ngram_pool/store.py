@@ -34,7 +34,7 @@ from ngram_pool.errors import NewerPoolFileError, PoolFileError
 from ngram_pool.files import stamp_of
 from ngram_pool.locks import alone
 from ngram_pool.pool import DEFAULT_CAPACITY_TOKENS, DEFAULT_MAX_NGRAM_SIZE, NGramPool
-from ngram_pool.writing import write_whole
+from ngram_pool.writing import sweep, write_whole
 
 _T = TypeVar("_T")
 
@@ -139,6 +139,8 @@ class PoolStore:
     next saves, or once it is no longer in use, and of what it had not saved, as that may hold the
     same.
 
+    Unfinished files that killed processes left in the folder are removed when a store is made.
+
     Methods may be called from several threads. Where one is interrupted, the store goes on; what
     was being saved may then be in a pool twice. A forked child begins with nothing open, and saves
     nothing of what its parent has open.
@@ -190,6 +192,8 @@ class PoolStore:
         self.capacity_tokens = positive("capacity_tokens", capacity_tokens)
         self.max_ngram_size = positive("max_ngram_size", max_ngram_size)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.folder, self.folder / ".locks"):
+            sweep(folder)
         self._is_closed = False
         self._begin()
         _stores.add(self)
@@ -586,8 +590,6 @@ class PoolStore:
         return pool
 
     def _write(self, entry: _Entry, pool: NGramPool) -> None:
-        for made in self._unfinished(entry):  # of processes that were killed: the file is ours
-            made.unlink(missing_ok=True)
         if entry.path.stem.startswith(_HASHED):
             write_whole(_name_path(entry.path), entry.name.encode("utf-8", "surrogatepass"))
         before, worth = _size_of(entry.path), max(entry.worth, _time_of(entry.path))
@@ -601,13 +603,11 @@ class PoolStore:
         if path.stat().st_mtime < worth:
             os.utime(path, (worth, worth))
 
-    def _unfinished(self, entry: _Entry) -> Iterator[Path]:
-        yield from self.folder.glob(f"{entry.path.stem}.making-*")
-
     def _beside(self, entry: _Entry) -> list[Path]:
         """Return the files, if they are there, that may hold text of a name beside its own."""
-        damaged = entry.path.with_suffix(".damaged")
-        return [damaged, _name_path(entry.path), *self._unfinished(entry)]
+        # Nobody writes the unfinished ones: that is done under the lock of the name.
+        unfinished = self.folder.glob(f"{entry.path.stem}.making-*")
+        return [entry.path.with_suffix(".damaged"), _name_path(entry.path), *unfinished]
 
     # --- other processes --------------------------------------------------------------------
 

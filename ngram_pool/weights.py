@@ -1,10 +1,10 @@
 """Initial weights of a pool's sources, before answers have taught it better ones.
 
-Fitted by `lade bench fit` (the pool's own learning, `_kernels.learn`, in seven passes at decreasing
-rates, with and without a table of the target's successors) to 108 greedy answers of
+Fitted by `python -m benchmarks fit` (the pool's own learning, `_kernels.learn`, in seven passes at
+decreasing rates, with and without a table of the target's successors) to 108 greedy answers of
 SmolLM2-135M-Instruct in bfloat16, those without loops, to one half of Spec-Bench's prompts; every
-published figure is of the other half. The run is in docs/results/weights.json.
-Layers begin with the weights of earlier text.
+published figure is of the other half. The run is in docs/results/weights.json. Layers begin with
+the weights of earlier text.
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """What README and the site say is what there is: figures, links, code, and how long they are."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lade.bench import environment
 from tests.lade.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +70,14 @@ def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
             assert not _SPEED_UP.findall(text), path.name
 
 
+def test_results_say_what_code_they_are_of_and_are_small(figures: ModuleType) -> None:
+    files = [*(DOCS / "results").rglob("*.json")]
+    for path in files:
+        assert "code" in figures._made(json.loads(path.read_text())), path.name
+    assert sum(path.stat().st_size for path in files) <= 200_000  # `python -m benchmarks publish`
+    print("of other code:", *figures.of_older_code(), sep="\n")
+
+
 # --- pages ----------------------------------------------------------------------------------
 
 
@@ -126,7 +134,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_command_is_on_its_page() -> None:
     text = load(DOCS / "commands.py").markdown()
-    for name in ("generate", "demo", "prewarm", "support", "bench run", "bench replay"):
+    for name in ("generate", "demo", "prewarm", "pool build", "bench"):
         assert f"\n## lade {name}\n" in text
     assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
 
@@ -169,39 +177,3 @@ def test_links_of_the_readme_work_without_the_repository(monkeypatch: pytest.Mon
         "[a](https://home.org/lade/blob/main/docs/a.md), [b](https://b.org/) and [c](#c)"
     )
     assert with_links(text, None) == "a, [b](https://b.org/) and [c](#c)"
-
-
-# --- the commit of results ------------------------------------------------------------------
-
-
-def git(folder: Path, *arguments: str) -> str | None:
-    names = ("user.name=a", "user.email=a@b.org", "commit.gpgsign=false")
-    return environment._git(folder, *(part for name in names for part in ("-c", name)), *arguments)
-
-
-def test_results_carry_the_commit_of_their_checkout(tmp_path: Path) -> None:
-    package = tmp_path / "lade"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    if git(tmp_path, "init") is None:
-        pytest.skip("git is not installed")
-    assert environment.commit(package) == "unknown"  # the files are not tracked here
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "first")
-    head = git(tmp_path, "rev-parse", "HEAD")
-    assert head is not None
-    assert environment.commit(package) == head
-    (tmp_path / "result.json").write_text("{}")
-    assert environment.commit(package) == head  # results may change, sources may not
-    (package / "new.py").write_text("")
-    assert environment.commit(package) == f"{head}-dirty"
-
-
-def test_the_commit_is_unknown_outside_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lade").mkdir()
-    assert environment.commit(tmp_path / "lade") == "unknown"
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git there
-    assert environment.commit() == "unknown"
-    assert environment.environment()["commit"] == "unknown"

@@ -4,25 +4,23 @@ Nothing here imports numba or the pool, so that a process measuring the memory o
 only what a user of transformers would have. Next file: `methods.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.device import wait_for
 from lade.bench.forwards import counting_forwards
-from lade.bench.settings import Settings
-from lade.bench.utilisation import Utilisation
+from lade.bench.settings import BenchSettings
 from lade.config import Config, Verification
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
 if TYPE_CHECKING:
-    from lade.drafting.drafter import Drafter
-    from ngram_pool import SuccessorTable
+    from ngram_pool import NGramPool
 
 _WARM_UP_PROMPT = "Count from one to ten."
 _WARM_UP_TOKENS = 16
@@ -38,7 +36,8 @@ class Answer(NamedTuple):
     num_row_steps: int  # rows still decoding, summed over those steps
     num_draft_tokens: int  # verified in those steps, over all rows
     stats: DecodeStats | None = None
-    utilisation: Utilisation | None = None  # of the whole call
+    cpu_sec: float | None = None  # of all threads of the process
+    device_share: float | None = None  # of the time that the device was busy; None if unknown
 
     @property
     def num_tokens(self) -> int:
@@ -46,41 +45,33 @@ class Answer(NamedTuple):
         return sum(len(row) for row in self.rows)
 
 
-class Method(Protocol):
-    """A decoding method; one object serves one pass over the prompts."""
-
-    def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
-        """Answer the rows of `inputs`; `options` are those of `generate`."""
+#: Answers the rows of `inputs` with a model, given the options of `generate`. One object serves one
+#: pass over the prompts.
+Method = Callable[[Any, dict[str, Any], dict[str, Any]], Answer]
 
 
-class DraftModels(NamedTuple):
-    """What drafts in a run besides pools: an assistant, first layers of the model itself."""
+class Given(NamedTuple):
+    """What the methods of a run are made with."""
 
-    assistant: Any = None
+    config: Config = Config()
+    pools: "Sequence[NGramPool]" = ()  # that methods which take pools read
+    own: "NGramPool | None" = None  # that the method which keeps a pool learns into; else a new one
+    assistant: Any = None  # a model
     tokenizer: Any = None  # of the assistant, where it has another vocabulary
-    target_tokenizer: Any = None  # then, too
-    num_layers: int | None = None  # first layers that draft; None for a measured number
+    target_tokenizer: Any = None  # beside that
+    num_layers: int | None = None  # first layers that draft
 
 
 class MethodInfo(NamedTuple):
     """What a method is, and how to make it for one pass."""
 
-    make: Callable[[Config | None], Method]
+    make: Callable[[Given], Method]
     description: str
-    is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
-    verification: Verification | None = None  # if the method fixes one
-    #: Makes a new drafter, given the prewarmed table if there is one; None if the method has no
-    #: drafter that works without a model.
-    drafter: "Callable[[SuccessorTable | None], Drafter] | None" = None
-    is_fresh: bool = False  # each prompt gets a new drafter
     is_default: bool = True  # else run only when named
-    keeps_pool: bool = False  # one pool for all prompts, which may be `Pools.own`
-    reads_pools: bool = False  # drafts from `Pools.read` besides; run only with such pools
-    #: Makes the method of a draft model; `make` is for those that need none.
-    make_assisted: "Callable[[Config | None, DraftModels], Method] | None" = None
-    needs_assistant: bool = False  # run only with `DraftModels.assistant`
-    uses_num_layers: bool = False  # of `DraftModels`
-    needs_num_layers: bool = False  # run only with those
+    is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
+    takes: str | None = None  # "pools", "assistant" or "num_layers" of `Given`
+    keeps_pool: bool = False  # one pool for all prompts, which may be `Given.own`
+    verification: Verification | None = None  # if the method fixes one
 
 
 def plain(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
@@ -115,58 +106,26 @@ class TransformersAssisted:
         return Answer(rows, sec, stats.num_steps, stats.num_steps, stats.num_draft_tokens, stats)
 
 
-def prompt_lookup(config: Config | None = None) -> Method:
-    """Return transformers' prompt lookup, with ten tokens unless `config` says how many."""
-    asked = None if config is None else config.max_draft_tokens
+def prompt_lookup(given: Given) -> Method:
+    """Return transformers' prompt lookup, with ten tokens unless the config says how many."""
+    asked = given.config.max_draft_tokens
     if asked == 0:  # transformers refuses it; no draft is plain decoding
         return plain
     return TransformersAssisted({"prompt_lookup_num_tokens": asked or _LOOKUP_TOKENS})
 
 
-def _needs_a_model(config: Config | None) -> Method:
-    raise ValueError("expected a model that drafts, got none")
-
-
-def _hf_assistant(config: Config | None, models: DraftModels) -> Method:
-    options = {"assistant_model": models.assistant}
-    if models.tokenizer is not None:
-        options |= {"tokenizer": models.target_tokenizer, "assistant_tokenizer": models.tokenizer}
-    return TransformersAssisted(options)
-
-
-def _hf_early_exit(config: Config | None, models: DraftModels) -> Method:
-    return TransformersAssisted({"assistant_early_exit": models.num_layers})
-
-
 #: By name.
 BASELINES: dict[str, MethodInfo] = {
-    "plain": MethodInfo(lambda config: plain, "generate, one token a step"),
+    "plain": MethodInfo(lambda given: plain, "generate, one token a step"),
     "prompt_lookup": MethodInfo(
         prompt_lookup,
         "transformers' prompt_lookup_num_tokens=10, or as many as max_draft_tokens says",
         is_single_row=True,
     ),
-    "hf_assistant": MethodInfo(
-        _needs_a_model,
-        "transformers' assistant_model, as its generation config says",
-        is_single_row=True,
-        is_default=False,
-        make_assisted=_hf_assistant,
-        needs_assistant=True,
-    ),
-    "hf_early_exit": MethodInfo(
-        _needs_a_model,
-        "transformers' assistant_early_exit",
-        is_single_row=True,
-        is_default=False,
-        make_assisted=_hf_early_exit,
-        uses_num_layers=True,
-        needs_num_layers=True,
-    ),
 }
 
 
-def warm_up(loaded: LoadedModel, method: Method, settings: Settings) -> None:
+def warm_up(loaded: LoadedModel, method: Method, settings: BenchSettings) -> None:
     """Run a method once on a short answer, with the batch size of the settings."""
     pad_token_id = find_pad_token_id(loaded)
     inputs = encode_batch(loaded, [_WARM_UP_PROMPT] * settings.batch_size, pad_token_id)

@@ -1,8 +1,6 @@
-"""What benchmarks ask of a device: to finish, and how much of its memory torch has taken."""
+"""What benchmarks ask of a device: to finish, and how busy it has been."""
 
 import torch
-
-from lade.captures import free_unused
 
 
 def wait_for(device: torch.device) -> None:
@@ -11,16 +9,9 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def forget_peak(device: torch.device) -> None:
-    """Give back unused memory, so that `peak_bytes` tells of what comes."""
-    if device.type == "cuda":
-        free_unused(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the most bytes that torch has held since, weights and recordings included.
-
-    On a CPU that is not counted: None.
-    """
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+def busy_share(device: torch.device) -> float | None:
+    """Return the share of about the last second that a device was busy; None if nothing tells."""
+    try:
+        return torch.cuda.utilization(device) / 100 if device.type == "cuda" else None
+    except Exception:  # no package nvidia-ml-py, or one that does not know this device
+        return None

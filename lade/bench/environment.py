@@ -1,8 +1,8 @@
-"""The commit, hardware, versions and date of a measurement."""
+"""The code, hardware, versions and date of a measurement."""
 
+import hashlib
 import os
 import platform
-import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -10,18 +10,18 @@ from typing import Any
 
 from lade._version import __version__
 
-_PACKAGE = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _SOURCES = ("lade", "ngram_pool")  # what results depend on; result files change as they are made
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, hardware, versions and date, ready for JSON, without host name or paths."""
+    """Return code, hardware, versions and date, ready for JSON, without host name or paths."""
     import torch
 
     packages = ("torch", "transformers", "numba", "numpy")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": commit(),
+        "code": code(),
         "cpu": _cpu_name(),
         "num_cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -32,36 +32,20 @@ def environment() -> dict[str, Any]:
     }
 
 
-def commit(package: Path = _PACKAGE) -> str:
-    """Return the commit of the checked-out code.
+def code(root: Path = _ROOT) -> str:
+    """Return a digest of the Python source of `lade` and `ngram_pool`, 12 hexadecimal digits.
+
+    It is that of a measurement in a checkout, whatever is committed there, and in a wheel.
 
     Args:
-        package: the folder of the package `lade`.
-
-    Returns:
-        The commit's hash, followed by `-dirty` if a source file has changed since; "unknown"
-        outside a git checkout of this project, as in an installed wheel.
+        root: the folder of the packages.
     """
-    root = package.parent
-    # A virtual environment may lie in another project's checkout, which does not track our files.
-    if _git(root, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
-        return "unknown"
-    found = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "status", "--porcelain", "--", *_SOURCES)
-    if not found or changes is None:
-        return "unknown"
-    return f"{found}-dirty" if changes else found
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git prints, or None if it fails or is not installed."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    digest = hashlib.sha256()
+    for package in _SOURCES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+            digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _cpu_name() -> str:

@@ -3,25 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from lade.bench.device import wait_for
 from lade.stats import DecodeStats, Step
-
-
-class Forward(NamedTuple):
-    """One forward of the target."""
-
-    num_tokens: int
-    num_cached: int | None  # tokens in its cache before; None for models without one
-    sec: float
 
 
 class Forwards:
     """The target's forwards of a call with one row, in order."""
 
     def __init__(self) -> None:
-        self.all: list[Forward] = []
+        self.num_tokens: list[int] = []
+        self.num_cached: list[int | None] = []  # tokens in its cache before; None without a cache
+        self.sec: list[float] = []
 
     def stats(self, num_prompt_tokens: int, num_tokens: int, sec: float) -> DecodeStats:
         """Return counts and times of a call, as lade counts its own.
@@ -35,20 +29,17 @@ class Forwards:
             sec: time of the call; what is not the target's forwards is drafting.
         """
         stats = DecodeStats(num_prefills=1)
-        prefill, *steps = self.all
-        stats.prefill_sec = prefill.sec
-        stats.forward_sec = sum(step.sec for step in steps)
-        stats.draft_sec = max(0.0, sec - stats.prefill_sec - stats.forward_sec)
+        stats.prefill_sec, stats.forward_sec = self.sec[0], sum(self.sec[1:])
+        stats.draft_sec = max(0.0, sec - sum(self.sec))
         # Without caches, each forward runs the whole text and its draft.
-        num_held = [num_prompt_tokens if n is None else n for _, n, _ in steps]
-        ends = [*num_held[1:], num_prompt_tokens + num_tokens - 1]
-        for step, held, end in zip(steps, num_held, ends, strict=True):
-            num_drafted = step.num_tokens - 1
-            num_new = min(max(end - held, 1), num_drafted + 1)
+        starts = [num_prompt_tokens if n is None else n for n in self.num_cached[1:]]
+        ends = [*starts[1:], num_prompt_tokens + num_tokens - 1]
+        for num_run, start, end in zip(self.num_tokens[1:], starts, ends, strict=True):
+            num_drafted = num_run - 1
+            num_new = min(max(end - start, 1), num_drafted + 1)
             stats.num_steps += 1
-            stats.count_row_step(
-                Step([0] * num_new, num_drafted, num_new - 1, 0, num_new <= num_drafted)
-            )
+            is_corrected = num_new <= num_drafted
+            stats.count_row_step(Step([0] * num_new, num_drafted, num_new - 1, 0, is_corrected))
         return stats
 
 
@@ -61,7 +52,7 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
         exit_layer: layers after which drafting forwards of the same model end: those are not
             counted. transformers says so in the model's config while it drafts.
     """
-    found, started = Forwards(), [0.0]
+    found = Forwards()
     base = getattr(model, model.base_model_prefix, model)
     num_layers = base.config.num_hidden_layers
 
@@ -72,14 +63,14 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
         if not is_drafting():
             wait_for(model.device)
             cache = kwargs.get("past_key_values")
-            num_cached = None if cache is None else int(cache.get_seq_length())
-            started[0] = perf_counter()
-            found.all.append(Forward(kwargs["input_ids"].shape[1], num_cached, 0.0))
+            found.num_cached.append(None if cache is None else int(cache.get_seq_length()))
+            found.num_tokens.append(kwargs["input_ids"].shape[1])
+            found.sec.append(-perf_counter())
 
     def end(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not is_drafting():
             wait_for(model.device)
-            found.all[-1] = found.all[-1]._replace(sec=perf_counter() - started[0])
+            found.sec[-1] += perf_counter()
 
     handles = [
         model.register_forward_pre_hook(begin, with_kwargs=True),

@@ -2,22 +2,11 @@
 
 import json
 import re
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-from zlib import crc32
+from typing import NamedTuple, TypeVar
 
-
-class Half(StrEnum):
-    """One half of a file: one to fit weights to, and one to measure them on."""
-
-    fit = "fit"
-    publish = "publish"
-
-    @classmethod
-    def of(cls, prompt_id: str) -> "Half":
-        """Return the half of a prompt: by its id alone, whatever else is in its file."""
-        return cls.publish if crc32(prompt_id.encode()) % 2 else cls.fit
+_T = TypeVar("_T")
 
 
 class Prompt(NamedTuple):
@@ -34,47 +23,28 @@ class Prompt(NamedTuple):
         return (self.text, *self.later)
 
 
-class PromptFile(NamedTuple):
-    """The prompts to answer from a file, and how they were chosen."""
-
-    path: Path
-    limit: int | None  # as for `read_prompts`
-    half: Half | None
-    prompts: list[Prompt]
-
-    @classmethod
-    def read(cls, path: Path, limit: int | None, half: Half | None = None) -> "PromptFile":
-        """Read a prompt file, as `read_prompts` does."""
-        return cls(path, limit, half, read_prompts(path, limit, half))
-
-
-def read_prompts(path: Path, limit: int | None = None, half: Half | None = None) -> list[Prompt]:
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     A line is a JSON object with `turns` or `prompt`, and optionally `question_id` and `category`;
     or it is the prompt itself. Empty lines are skipped. Only servers are asked all turns; elsewhere
     the first is the prompt.
 
-    Args:
-        path: the file.
-        limit: number of prompts to keep, spread evenly over the file or its half; None for all.
-        half: the half to keep; None for both.
-
     Raises:
-        ValueError: a line cannot be read, or the file or its half has no prompt.
+        ValueError: a line cannot be read, or the file has no prompt.
     """
-    prompts = []
     # Not by splitlines: JSON strings may contain other line-ending characters unescaped.
-    for number, line in enumerate(re.split(r"\r\n?|\n", _read(path)), start=1):
-        if line.strip():
-            prompts.append(_parse(line.strip(), number, path.name))
-    prompts = [prompt for prompt in prompts if half in (None, Half.of(prompt.id))]
+    lines = enumerate(re.split(r"\r\n?|\n", _read(path)), start=1)
+    prompts = [_parse(line.strip(), number, path.name) for number, line in lines if line.strip()]
     if not prompts:
-        of_half = "" if half is None else f"the {half} half of "
-        raise ValueError(f"expected prompts in {of_half}{path.name}, found none")
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return [prompts[i * len(prompts) // limit] for i in range(limit)]
+        raise ValueError(f"expected prompts in {path.name}, found none")
+    return spread(prompts, limit)
+
+
+def spread(prompts: Sequence[_T], limit: int | None) -> list[_T]:
+    """Return so many prompts, spread evenly over all; None for all of them."""
+    num = len(prompts) if limit is None else min(limit, len(prompts))
+    return [prompts[i * len(prompts) // num] for i in range(num)]
 
 
 def _read(path: Path) -> str:
@@ -100,14 +70,6 @@ def _parse(line: str, number: int, name: str) -> Prompt:
         raise ValueError(f"{expected}; its JSON is broken: {error}") from None
     turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError(f"{expected}, got {_shortened(line)}")
-    return Prompt(
-        str(entry.get("question_id", number)),
-        str(entry.get("category", "all")),
-        turns[0],
-        tuple(turns[1:]),
-    )
-
-
-def _shortened(line: str, limit: int = 60) -> str:
-    return line if len(line) <= limit else f"{line[:limit]} …"
+        raise ValueError(f"{expected}, got {line if len(line) <= 60 else f'{line[:60]} …'}")
+    question_id, category = entry.get("question_id", number), entry.get("category", "all")
+    return Prompt(str(question_id), str(category), turns[0], tuple(turns[1:]))

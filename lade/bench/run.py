@@ -3,20 +3,18 @@
 Next file: `report.py`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from time import process_time
 from typing import Any, NamedTuple
 
 import torch
 
-from lade.bench.baselines import Answer, DraftModels, Method, warm_up
+from lade.bench.baselines import Answer, Given, Method, MethodInfo, warm_up
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
-from lade.bench.methods import METHODS, Pools, make_method
+from lade.bench.device import busy_share
 from lade.bench.prompts import Prompt
-from lade.bench.settings import Settings
-from lade.bench.utilisation import measuring, total
-from lade.config import Config
+from lade.bench.settings import BenchSettings
 from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
@@ -59,31 +57,31 @@ class Summary(NamedTuple):
     correction_rate: float | None = None
     draft_sec_per_step: float | None = None
     target_sec_per_step: float | None = None  # of the model's forwards
-    busy_cores: float | None = None  # CPU time of the process over wall time; None in old files
+    busy_cores: float | None = None  # CPU time of the process over wall time
     device_share: float | None = None  # of the time that the device was busy; None if unknown
 
 
 def warm_up_methods(
     loaded: LoadedModel,
-    methods: Sequence[str],
-    settings: Settings,
-    config: Config | None = None,
-    models: DraftModels | None = None,
+    methods: Mapping[str, MethodInfo],
+    settings: BenchSettings,
+    given: Given | None = None,
 ) -> dict[str, str]:
     """Warm up every method; return those that the model cannot do, with the reasons.
 
     Only methods that fix a verification method are left out like this.
 
     Raises:
-        UnsupportedModelError: no method is left, or `config` asks for what the model cannot do.
+        UnsupportedModelError: no method is left, or the config asks for what the model cannot
+            do.
     """
     left_out: dict[str, str] = {}
-    for name in methods:
+    for name, info in methods.items():
         try:
-            warm_up(loaded, make_method(name, config, None, models), settings)
+            warm_up(loaded, info.make((given or Given())._replace(own=None)), settings)
         except UnsupportedModelError as error:
             left_out[name] = str(error)
-            if METHODS[name].verification is None or len(left_out) == len(methods):
+            if info.verification is None or len(left_out) == len(methods):
                 raise
     return left_out
 
@@ -91,14 +89,11 @@ def warm_up_methods(
 def run_methods(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
-    methods: Sequence[str],
-    settings: Settings,
+    methods: Mapping[str, MethodInfo],
+    settings: BenchSettings,
+    given: Given | None = None,
     *,
     num_passes: int = 1,
-    keep: bool = False,
-    config: Config | None = None,
-    pools: Pools | None = None,
-    models: DraftModels | None = None,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
@@ -107,37 +102,29 @@ def run_methods(
     The methods must have been warmed up (`warm_up_methods`). They take turns at every batch, each
     time starting with another one, so that a machine that slows down slows all alike. Every pass
     uses the same seeds: all passes, and with exact arithmetic all methods, produce the same texts.
-    It also starts with new methods and so with empty pools, unless `keep` is set: then each pass
-    goes on with the pools that the one before has filled. `pools` and `models` are those of the
-    caller.
+    It also starts with new methods and so with empty pools, but for that of `given`.
     """
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
-    batches = in_batches(prompts, settings.batch_size)
-    running: dict[str, Method] = {}
+    names = [*methods]
     for num_pass in range(num_passes):
-        if not (keep and running):
-            running = {name: make_method(name, config, pools, models) for name in methods}
-        for number, batch in enumerate(batches):
+        running: dict[str, Method] = {
+            name: info.make(given or Given()) for name, info in methods.items()
+        }
+        for number, batch in enumerate(in_batches(prompts, settings.batch_size)):
             inputs = encode_batch(loaded, [prompt.text for prompt in batch], pad_token_id)
-            first = number % len(methods)
+            first = number % len(names)
             answers = {}
-            for name in (*methods[first:], *methods[:first]):
+            for name in (*names[first:], *names[:first]):
                 torch.manual_seed(settings.seed + number)
-                with measuring(loaded.model.device) as meter:
-                    answer = running[name](loaded.model, inputs, options)
-                answers[name] = answer._replace(utilisation=meter.utilisation)
+                start = process_time()
+                answer = running[name](loaded.model, inputs, options)
+                share = busy_share(loaded.model.device)
+                answers[name] = answer._replace(cpu_sec=process_time() - start, device_share=share)
                 on_answer(name, answers[name])
-            reference = answers.get("plain", answers[methods[0]])
-            results.append(
-                Result(
-                    batch,
-                    num_pass,
-                    int(inputs["attention_mask"].sum()),
-                    answers,
-                    any(ends_in_loop(row) for row in reference.rows),
-                )
-            )
+            loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
+            num_prompt_tokens = int(inputs["attention_mask"].sum())
+            results.append(Result(batch, num_pass, num_prompt_tokens, answers, loops))
 
 
 def ends_in_loop(token_ids: Sequence[int]) -> bool:
@@ -168,58 +155,40 @@ def summarise(results: Iterable[Result], method: str) -> Summary:
     return Summary(*(_median(values) for values in zip(*passes, strict=True)))
 
 
-def share_repeated(results: Iterable[Result], method: str) -> float | None:
-    """Return the share of sequences with the same text in all passes; None for a single pass.
-
-    Passes differ in timing and, if pools are kept (`keep` of `run_methods`), in what those hold. A
-    pass that was interrupted, or whose other answers end in loops, says nothing of what it lacks.
-    """
-    texts: dict[tuple[tuple[Prompt, ...], int], list[list[list[int]]]] = {}
-    num_seen: Counter[tuple[int, tuple[Prompt, ...]]] = Counter()  # a file may have a prompt twice
-    for result in results:
-        prompts = tuple(result.prompts)
-        number = num_seen[result.num_pass, prompts]
-        num_seen[result.num_pass, prompts] += 1
-        texts.setdefault((prompts, number), []).append(result.answers[method].rows)
-    of_rows = [
-        row for of_one in texts.values() if len(of_one) > 1 for row in zip(*of_one, strict=True)
-    ]
-    if not of_rows:
-        return None
-    return sum(all(text == of_row[0] for text in of_row) for of_row in of_rows) / len(of_rows)
-
-
 def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
     answers = [result.answers[method] for result in results]
     rows = [row for answer in answers for row in answer.rows]
     num_tokens = sum(answer.num_tokens for answer in answers)
-    rate = num_tokens / sum(answer.sec for answer in answers)
+    sec = sum(answer.sec for answer in answers)
     num_row_steps = sum(answer.num_row_steps for answer in answers)
     num_draft_tokens = sum(answer.num_draft_tokens for answer in answers)
     speedup = same = None
     plain = [result.answers["plain"] for result in results if "plain" in result.answers]
     if plain:
-        speedup = rate / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
+        speedup = num_tokens / sec / (sum(a.num_tokens for a in plain) / sum(a.sec for a in plain))
         plain_rows = [row for answer in plain for row in answer.rows]
         same = sum(a == b for a, b in zip(rows, plain_rows, strict=True)) / len(rows)
-    stats = stats_of(answers)
-    use = total([answer.utilisation for answer in answers])
-    return Summary(
+    summary = Summary(
         num_prompts=sum(len(result.prompts) for result in results),
-        tokens_per_sec=rate,
+        tokens_per_sec=num_tokens / sec,
         speedup=speedup,
         # The first token of each row is the prefill's.
         mean_accepted_tokens=(num_tokens - len(rows)) / num_row_steps if num_row_steps else 1.0,
         draft_tokens_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
-        acceptance_rate=None if stats is None else stats.acceptance_rate,
-        correction_rate=None if stats is None else stats.correction_rate,
-        draft_sec_per_step=None if stats is None else stats.draft_sec_per_step,
-        target_sec_per_step=(
-            stats.forward_sec / stats.num_steps if stats is not None and stats.num_steps else None
+        busy_cores=_sum((answer.cpu_sec for answer in answers), by=sec),
+        device_share=_sum(
+            (None if a.device_share is None else a.device_share * a.sec for a in answers), by=sec
         ),
-        busy_cores=None if use is None else use.cpu_sec / use.sec,
-        device_share=None if use is None else use.device_share,
+    )
+    stats = stats_of(answers)
+    if stats is None:
+        return summary
+    return summary._replace(
+        acceptance_rate=stats.acceptance_rate,
+        correction_rate=stats.correction_rate,
+        draft_sec_per_step=stats.draft_sec_per_step,
+        target_sec_per_step=stats.forward_sec / stats.num_steps if stats.num_steps else None,
     )
 
 
@@ -231,6 +200,12 @@ def stats_of(answers: Iterable[Answer]) -> DecodeStats | None:
             return None
         total.add(answer.stats)
     return total
+
+
+def _sum(values: Iterable[float | None], by: float) -> float | None:
+    """Return the sum of values divided by a number; None where one is not known."""
+    known = [*values]
+    return None if None in known else sum(filter(None, known)) / by
 
 
 def _median(values: Sequence[Any]) -> Any:

@@ -1,34 +1,32 @@
-"""`Settings`: the decoding settings of a run.
+"""`BenchSettings`: the decoding settings of a run.
 
-Next file: `baselines.py`.
+Next file: `prompts.py`.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from lade.chat.settings import check_sampling, sampling_options
+from lade.chat import settings as chat
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings(chat.Settings):
     """Decoding settings of a run, the same for every method.
+
+    The n-th batch of every pass is answered with seed + n, by each method.
 
     Raises:
         ValueError: a value is out of range, or would have no effect.
     """
 
-    max_new_tokens: int
-    temperature: float = 0.0  # 0 is greedy; above it, plain sampling at this temperature
-    top_p: float = 1.0  # 1 is off
-    seed: int = 0  # the n-th batch of every pass is answered with seed + n, by each method
     batch_size: int = 1  # prompts per call
     num_return_sequences: int = 1  # samples per prompt
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size", "num_return_sequences"):
+        super().__post_init__()
+        for name in ("batch_size", "num_return_sequences"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of 1 or more, got {getattr(self, name)}")
-        check_sampling(self.temperature, self.top_p)
         if self.temperature == 0 and self.num_return_sequences > 1:
             raise ValueError(
                 f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
@@ -45,17 +43,9 @@ class Settings:
         """Number of sequences that a call decodes."""
         return self.batch_size * self.num_return_sequences
 
-    @property
-    def has_one_row(self) -> bool:
-        """Whether each call decodes a single sequence."""
-        return self.num_rows == 1
-
     def options(self, pad_token_id: int | None = None) -> dict[str, Any]:
         """Return options for `generate`."""
-        options = {
-            "max_new_tokens": self.max_new_tokens,
-            **sampling_options(self.temperature, self.top_p),
-        }
+        options = super().options()
         if pad_token_id is not None:
             options["pad_token_id"] = pad_token_id
         if self.temperature > 0:

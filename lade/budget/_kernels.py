@@ -7,7 +7,11 @@ Arrays of the costs of one size of batch, by the sizes `KNOTS`:
     num     float64 [num_knots]   measurements of each, gradually forgotten
     curve   float64 [num_knots]   seconds, also where nothing was measured
     is_seen bool [largest + 1]    whether a forward of this size has run
-    counts  int64 [7]             see `STEPS` and what follows
+    counts  int64 [2]             see `ASKED` and what follows
+
+All calls share them. Of each call by itself, because it depends on texts:
+
+    turns   int64 [5]             see `STEPS` and what follows
 
 They hold the GIL, so that each call is one step for other threads, too. No signal is noticed
 meanwhile: what must change together is changed by one call.
@@ -32,14 +36,16 @@ SIZES = (
 KNOTS = np.array(SIZES, np.float64)
 NUM_KNOTS = len(SIZES)
 
-# Indices of `counts`: steps recorded; times asked; the steps that drafted and did not, last; the
-# steps until the other is tried; the step that was the last such trial; and how many measurements
-# are still to tell how fast the machine is now, where costs are known from another time.
-STEPS, ASKED, DRAFTED, PLAIN, PATIENCE, TRIAL, NUM_SCALING = range(7)
+# Indices of `counts`: times asked; and how many measurements are still to tell how fast the machine
+# is now, where costs are known from another time.
+ASKED, NUM_SCALING = range(2)
+# Indices of `turns`: steps recorded; the steps that drafted and did not, last; the steps until the
+# other is tried; and the step that was the last such trial.
+STEPS, DRAFTED, PLAIN, PATIENCE, TRIAL = range(5)
 # Steps until drafting, or not drafting, is tried again where the other has won throughout: doubled
-# each time, from the first to the last of these. A try every 128 steps costs 0.5 % where a second
-# token makes a step 1.6 times as long, as in float32 on some CPUs.
-FIRST_PROBE, LAST_PROBE = 16, 128
+# each time, up to this. A try every 128 steps costs 0.5 % where a second token makes a step 1.6
+# times as long, as in float32 on some CPUs.
+LAST_PROBE = 128
 _PATIENCE_AT_FIRST = 4  # steps; the first one of a size does not count, and two must
 
 # Weights of a new measurement: on all sizes, because a longer text or a busy machine slows all of
@@ -65,7 +71,7 @@ PROMISES = np.array(
 NUM_INTERVALS = len(PROMISES) + 1
 # Weight that the past keeps per step: a short memory, because the worst case is a text that stops
 # being predictable.
-_MEMORY_OF_TRUST = 0.9
+_MEMORY_OF_OUTCOMES = 0.9
 _PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come true
 
 
@@ -116,12 +122,13 @@ def record_cost(
     curve: Floats,
     is_seen: Bools,
     counts: Int64Array,
+    turns: Int64Array,
     size: float,
     sec: float,
 ) -> None:
     """Learn from the seconds of one forward; the arrays are described above."""
-    is_trial = counts[TRIAL] == counts[STEPS]
-    counts[STEPS] += 1
+    is_trial = turns[TRIAL] == turns[STEPS]
+    turns[STEPS] += 1
     size = min(size, KNOTS[NUM_KNOTS - 1])
     sec = max(sec, 1e-9)  # a coarse clock may not have advanced
     if not is_seen[int(size)]:
@@ -188,65 +195,18 @@ def update_curve(guess: Floats, known: Floats, num: Floats, curve: Floats) -> No
 
 
 @kernel_with_gil
-def believed(worth: Floats, prob: float, factor: float) -> float:
-    """Return the corrected probability of a node, at most 1."""
-    worth_of_it = float(worth[np.searchsorted(PROMISES, prob, "right")])
-    return min(1.0, factor * worth_of_it * prob)
-
-
-@kernel_with_gil
-def choose(
+def choose_size(
     curve: Floats,
     num: Floats,
     counts: Int64Array,
-    worth: Floats,
-    probs: Floats,
-    starts: Int64Array,
-    factors: Floats,
-    weights: Floats,
-    num_pending: int,
+    turns: Int64Array,
+    sizes: Floats,
+    gains: Floats,
 ) -> int:
-    """Return the number of nodes of each row's draft with the best ratio of tokens to time.
+    """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
 
     Args:
-        curve, num, counts: costs, see above.
-        worth: of the trust, float64 [NUM_INTERVALS].
-        probs: probabilities of all rows' nodes, one row after the other, best first.
-        starts: int64 [num_rows + 1], where each row begins in `probs`, and the end.
-        factors, weights: float64 [num_rows], of each row's probabilities and of its tokens.
-        num_pending: tokens per row that run besides.
-    """
-    longest = 0
-    for row in range(len(starts) - 1):
-        longest = max(longest, starts[row + 1] - starts[row])
-    if must_begin(num, counts) or longest == 0:
-        return 0
-    plain_rate = 1.0 / hoped_for(curve, num, 1 + num_pending)
-    best, best_rate = 0, 0.0
-    expected, knot = 1.0, 0
-    for nodes in range(1, longest + 1):
-        for row in range(len(starts) - 1):
-            place = starts[row] + nodes - 1
-            if place < starts[row + 1]:
-                expected += weights[row] * believed(worth, probs[place], factors[row])
-        size = 1 + num_pending + nodes
-        while knot < NUM_KNOTS - 1 and SIZES[knot] < size:
-            knot += 1
-        if SIZES[knot] == size or nodes == longest:
-            rate = expected / hoped_for(curve, num, size)
-            if rate > best_rate:
-                best, best_rate = nodes, rate
-    return best if or_the_other(best_rate > plain_rate, counts) else 0
-
-
-@kernel_with_gil
-def choose_size(
-    curve: Floats, num: Floats, counts: Int64Array, sizes: Floats, gains: Floats
-) -> int:
-    """Return the index of the size with the best ratio of tokens to time, else as `choose`.
-
-    Args:
-        curve, num, counts: costs, see above.
+        curve, num, counts, turns: see above.
         sizes: float64 [num_sizes], mean tokens per row; the first one has no draft.
         gains: float64 [num_sizes], expected tokens.
     """
@@ -258,7 +218,7 @@ def choose_size(
         rate = gains[i] / hoped_for(curve, num, sizes[i])
         if rate > best_rate:
             best, best_rate = i, rate
-    return best if or_the_other(best_rate > plain_rate, counts) else 0
+    return best if or_the_other(best_rate > plain_rate, turns) else 0
 
 
 @kernel_with_gil
@@ -273,17 +233,17 @@ def must_begin(num: Floats, counts: Int64Array) -> bool:
 
 
 @kernel_with_gil
-def or_the_other(is_drafting: bool, counts: Int64Array) -> bool:
+def or_the_other(is_drafting: bool, turns: Int64Array) -> bool:
     """Return whether to draft: as it seems best, or for once the other way."""
-    if counts[STEPS] - counts[PLAIN if is_drafting else DRAFTED] >= counts[PATIENCE]:
-        counts[PATIENCE] = min(2 * counts[PATIENCE], LAST_PROBE)
-        counts[TRIAL] = counts[STEPS]
+    if turns[STEPS] - turns[PLAIN if is_drafting else DRAFTED] >= turns[PATIENCE]:
+        turns[PATIENCE] = min(2 * turns[PATIENCE], LAST_PROBE)
+        turns[TRIAL] = turns[STEPS]
         is_drafting = not is_drafting
-    counts[DRAFTED if is_drafting else PLAIN] = counts[STEPS]
+    turns[DRAFTED if is_drafting else PLAIN] = turns[STEPS]
     return is_drafting
 
 
-# --- trust ------------------------------------------------------------------------------------
+# --- calibration ------------------------------------------------------------------------------
 
 
 @kernel_with_gil
@@ -293,10 +253,9 @@ def look_at_outcome(
     depths: Int32Array,
     probs: Floats,
     emitted: Int64Array,
-    worth: Floats,
     came: Floats,
     sums: Floats,
-) -> tuple[float, bool]:
+) -> None:
     """Compare one row's draft with what was emitted.
 
     The fate of a node beyond the last emitted token is unknown if its path up to there was emitted.
@@ -306,15 +265,10 @@ def look_at_outcome(
     Args:
         token_ids, parents, depths, probs: of all nodes that were proposed, verified or not.
         emitted: int64, the tokens of the step, at least one.
-        worth: as for `choose`.
         came: float64 [num_nodes], written: whether the path of each node was emitted: 1, 0, or a
             probability if unknown.
         sums: float64 [2, NUM_INTERVALS], added to: what was promised and what came.
-
-    Returns:
-        How likely the next token was thought to be in the draft, and whether it was.
     """
-    expected, is_next_drafted = 0.0, False
     known = np.empty(len(token_ids))  # probability of the last node on each path with known fate
     for node in range(len(token_ids)):
         parent, depth, prob = parents[node], depths[node], probs[node]
@@ -329,17 +283,13 @@ def look_at_outcome(
             is_right = came_before > 0 and token_ids[node] == emitted[depth - 1]
             came[node] = 1.0 if is_right else 0.0
             known[node] = prob
-            if depth == 1:
-                expected += believed(worth, prob, 1.0)
-                is_next_drafted |= is_right
         interval = np.searchsorted(PROMISES, prob, "right")
         sums[0, interval] += prob
         sums[1, interval] += came[node]
-    return expected, is_next_drafted
 
 
 @kernel_with_gil
-def renew_trust(promised_and_came: Floats, worth: Floats, sums: Floats, num_rows: int) -> None:
+def renew_worth(promised_and_came: Floats, worth: Floats, sums: Floats, num_rows: int) -> None:
     """Learn from the outcomes of a step; all rows together weigh as one.
 
     Args:
@@ -350,7 +300,7 @@ def renew_trust(promised_and_came: Floats, worth: Floats, sums: Floats, num_rows
     """
     for interval in range(NUM_INTERVALS):
         for kind in range(2):
-            promised_and_came[kind, interval] *= _MEMORY_OF_TRUST
+            promised_and_came[kind, interval] *= _MEMORY_OF_OUTCOMES
             promised_and_came[kind, interval] += sums[kind, interval] / num_rows
     of_all = promised_and_came[1].sum() + _PRIOR_WEIGHT
     of_all /= promised_and_came[0].sum() + _PRIOR_WEIGHT

@@ -23,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 from lade.chat.pieces import Piece, PieceStream
 from lade.chat.settings import Settings
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
-from lade.hf.doors import generate
+from lade.drafting.drafter import Drafter
+from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_positions, room_after
@@ -151,7 +151,7 @@ class Conversation:
         settings: Settings | None = None,
         config: Config | None = None,
         pool: Pools | None = None,
-        drafter: CallDrafter | None = None,
+        drafter: Drafter | None = None,
         system: str | None = None,
     ) -> None:
         self.loaded = loaded

@@ -29,7 +29,7 @@ from lade.chat.web_html import (
 from lade.chat.web_sessions import (
     Choices,
     Desk,
-    Exchange,
+    QuestionAndAnswer,
     Race,
     Rest,
     Session,
@@ -413,7 +413,7 @@ def _name_of(request: gr.Request) -> str:
     return name
 
 
-def _history_html(exchanges: Sequence[Exchange]) -> str:
+def _history_html(exchanges: Sequence[QuestionAndAnswer]) -> str:
     return "".join(question_html(each.question) + answer_html(each.turn) for each in exchanges)
 
 

@@ -17,7 +17,7 @@ from lade.chat.conversation import Conversation, Turn
 from lade.chat.settings import Settings
 from lade.closeness import is_exact_in
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
+from lade.drafting.drafter import Drafter
 from lade.errors import LadeError, in_one_line
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
@@ -162,7 +162,7 @@ class Setup(NamedTuple):
     config: Config = Config()
     system: str | None = None
     pools: Sequence[NGramPool] = ()  # read by all of them
-    drafter: CallDrafter | None = None  # drafts beside their pools
+    drafter: Drafter | None = None  # drafts beside their pools
 
     def conversation(self, *, reuses_prefix: bool = True) -> Conversation:
         """Begin a conversation, with a pool of its own."""
@@ -199,7 +199,7 @@ class Choices(NamedTuple):
         )
 
 
-class Exchange(NamedTuple):
+class QuestionAndAnswer(NamedTuple):
     """A question and its answer, which may still grow."""
 
     question: str
@@ -238,11 +238,11 @@ class Session:
         return self.is_busy and bool(last) and last[0]["role"] == "user"
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[QuestionAndAnswer]:
         """Questions and answers so far, the one that is being given included."""
         messages, turns = [*self.conversation.messages], [*self.conversation.turns]
         questions = [each["content"] for each in messages if each["role"] == "user"]
-        return [*map(Exchange, questions, turns)]
+        return [*map(QuestionAndAnswer, questions, turns)]
 
     def ask(self, question: str, choices: Choices) -> Task:
         """Answer a question.

@@ -11,24 +11,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lade.errors import LadeError, MissingExtraError
+from lade.cli.failures import Telling, line_of
+from lade.errors import MissingExtraError
 
 _INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 _PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """Run the command line; usage and system errors print one line, not a traceback."""
+    """Run the command line; errors meant for the user print one line, others their traceback."""
     _leave_at_the_second_interrupt()
     _show_warnings_as_notes()
+    telling = Telling()
     try:
         try:
             from lade.cli.app import app
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "typer", "cli") from None
-        app()
-    except (LadeError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        app(obj=telling)
+    except Exception as error:
+        line = None if telling.has_tracebacks else line_of(error)
+        if line is None:
+            raise
+        print(line, file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         _say_stopped()

@@ -1,15 +1,16 @@
 """Commands, their options and help texts; the implementations are in other modules.
 
-The commands of `lade bench` are in `bench_app.py`, shared options in `options.py`.
+Shared options are in `options.py`.
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from lade.cli.bench_app import bench
+from lade.cli.failures import Telling
 from lade.cli.options import (
     DRAFTING,
     MODEL_HELP,
@@ -19,12 +20,15 @@ from lade.cli.options import (
     FirstLayersOption,
     JsonOption,
     LearnOption,
+    LimitOption,
     MarkdownOption,
     MaxDraftTokensOption,
     MaxNewTokensOption,
     ModelOption,
+    PlotOption,
     PoolsOption,
     PrewarmOption,
+    PromptsOption,
     SavePoolOption,
     SeedOption,
     SystemOption,
@@ -34,11 +38,23 @@ from lade.cli.options import (
     TrustOption,
     VerificationOption,
     check_pools,
+    check_top_p,
     load,
     make_config,
     make_drafting,
 )
 from lade.cli.pool_app import pool
+
+
+class _DebuggedAnywhere(TyperGroup):
+    """Takes `--debug` behind a command's name as well, where users add it to what has failed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)  # what follows is no option
+        rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
+        asks = rest and len(rest) < len(args)  # alone, it is no command, and help is shown
+        return super().parse_args(ctx, ["--debug", *rest] if asks else rest)
+
 
 app = typer.Typer(
     name="lade",
@@ -60,11 +76,19 @@ _SERVER = "Server"
 _LIMITS = "Limits"
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(cls=_DebuggedAnywhere, invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Show the traceback of every error; also behind a command's name."
+        ),
+    ] = False,
 ) -> None:
     """Handle the options given before a command."""
+    context.ensure_object(Telling).has_tracebacks = debug
     if version:
         from lade._version import __version__
 
@@ -106,11 +130,12 @@ def generate(
     learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.bench.settings import Settings
-    from lade.cli.prompting import Asked, new_seed
+    from lade.chat.settings import Settings
+    from lade.cli.prompting import AskedPrompt, new_seed
 
-    asked = Asked.read(prompt, system=system, is_raw=raw, stops=stop or [])
+    asked = AskedPrompt.read(prompt, system=system, is_raw=raw, stops=stop or [])
     seed = new_seed() if seed is None else seed
+    check_top_p(temperature, top_p)
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     config = make_config(max_draft_tokens, verification)
     check_pools(pools, save_pool, verification)
@@ -195,11 +220,7 @@ def chat(
     if web:
         from lade.cli.web import run as serve  # a missing extra fails before the model is loaded
     question = None if web else read_question()
-    if temperature == 0 and top_p < 1:
-        raise ValueError(
-            f"expected a temperature above 0 with top_p={top_p}, as greedy decoding has no use for "
-            "it; got temperature 0"
-        )
+    check_top_p(temperature, top_p)
     system = None if system is None else read_typed(system)
     config = make_config(max_draft_tokens, verification)
     check_pools(pools, save_pool, verification)
@@ -459,7 +480,56 @@ def demo(
 
 
 app.add_typer(pool, name="pool", rich_help_panel=_USE)
-app.add_typer(bench, name="bench", rich_help_panel=_MEASURE)
+
+
+@app.command(rich_help_panel=_MEASURE)
+def bench(
+    prompts: PromptsOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    limit: LimitOption = None,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = None,
+    max_draft_tokens: MaxDraftTokensOption = None,
+    verification: VerificationOption = None,
+    assistant: AssistantOption = None,
+    first_layers: FirstLayersOption = None,
+    pools: PoolsOption = None,
+    json: JsonOption = None,
+    markdown: MarkdownOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
+
+    All answer each prompt in turn, with the same options and seeds. lade has one pool for all
+    prompts, lade_fresh an empty one for each; --pool, --assistant and --first-layers add lade with
+    those. The columns of the table:
+
+    - tokens/s: tokens up to the end of the answer, over the time of the whole call.
+    - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
+    - same text: the share of answers with plain's tokens. prompt_lookup draws otherwise when it
+      samples, so its texts differ then and are as likely.
+    - accepted: the share of draft tokens that were accepted.
+    - corrected: the share of steps with a draft that ended where the model chose another token
+      than those drafted there.
+    """
+    from lade.bench.settings import BenchSettings
+    from lade.cli.bench import Chosen, ResultFiles, compare
+
+    settings = BenchSettings(max_new_tokens, temperature, top_p, seed or 0)
+    config = make_config(max_draft_tokens, verification)
+    check_pools(pools, None, verification)
+    drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
+    files = ResultFiles(json, markdown, plot)
+    files.check()
+    chosen = Chosen.read(prompts, limit)
+    loaded = load(model, device, dtype, threads, trust_remote_code)
+    compare(loaded, chosen, settings, config, drafting, pools or [], files)
 
 
 @app.command(rich_help_panel=_INSPECT)
@@ -489,72 +559,3 @@ def check(
     from lade.cli.check import run
 
     run(load(model, device, dtype, threads, trust_remote_code), seconds, json)
-
-
-@app.command(rich_help_panel=_INSPECT)
-def support(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="NAMES",
-            help="Model types, such as qwen3, or variants, such as qwen3-window; with --formats, "
-            "weight formats. Without any, all.",
-        ),
-    ] = None,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Check nothing, show this file that --json wrote; may be repeated, to write one "
-            "document of several versions of transformers.",
-            exists=True,
-            dir_okay=False,
-        ),
-    ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=0, help="Random seed of weights, prompts, drafts and samples."
-        ),
-    ] = 0,
-    fixed_shapes: Annotated[
-        bool,
-        typer.Option(
-            "--fixed-shapes",
-            help="Verify trees in forwards of a few fixed shapes, as CUDA graphs need them.",
-        ),
-    ] = False,
-    formats: Annotated[
-        bool,
-        typer.Option(
-            "--formats",
-            help="Check weight formats instead, such as int8 and nf4, and what forwards over more "
-            "tokens cost in each.",
-        ),
-    ] = False,
-    json: JsonOption = None,
-    markdown: MarkdownOption = None,
-) -> None:
-    """Check every architecture of transformers, as tiny random models.
-
-    For each one, this prints how lade verifies drafts, and whether its text is that of plain
-    generate: greedy, sampled, batched, past the window. The exit code is 1 if one of them is wrong
-    or fails.
-    """
-    from lade.cli.support import run, run_formats, show
-
-    if results:
-        if names or json or fixed_shapes or formats:
-            raise ValueError(
-                "expected --results without model types, --fixed-shapes, --formats and --json, "
-                "which are of a check"
-            )
-        is_fine = show(results, markdown)
-    elif formats:
-        if fixed_shapes:
-            raise ValueError("expected --formats or --fixed-shapes, got both")
-        is_fine = run_formats(names or [], seed, json, markdown)
-    else:
-        is_fine = run(names or [], seed, "fixed" if fixed_shapes else "eager", json, markdown)
-    if not is_fine:
-        raise typer.Exit(1)

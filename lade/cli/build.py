@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lade.cli.chats import Message
 from lade.cli.loading import console
-from lade.cli.sources import Piece, Render, UnreadableError, find_files, opened, pieces_of
+from lade.cli.sources import Render, TextPiece, UnreadableError, find_files, opened, pieces_of
 from ngram_pool import NGramPool
 from ngram_pool.files import stamp_of
 from ngram_pool.writing import write_whole
@@ -86,7 +86,7 @@ class _Part(NamedTuple):
     """A piece, and what is noted when it is in the pool; no piece where a file ends."""
 
     name: str
-    piece: Piece | None
+    piece: TextPiece | None
     read: Read
 
 
@@ -191,7 +191,7 @@ def _parts_of(path: Path, read: Read, render: Render, built: Built) -> Iterator[
                 begins = piece.begins or read.num_pieces == num_before
                 read = read._replace(num_pieces=read.num_pieces + 1)
                 place = raw.tell()
-                yield _Part(str(path), Piece(piece.text, begins), read), place
+                yield _Part(str(path), TextPiece(piece.text, begins), read), place
         except UnreadableError as error:
             built.left_out[str(error)] += 1
     yield _Part(str(path), None, read._replace(is_whole=True)), place

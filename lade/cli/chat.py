@@ -15,7 +15,7 @@ from lade.models.loading import LoadedModel
 if TYPE_CHECKING:
     from lade.chat.conversation import Conversation
     from lade.chat.settings import Settings
-    from lade.drafting.drafter import CallDrafter
+    from lade.drafting.drafter import Drafter
 
 
 def read_question() -> str | None:
@@ -46,7 +46,7 @@ def run(
     pool_paths: Sequence[Path],
     save_path: Path | None,
     learns: bool,
-    drafter: "CallDrafter | None" = None,
+    drafter: "Drafter | None" = None,
 ) -> None:
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation

@@ -17,7 +17,7 @@ from lade.bench.baselines import Answer, plain
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.report import rounded, write_json
-from lade.bench.settings import Settings
+from lade.bench.settings import BenchSettings
 from lade.cli.bench import check_writable, describe_model
 from lade.cli.demo import Difference, find_difference, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
@@ -152,7 +152,7 @@ def _both(
     model: Any, inputs: dict[str, Any], num_tokens: int, *, plain_first: bool
 ) -> tuple[Answer, Answer]:
     """Answer a prompt with both methods; the caller alternates the order, as machines slow down."""
-    options = Settings(num_tokens).options()
+    options = BenchSettings(num_tokens).options()
     if plain_first:
         expected = plain(model, inputs, options)
         return expected, Lade(None)(model, inputs, options)

@@ -13,7 +13,7 @@ from lade.bench.baselines import plain
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.report import write_json
-from lade.bench.settings import Settings
+from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
 from lade.chat.pieces import TextStream
 from lade.cli.bench import check_writable, print_sheet
@@ -25,7 +25,7 @@ from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.closeness import is_exact_in, limit_of
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
+from lade.drafting.drafter import Drafter
 from lade.models.loading import LoadedModel, encode
 from lade.probing.report import probe
 from lade.stats import DecodeStats, Step
@@ -67,7 +67,7 @@ def run(
     save_path: Path | None,
     json_path: Path | None,
     prewarms: bool,
-    drafter: CallDrafter | None = None,
+    drafter: Drafter | None = None,
 ) -> None:
     """Answer each prompt with both methods, streaming lade's answer, and print a table.
 
@@ -91,8 +91,8 @@ def run(
     out.print(Text(f"drafted {drafting} and accepted by the model", style=_DRAFTED), end="")
     out.print(", or the model's own token.\n")
     warm_up = encode(loaded.tokenizer, "Count from one to ten.", model.device)
-    plain(model, warm_up, Settings(8).options())
-    Lade(config, drafter=drafter)(model, warm_up, Settings(8).options())
+    plain(model, warm_up, BenchSettings(8).options())
+    Lade(config, drafter=drafter)(model, warm_up, BenchSettings(8).options())
     rows: list[Row] = []
     stopped_by: BaseException | None = None
     try:
@@ -132,13 +132,13 @@ def _answer_all(
     max_new_tokens: int,
     config: Config,
     pools: Sequence[NGramPool],
-    drafter: CallDrafter | None,
+    drafter: Drafter | None,
     out: Console,
     rows: list[Row],
 ) -> None:
     """Answer each prompt with both methods, appending to `rows` as each is done."""
     model = loaded.model
-    options = Settings(max_new_tokens).options()
+    options = BenchSettings(max_new_tokens).options()
     for title, prompt in titled:
         out.rule(f"[bold]{title}", align="left")
         out.print(Text(_shortened(prompt), style="dim"))

@@ -6,33 +6,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lade.stats import SourceStats
 
 if TYPE_CHECKING:
-    from lade.drafting.drafter import CallDrafter
+    from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
-
-MEASURED = "auto"  # of --first-layers
 
 
 class Drafting(NamedTuple):
     """What is asked for beside the pool."""
 
     assistant: str | None = None  # a model id, a folder or an embedded model
-    first_layers: str | None = None  # a number, or `MEASURED`
+    first_layers: int | None = None
     trust_remote_code: bool = False
 
     def check(self, verification: str | None) -> None:
         """Raise before a model is loaded if what is asked for cannot be.
 
         Raises:
-            ValueError: it is no number of layers, or nothing is to be drafted.
+            ValueError: nothing is to be drafted.
         """
-        num_layers_of(self.first_layers)
         if verification == "plain" and (self.assistant or self.first_layers):
             raise ValueError(
                 "expected no --assistant or --first-layers with --verification plain, which drafts "
                 "nothing"
             )
 
-    def make(self, loaded: "LoadedModel") -> "CallDrafter | None":
+    def make(self, loaded: "LoadedModel") -> "Drafter | None":
         """Return what drafts for a model together with its pool; None for the pool alone."""
         from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
 
@@ -43,21 +40,8 @@ class Drafting(NamedTuple):
                 AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
             )
         if self.first_layers is not None:
-            parts.append(FirstLayers(num_layers_of(self.first_layers)))
+            parts.append(FirstLayers(self.first_layers))
         return Merged([CallPool(), *parts]) if parts else None
-
-
-def num_layers_of(text: str | None) -> int | None:
-    """Return the number of --first-layers; None for a measured one.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if text is None or text == MEASURED:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"expected --first-layers of 1 or more, or {MEASURED}, got {text!r}")
-    return int(text)
 
 
 def load_beside(loaded: "LoadedModel", name: str, trust_remote_code: bool) -> "LoadedModel":

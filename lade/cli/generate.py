@@ -10,26 +10,26 @@ import torch
 from transformers import TextStreamer
 
 import lade
-from lade.bench.settings import Settings
+from lade.chat.settings import Settings
 from lade.cli.drafting import sources_text
 from lade.cli.loading import console
 from lade.cli.pool import open_pools
 from lade.cli.prewarm import learn_after
-from lade.cli.prompting import Asked, encode_prompt, room_for
+from lade.cli.prompting import AskedPrompt, encode_prompt, room_for
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
+from lade.drafting.drafter import Drafter
 from lade.models.loading import LoadedModel
 
 
 def run(
-    asked: Asked,
+    asked: AskedPrompt,
     loaded: LoadedModel,
     settings: Settings,
     config: Config,
     pool_paths: Sequence[Path],
     save_path: Path | None,
     learns: bool,
-    drafter: CallDrafter | None = None,
+    drafter: Drafter | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
     inputs = encode_prompt(loaded, asked)
@@ -71,7 +71,7 @@ def run(
 
 
 def check_verification(
-    model: Any, inputs: dict[str, Any], config: Config, drafter: CallDrafter | None = None
+    model: Any, inputs: dict[str, Any], config: Config, drafter: Drafter | None = None
 ) -> None:
     """Do the work now that is done once per model, so that the answer's time is the answer's own.
 

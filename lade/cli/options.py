@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lade.bench.prompts import Half
-
 if TYPE_CHECKING:
     from lade.cli.drafting import Drafting
     from lade.config import Config
@@ -202,11 +200,12 @@ AssistantOption = Annotated[
     ),
 ]
 FirstLayersOption = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         "--first-layers",
+        min=1,
         metavar="N",
-        help="Let the first N layers of the model itself draft, too; auto measures how many.",
+        help="Let the first N layers of the model itself draft, too.",
         rich_help_panel=DRAFTING,
     ),
 ]
@@ -215,25 +214,17 @@ FirstLayersOption = Annotated[
 # --- files ----------------------------------------------------------------------------------
 
 PromptsOption = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         metavar="FILE",
         help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
-        "and optionally 'category'.",
+        "and optionally 'category'. Without it, the six of the demo.",
         exists=True,
         dir_okay=False,
     ),
 ]
 LimitOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Use N prompts, spread over the file.")
-]
-HalfOption = Annotated[
-    Half | None,
-    typer.Option(
-        metavar="NAME",
-        help="Use only one half of the file, told by the ids of prompts: fit, to fit weights to, "
-        "or publish, to measure them on.",
-    ),
 ]
 JsonOption = Annotated[
     Path | None,
@@ -281,7 +272,7 @@ def make_config(max_draft_tokens: int | None, verification: Verification | None)
 
 def make_drafting(
     assistant: str | None,
-    first_layers: str | None,
+    first_layers: int | None,
     trust_remote_code: bool,
     verification: Verification | None,
 ) -> "Drafting":
@@ -291,6 +282,15 @@ def make_drafting(
     made = Drafting(assistant, first_layers, trust_remote_code)
     made.check(None if verification is None else verification.value)
     return made
+
+
+def check_top_p(temperature: float, top_p: float) -> None:
+    """Raise if a share of the likeliest tokens is asked for beside greedy decoding."""
+    if temperature == 0 and top_p < 1:
+        raise ValueError(
+            f"expected a temperature above 0 with top_p={top_p}, as greedy decoding has no use for "
+            "it; got temperature 0"
+        )
 
 
 def check_pools(

@@ -16,7 +16,7 @@ _POSITIONS = re.compile(r"position|pos_|wpe")
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPrompt:
     """A prompt and how to present it to a model.
 
     Raises:
@@ -31,7 +31,7 @@ class Asked:
     @classmethod
     def read(
         cls, prompt: str, *, system: str | None, is_raw: bool, stops: Sequence[str]
-    ) -> "Asked":
+    ) -> "AskedPrompt":
         """Read the arguments, and standard input where the prompt is `-`.
 
         Raises:
@@ -82,14 +82,14 @@ def _decoded(data: bytes, where: str) -> str:
         ) from None
 
 
-def encode_prompt(loaded: LoadedModel, asked: Asked | str) -> dict[str, Any]:
+def encode_prompt(loaded: LoadedModel, asked: AskedPrompt | str) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
     Raises:
         ValueError: the prompt has no token, or there is no place for a system prompt.
     """
     if isinstance(asked, str):
-        asked = Asked(asked)
+        asked = AskedPrompt(asked)
     if asked.system is not None:
         check_system(loaded, asked.system)
     inputs = encode(

@@ -30,7 +30,7 @@ _MADE = ("__pycache__", "node_modules")  # folders of what tools make or fetch
 Render = Callable[[list[Message]], str]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a file's text."""
 
     text: str
@@ -42,14 +42,14 @@ class UnreadableError(ValueError):
 
 
 @dataclass
-class Found:
+class FoundFiles:
     """The files to read, and what was left out, by reason."""
 
     files: list[Path] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def find_files(paths: Iterable[Path], excluded: Iterable[Path] = ()) -> Found:
+def find_files(paths: Iterable[Path], excluded: Iterable[Path] = ()) -> FoundFiles:
     """Return all files of folders in order, each once, and those that are named.
 
     Left out of folders are hidden files and folders such as `.git`, virtual environments, folders
@@ -59,7 +59,7 @@ def find_files(paths: Iterable[Path], excluded: Iterable[Path] = ()) -> Found:
         paths: files and folders.
         excluded: files to leave out uncounted.
     """
-    found = Found()
+    found = FoundFiles()
     seen = {path.resolve() for path in excluded}
     for path in paths:
         for file in _walk(path, found.left_out) if path.is_dir() else [path]:
@@ -101,7 +101,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield raw, cast(BinaryIO, content)
 
 
-def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[Piece]:
+def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPiece]:
     """Yield the text of a file in pieces, always the same ones.
 
     Args:
@@ -133,7 +133,7 @@ def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[Piece]:
         raise UnreadableError("damaged gzip") from None
 
 
-def _of_text(text: TextIO, render: Render) -> Iterator[Piece]:
+def _of_text(text: TextIO, render: Render) -> Iterator[TextPiece]:
     head = text.read(_MAX_TRANSCRIPT)
     if len(head) < _MAX_TRANSCRIPT and (chat := transcript_of(head)) is not None:
         yield from _cut(render(chat))
@@ -141,7 +141,7 @@ def _of_text(text: TextIO, render: Render) -> Iterator[Piece]:
         yield from _cut(head + text.readline(PIECE), text)
 
 
-def _of_json(text: TextIO, render: Render) -> Iterator[Piece]:
+def _of_json(text: TextIO, render: Render) -> Iterator[TextPiece]:
     whole = text.read(_MAX_JSON)
     if len(whole) == _MAX_JSON:
         raise UnreadableError(f"JSON of more than {_MAX_JSON >> 20} MB that is not JSON lines")
@@ -158,7 +158,7 @@ def _of_json(text: TextIO, render: Render) -> Iterator[Piece]:
         yield from _cut(whole)
 
 
-def _of_json_lines(text: TextIO, render: Render) -> Iterator[Piece]:
+def _of_json_lines(text: TextIO, render: Render) -> Iterator[TextPiece]:
     plain = ""  # lines that are neither chat nor text make one text, as they are
     begins = True
     while line := text.readline(_MAX_JSON):
@@ -168,12 +168,12 @@ def _of_json_lines(text: TextIO, render: Render) -> Iterator[Piece]:
         if own is None:
             plain += line
         if plain and (own is not None or len(plain) > PIECE):
-            yield Piece(plain, begins)
+            yield TextPiece(plain, begins)
             plain, begins = "", own is not None
         if own is not None:
             yield from _cut(own)
     if plain:
-        yield Piece(plain, begins)
+        yield TextPiece(plain, begins)
 
 
 def _text_of_line(line: str, render: Render) -> str | None:
@@ -190,10 +190,10 @@ def _text_of_line(line: str, render: Render) -> str | None:
     return None if chat is None else render(chat)
 
 
-def _cut(head: str, rest: TextIO | None = None) -> Iterator[Piece]:
+def _cut(head: str, rest: TextIO | None = None) -> Iterator[TextPiece]:
     """Yield a text in pieces, at the ends of lines where there are any."""
     begins = True
     for text in (io.StringIO(head), rest):
         while text is not None and (piece := text.read(PIECE) + text.readline(PIECE)):
-            yield Piece(piece, begins)
+            yield TextPiece(piece, begins)
             begins = False

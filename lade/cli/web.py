@@ -17,7 +17,7 @@ from lade.models.loading import LoadedModel, encode
 
 if TYPE_CHECKING:
     from lade.chat.settings import Settings
-    from lade.drafting.drafter import CallDrafter
+    from lade.drafting.drafter import Drafter
 
 
 def run(
@@ -30,7 +30,7 @@ def run(
     host: str,
     port: int | None,
     share: bool,
-    drafter: "CallDrafter | None" = None,
+    drafter: "Drafter | None" = None,
 ) -> None:
     """Serve the page; its address is printed to standard output."""
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)

@@ -1,32 +1,32 @@
 """Another causal LM as a drafter."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
+from lade.budget.sources import SourceCosts
 from lade.compat import Model, device_of_inputs
 from lade.drafters.expansion import ExpansionName, check_expansion
 from lade.drafters.lengths import Length, LengthName
-from lade.drafters.model_drafter import ModelDrafter, OpenScorer, end_tokens_of
-from lade.drafters.overlap import OverlappedDrafter
+from lade.drafters.merging import alone
+from lade.drafters.model_drafter import ModelDrafter, OpenScorer
 from lade.drafters.runner import ModelRunner, plan_for
 from lade.drafters.translated import TranslatedDrafter
 from lade.drafters.vocabularies import Vocabularies, shares_ids
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
+from lade.probing.profile import profile_of
 
 
-class AssistantModel:
+class AssistantModel(Drafter):
     """A small causal LM that drafts for a larger one.
 
     With another vocabulary than the target's, its drafts are chains that are translated through
-    text, which both tokenizers are needed for. On another device than the target, it goes on while
-    the target verifies.
+    text, which both tokenizers are needed for.
 
     One object serves any number of calls, one after another or side by side. Each call has caches
-    of its own; what forwards cost and how often drafts were right is kept for the next.
+    of its own; only what forwards cost is kept for the next.
 
     Args:
         model: drafts; it is not changed, and may be in use elsewhere.
@@ -45,8 +45,6 @@ class AssistantModel:
         max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
         confidence: threshold of "confidence" and "heuristic", from 0 to 1.
         name: of this source in `DecodeStats.sources`.
-        overlap: whether to go on drafting, in a thread, while the target verifies; None for where
-            the two are on different devices, so that neither makes the other slower.
 
     Raises:
         TypeError, ValueError: an argument is none of those.
@@ -64,7 +62,6 @@ class AssistantModel:
         max_draft_tokens: int | None = None,
         confidence: float = 0.4,
         name: str = "assistant",
-        overlap: bool | None = None,
     ) -> None:
         if not callable(getattr(model, "generate", None)):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
@@ -78,7 +75,6 @@ class AssistantModel:
         check_expansion(expansion)
         self.model = model
         self.name = name
-        self._overlap = overlap
         self._has_tokenizers = tokenizer is not None and target_tokenizer is not None
         self._vocabularies: Vocabularies | None = None  # if they differ
         if self._has_tokenizers and not shares_ids(target_tokenizer, tokenizer, self._vocab_size):
@@ -86,6 +82,7 @@ class AssistantModel:
         # As transformers does, a K that grows from what the assistant says itself.
         first = getattr(model.generation_config, "num_assistant_tokens", None)
         self._length = Length(length, confidence, max_draft_tokens, first or 20)
+        self._costs = SourceCosts()
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
 
@@ -96,45 +93,32 @@ class AssistantModel:
             UnsupportedModelError: the model has another vocabulary, or its cache cannot go back.
         """
         self._check_vocabulary(call)
-        plan = plan_for(self.model)
+        plan, structure = plan_for(self.model), profile_of(self.model).structure
 
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
             # In another vocabulary, texts have other lengths; memory grows where this is too short.
-            return ModelRunner(self.model, plan, max(call.max_length, len(committed) + 1))
+            max_length = max(call.max_length, len(committed) + 1)
+            return ModelRunner(self.model, plan, max_length, structure)
 
-        overlaps = self._overlap
-        if overlaps is None:
-            overlaps = device_of_inputs(self.model) != device_of_inputs(call.model)
-        make_drafter = partial(self._drafter, overlaps)
+        made: Drafter
         if self._vocabularies is None:
-            return make_drafter(call, open_scorer)
-        return TranslatedDrafter(
-            call, self.name, self._vocabularies, self.model, make_drafter, open_scorer
-        )
+            made = self._drafter(call, open_scorer)
+        else:
+            made = TranslatedDrafter(
+                call, self._vocabularies, self.model, self._drafter, open_scorer
+            )
+        return alone(self.name, made, self._costs, call, asks_all=not self._length.is_measured)
 
-    def _drafter(
-        self, overlaps: bool, call: DraftingCall, open_scorer: OpenScorer
-    ) -> ModelDrafter | OverlappedDrafter:
+    def _drafter(self, call: DraftingCall, open_scorer: OpenScorer) -> ModelDrafter:
         """Return a drafter for a call in the vocabulary of the assistant."""
         config = self.model.config.get_text_config(decoder=True)
-        max_positions = getattr(config, "max_position_embeddings", None)
-
-        def make_drafter(open_scorer: OpenScorer) -> ModelDrafter:
-            return ModelDrafter(
-                call,
-                self.name,
-                open_scorer,
-                self._length,
-                self._expansion,
-                self._max_draft_tokens,
-                max_positions,
-            )
-
-        if not overlaps:
-            return make_drafter(open_scorer)
-        max_length = min(call.max_length, max_positions or call.max_length)
-        return OverlappedDrafter(
-            make_drafter, open_scorer, max_length, call.vocab_size, end_tokens_of(call.model)
+        return ModelDrafter(
+            call,
+            open_scorer,
+            self._length,
+            self._expansion,
+            self._max_draft_tokens,
+            getattr(config, "max_position_embeddings", None),
         )
 
     @property

@@ -15,15 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lade.drafting.drafter import (
-    Drafter,
-    DraftingCall,
-    ExploringDrafter,
-    HarvestingDrafter,
-    NgramDrafter,
-    SamplingDrafter,
-    num_successors_of,
-)
+from lade.drafting.drafter import Drafter, DraftingCall, num_successors_of
 from lade.drafting.drafts import checked_tokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
@@ -72,11 +64,11 @@ def check(
     not judged, for no model is asked; whether drawn tokens come as often as it says, is.
 
     Args:
-        drafter: a `lade.Drafter`, or an object that makes one for each call.
+        drafter: a `lade.Drafter`.
         vocab_size: token ids are below this.
         max_draft_tokens: the most that it is asked for at once.
         num_steps: steps during which its state must not grow.
-        model: what an object that makes drafters is told is the target's model.
+        model: what `for_call` is told is the target's model.
         seed: of the texts.
 
     Raises:
@@ -107,6 +99,8 @@ class _Checking:
         self.flaws: dict[str, str] = {}
         self._given = drafter
         self._drafter: Drafter = drafter
+        self._num_successors = 0
+        self._draws = self._learns_ngrams = False
         self._vocab_size = vocab_size
         self._most = max_draft_tokens
         self._num_steps = num_steps
@@ -127,31 +121,24 @@ class _Checking:
 
     def run(self) -> None:
         """Run all parts of the check, each with sequences of its own."""
-        makes = callable(getattr(self._given, "for_call", None))
-        lacking = [
-            name
-            for name in ("open", "draft", "observe", "close")
-            if not callable(getattr(self._given, name, None))
-        ]
-        if isinstance(self._given, type) or (lacking and not makes):
-            what = "it is a class" if isinstance(self._given, type) else f"it has no {lacking[0]}"
-            self._note("protocol", f"it is no drafter: {what}")
+        if not isinstance(self._given, Drafter):
+            what = "it is a class" if isinstance(self._given, type) else "no subclass of it"
+            self._note("base", f"it is no lade.Drafter: {what}")
             return
         for part in (self._check_drafts, self._check_two_at_once, self._check_size):
             self._run(part, self._call)
         rngs = [np.random.default_rng(each) for each in (1, 2)]
         drawing = replace(self._call, samples=True, rngs=rngs)
-        if makes or isinstance(self._given, SamplingDrafter):
+        if self._drafter is not self._given or self._draws:
             self._run(self._check_drawn, drawing)
-        if makes:
+        if self._drafter is not self._given:
             chain = replace(drawing, max_candidates=1, make_pool_drafter=partial(_pool_drafter, 1))
             self._run(self._check_chain, chain)
 
     def _run(self, part: Callable[[], None], call: DraftingCall) -> None:
-        makes = callable(getattr(self._given, "for_call", None))
         try:
-            if makes:
-                self._drafter = self._made(call)
+            self._drafter = self._made(call)
+            self._asked("looking at it", self._look)
             part()
         except _BrokenError:
             pass
@@ -173,14 +160,20 @@ class _Checking:
             raise _BrokenError
         return made
 
+    def _look(self) -> None:
+        drafter = self._drafter
+        self._num_successors = num_successors_of(drafter)
+        self._draws, self._learns_ngrams = bool(drafter.draws), bool(drafter.learns_ngrams)
+        bool(drafter.has_table)
+
     def _note(self, kind: str, text: str) -> None:
         self.flaws.setdefault(kind, text)
 
-    def _asked(self, name: str, method: Callable[..., _T], *args: Any) -> _T:
-        """Call a method, and look what it does besides."""
+    def _asked(self, name: str, ask: Callable[[], _T]) -> _T:
+        """Ask the drafter something, and look what it does besides."""
         before = _random_states()
         try:
-            return method(*args)
+            return ask()
         except Exception as error:
             self._note(f"{name} raises", f"{name} raises {in_one_line(error)}")
             raise _BrokenError from error
@@ -188,42 +181,46 @@ class _Checking:
             if _random_states() != before:
                 self._note(
                     "random state",
-                    f"{name} draws from a global random generator, which changes sampled text",
+                    f"{name} draws from a global random generator, which is that of all threads; "
+                    "have one of your own",
                 )
+
+    def _called(self, method: str, *args: Any) -> Any:
+        return self._asked(method, lambda: getattr(self._drafter, method)(*args))
 
     @contextmanager
     def _opened(self, prompt: Sequence[int]) -> Iterator[Any]:
-        handle = self._asked("open", self._drafter.open, [*prompt])
+        handle = self._called("open", [*prompt])
         try:
             yield handle
         finally:
-            self._asked("close", self._drafter.close, handle)
+            self._called("close", handle)
 
     # --- drafts -------------------------------------------------------------------------------
 
     def _check_drafts(self) -> None:
         """Follow one text, with all that a call may tell a drafter on the way."""
         text = self._text(64)
-        num_successors = self._asked("num_successors", lambda: num_successors_of(self._drafter))
         with self._opened(text[:_NUM_PROMPT]) as handle:
             place, step = _NUM_PROMPT, 0
             while place < len(text):
                 for most in (self._most, 1 + step % 3):
                     self._drafted(handle, text[:place], most)
-                self._explored(handle)
+                if self._num_successors:
+                    self._explored(handle)
                 num_new = 1 + step % 3
                 emitted = text[place : place + num_new]
-                self._asked("observe", self._drafter.observe, handle, emitted)
-                if num_successors and isinstance(self._drafter, HarvestingDrafter):
-                    self._harvested(handle, text[:place], num_successors)
-                if isinstance(self._drafter, NgramDrafter):
+                self._called("observe", handle, emitted)
+                if self._num_successors:
+                    self._harvested(handle, text[:place], self._num_successors)
+                if self._learns_ngrams:
                     ngrams = self._rng.integers(0, self._vocab_size, (2, 4)).astype(np.int32)
-                    self._asked("observe_ngrams", self._drafter.observe_ngrams, handle, ngrams)
+                    self._called("observe_ngrams", handle, ngrams)
                 place, step = place + num_new, step + 1
 
     def _drafted(self, handle: Any, committed: list[int], most: int) -> Draft:
         seen = [*committed]
-        draft = self._asked("draft", self._drafter.draft, handle, seen, most)
+        draft: Draft = self._called("draft", handle, seen, most)
         if seen != committed:
             self._note("committed", "draft changes the list of committed tokens")
         self._check_draft(draft, most)
@@ -279,11 +276,8 @@ class _Checking:
             self._note("order", "probabilities increase along a draft; the best node comes first")
 
     def _explored(self, handle: Any) -> None:
-        drafter = self._drafter
-        if not isinstance(drafter, ExploringDrafter):
-            return
         excluded = np.array([0, 1, 2], np.int32)
-        found = self._asked("explore", drafter.explore, handle, excluded, self._most)
+        found = self._called("explore", handle, excluded, self._most)
         try:
             token_ids, _ = checked_tokens(*found)
         except (TypeError, ValueError) as error:
@@ -295,13 +289,13 @@ class _Checking:
             self._note("excluded", "explore names tokens that it was told not to")
 
     def _harvested(self, handle: Any, committed: list[int], num_successors: int) -> None:
-        harvesting: Any = self._drafter
         ids = [self._rng.permutation(self._vocab_size)[:num_successors] for _ in range(3)]
         probs = np.sort(self._rng.dirichlet(np.ones(num_successors), 3))[:, ::-1]
         successors = Successors(np.array(ids, np.int32), probs.astype(np.float32))
         nodes = [committed[-1], *ids[0][:2].tolist()]
         nodes += [0] * (3 - len(nodes))
-        self._asked("harvest", harvesting.harvest, handle, committed, nodes, [-1, 0, 0], successors)
+        parents = [-1, 0, 0]
+        self._called("harvest", handle, committed, nodes, parents, successors)
 
     # --- several sequences ----------------------------------------------------------------------
 
@@ -326,16 +320,16 @@ class _Checking:
         with self._opened(mine[:_NUM_PROMPT]) as handle:
             beside = None
             if not is_alone:
-                beside = self._asked("open", self._drafter.open, others[:_NUM_PROMPT])
+                beside = self._called("open", others[:_NUM_PROMPT])
             for place in range(_NUM_PROMPT, len(mine)):
                 drafted += self._drafted(handle, mine[:place], self._most).token_ids.tolist()
                 if beside is not None:
                     self._drafted(beside, others[:place], self._most)
-                self._asked("observe", self._drafter.observe, handle, [mine[place]])
+                self._called("observe", handle, [mine[place]])
                 if beside is not None:
-                    self._asked("observe", self._drafter.observe, beside, [others[place]])
+                    self._called("observe", beside, [others[place]])
                 if beside is not None and place == len(mine) - 8:
-                    self._asked("close", self._drafter.close, beside)
+                    self._called("close", beside)
                     beside = None
         return sum(token in of_others for token in drafted) / max(1, len(drafted))
 
@@ -347,7 +341,7 @@ class _Checking:
             with self._opened(text[:_NUM_PROMPT]) as handle:
                 for place in range(_NUM_PROMPT, len(text)):
                     self._drafted(handle, text[:place], self._most)
-                    self._asked("observe", self._drafter.observe, handle, [text[place]])
+                    self._called("observe", handle, [text[place]])
             sizes.append(_size_of([self._given, self._drafter]))
         growth = np.diff(sizes)[1:]  # the first time, it may learn
         if (growth > _MOST_KEPT).all():
@@ -369,7 +363,7 @@ class _Checking:
         uniform: list[float] = []
         rng = np.random.default_rng(self._rng.integers(2**32))
         with self._opened(text[:_NUM_PROMPT]) as handle:
-            self._asked("observe", self._drafter.observe, handle, text[_NUM_PROMPT:])
+            self._called("observe", handle, text[_NUM_PROMPT:])
             for number in range(_MOST_DRAWS):
                 draft = self._drawn(handle, text, self._most, np.random.default_rng(number))
                 if isinstance(draft, SampledDraft):
@@ -387,20 +381,20 @@ class _Checking:
 
     def _drawn(self, handle: Any, text: list[int], most: int, rng: np.random.Generator) -> Draft:
         """Return a draft as a call that draws would have it."""
-        draft = self._asked("draft", self._drafter.draft, handle, [*text], most)
+        draft: Draft = self._called("draft", handle, [*text], most)
         is_drawn = isinstance(draft, SampledDraft) or not len(draft)
-        if not is_drawn and isinstance(self._drafter, SamplingDrafter):
-            draft = self._asked("sample", self._drafter.sample, handle, [*text], len(draft), rng)
+        if not is_drawn and self._draws:
+            draft = self._called("sample", handle, [*text], len(draft), rng)
         self._check_draft(draft, most)
         return draft
 
     def _check_first(self, handle: Any, text: list[int], draft: SampledDraft, seed: int) -> None:
         """Look whether fewer tokens are the first of more, drawn with the same numbers."""
-        if not isinstance(self._drafter, SamplingDrafter) or len(draft) < 2 or seed % 40:
+        if not self._draws or len(draft) < 2 or seed % 40:
             return
         few = len(draft) // 2
         rng = np.random.default_rng(seed)
-        fewer = self._asked("sample", self._drafter.sample, handle, [*text], few, rng)
+        fewer = self._called("sample", handle, [*text], few, rng)
         same = draft.first(few)
         if fewer.token_ids.tolist() != same.token_ids.tolist():
             self._note(
@@ -437,7 +431,7 @@ class _Checking:
         """Look whether drawn drafts have one path where only one can be verified."""
         text = self._text(40)
         with self._opened(text[:_NUM_PROMPT]) as handle:
-            self._asked("observe", self._drafter.observe, handle, text[_NUM_PROMPT:])
+            self._called("observe", handle, text[_NUM_PROMPT:])
             for number in range(8):
                 draft = self._drawn(handle, text, self._most, np.random.default_rng(number))
                 if isinstance(draft, SampledDraft) and len({*draft.parents.tolist()}) < len(draft):

@@ -65,23 +65,6 @@ class Layers:
         }
         return viewed(model, lambda module: changes.get(id(module)))
 
-    @property
-    def all_same(self) -> dict[int, _Pass]:
-        """What makes all layers pass hidden states on as they are."""
-        return dict.fromkeys(range(len(self)), _same)
-
-    def noting(self, model: Model) -> tuple[Model, list[Tensor]]:
-        """Return a view, and a list of what each layer returns in its next forward."""
-        layers = [*model.get_submodule(self.name)]
-        view, hidden = with_own_hooks(model, layers), list[Tensor]()
-
-        def note(module: nn.Module, _: Any, output: Any) -> None:
-            hidden.append(output if isinstance(output, Tensor) else output[0])
-
-        for layer in layers:
-            counterpart(view, model, layer).register_forward_hook(note)
-        return view, hidden
-
     def exit_view(self, model: Model, num_layers: int) -> Model:
         """Return a view that runs only the first layers, with a profile of its own."""
         view = self.passing(model, dict.fromkeys(range(num_layers, len(self)), _same))

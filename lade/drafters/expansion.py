@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.drafters.lengths import Level
+from lade.budget.levels import Level
 from lade.errors import UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 

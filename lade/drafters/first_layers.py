@@ -1,26 +1,25 @@
 """The target's own first layers as a drafter."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
+from lade.budget.sources import SourceCosts
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs, placeholders_of
-from lade.drafters.exits import Cut, Layers, inputs_for, layers_of, refusal, why_not_cut
+from lade.drafters.exits import Cut, Layers, layers_of, refusal, why_not_cut
 from lade.drafters.expansion import ExpansionName, check_expansion
 from lade.drafters.lengths import Length, LengthName
+from lade.drafters.merging import alone
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for, prepared
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.errors import UnsupportedModelError, in_one_line
+from lade.errors import UnsupportedModelError, UnsupportedOptionError, in_one_line
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.profile import Profile, profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -29,16 +28,8 @@ from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
 
-# Texts that the model writes itself to see how often its exits are right, and their tokens.
-_NUM_TEXTS = 4
-_NUM_TOKENS = 32
-# Exits that are measured; the head of a small model costs more than its layers.
-_MAX_EXITS = 8
-# Levels of a draft that are considered.
-_MAX_LEVELS = 8
 
-
-class FirstLayers:
+class FirstLayers(Drafter):
     """The target's own first layers, followed by its last norm and head, as a drafter.
 
     No second model is needed, and none of its memory. The decoder layers are found by structure, in
@@ -52,8 +43,7 @@ class FirstLayers:
     their own and run the prompt once more.
 
     Args:
-        num_layers: how many layers; None to choose by a measurement, once for each model: it
-            writes four texts of 32 tokens and compares what each exit says.
+        num_layers: how many layers; a third of them is a first try.
         length, expansion, max_draft_tokens, confidence: as for `AssistantModel`.
         name: of this source in `DecodeStats.sources`.
 
@@ -63,7 +53,7 @@ class FirstLayers:
 
     def __init__(
         self,
-        num_layers: int | None = None,
+        num_layers: int,
         *,
         length: LengthName | int = "measured",
         expansion: ExpansionName = "tree",
@@ -71,11 +61,9 @@ class FirstLayers:
         confidence: float = 0.4,
         name: str = "first_layers",
     ) -> None:
-        if num_layers is not None and (
-            isinstance(num_layers, bool) or not isinstance(num_layers, int)
-        ):
-            raise TypeError(f"expected num_layers to be an int or None, got {num_layers!r}")
-        if num_layers is not None and num_layers < 1:
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+            raise TypeError(f"expected num_layers to be an int, got {num_layers!r}")
+        if num_layers < 1:
             raise ValueError(f"expected num_layers of at least 1, got {num_layers}")
         if max_draft_tokens is not None and max_draft_tokens < 1:
             raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
@@ -83,6 +71,7 @@ class FirstLayers:
         self.num_layers = num_layers
         self.name = name
         self._length = Length(length, confidence, max_draft_tokens)
+        self._costs = SourceCosts()
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
 
@@ -92,29 +81,33 @@ class FirstLayers:
         Raises:
             UnsupportedModelError: the target's layers cannot be found, or cannot be run by
                 themselves, with the reason.
-            ValueError: it has too few layers.
+            UnsupportedOptionError: it has too few layers; also a `ValueError`.
         """
         exits = Exits(call.model)
-        num_layers = exits.num_layers(self.num_layers)
+        num_layers = self.num_layers
+        exits.check(num_layers)
         target = call.target
         options = (self._length, self._expansion, self._max_draft_tokens)
         if isinstance(target, TreeTarget) and exits.why_not_early(target, num_layers) is None:
             halve = partial(Cut, layers=exits.layers, num_layers=num_layers)
             runner = EarlyRunner(target, halve, placeholders_of(call.model))
-            return _EarlyDrafter(call, self.name, runner, *options)
+            return self._alone(_EarlyDrafter(call, runner, *options), call)
         view, plan = exits.view(num_layers)
 
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
             return ModelRunner(view, plan, call.max_length)
 
-        return ModelDrafter(call, self.name, open_scorer, *options)
+        return self._alone(ModelDrafter(call, open_scorer, *options), call)
+
+    def _alone(self, made: Drafter, call: DraftingCall) -> Drafter:
+        return alone(self.name, made, self._costs, call, asks_all=not self._length.is_measured)
 
 
 class _EarlyDrafter(ModelDrafter):
     """A drafter of the one row of a call whose target runs the drafts, too."""
 
-    def __init__(self, call: DraftingCall, name: str, runner: "EarlyRunner", *options: Any) -> None:
-        super().__init__(call, name, lambda committed: runner, *options)
+    def __init__(self, call: DraftingCall, runner: "EarlyRunner", *options: Any) -> None:
+        super().__init__(call, lambda committed: runner, *options)
         self._runner = runner
 
     def open(self, prompt_ids: Sequence[int]) -> int:
@@ -186,7 +179,6 @@ class _Known:
     flaws: dict[int, str | None] = field(default_factory=dict)  # by number of layers
     of_early: dict[tuple[int, str | None], str | None] = field(default_factory=dict)
     views: dict[int, tuple[Model, VerificationPlan]] = field(default_factory=dict)
-    ranked: list[int] = field(default_factory=list)  # numbers of layers, best first
 
 
 class Exits:
@@ -213,31 +205,25 @@ class Exits:
         """The layers of the model."""
         return self._known.layers
 
-    def num_layers(self, asked: int | None) -> int:
-        """Return how many layers to run: as many as asked for, or the best number.
+    def check(self, num_layers: int) -> None:
+        """Raise if so many first layers cannot draft.
 
         Raises:
-            UnsupportedModelError: the model cannot be cut there, or nowhere, with the reason.
-            ValueError: it has no more layers than asked for.
+            UnsupportedModelError: the model cannot be cut there, with the reason.
+            UnsupportedOptionError: it has no more layers than asked for.
         """
-        if asked is not None:
-            if asked >= len(self.layers):
-                raise ValueError(
-                    f"expected num_layers from 1 to {len(self.layers) - 1} for "
-                    f"{type(self._model).__name__}, got {asked}"
-                )
-            reason = self._flaw(asked)
-            if reason is not None:
-                raise UnsupportedModelError(refusal(self._model, reason))
-            return asked
-        if not self._known.ranked:
-            measured = measure(self._model, self._profile, self.layers)
-            self._known.ranked = measured.ranked()
-        for num_layers in self._known.ranked:
-            if self._flaw(num_layers) is None:
-                return num_layers
-        reason = self._flaw(self._known.ranked[0])
-        raise UnsupportedModelError(refusal(self._model, str(reason)))
+        if num_layers >= len(self.layers):
+            raise UnsupportedOptionError(
+                f"expected num_layers from 1 to {len(self.layers) - 1} for "
+                f"{type(self._model).__name__}, got {num_layers}"
+            )
+        flaws = self._known.flaws
+        if num_layers not in flaws:
+            flaws[num_layers] = why_not_cut(self._model, self._profile, self.layers, num_layers)
+            if self._profile.draws:
+                flaws[num_layers] = "its forwards draw random numbers"
+        if (reason := flaws[num_layers]) is not None:
+            raise UnsupportedModelError(refusal(self._model, reason))
 
     def why_not_early(self, target: TreeTarget, num_layers: int) -> str | None:
         """Return why the verification cannot go on from what the first layers ran, or None."""
@@ -259,103 +245,6 @@ class Exits:
             view = self.layers.exit_view(self._model, num_layers)
             known[num_layers] = view, plan_for(view)
         return known[num_layers]
-
-    def _flaw(self, num_layers: int) -> str | None:
-        flaws = self._known.flaws
-        if num_layers not in flaws:
-            flaws[num_layers] = why_not_cut(self._model, self._profile, self.layers, num_layers)
-            if self._profile.draws and self._profile.draws[0]:
-                flaws[num_layers] = "its forwards draw random numbers"
-        return flaws[num_layers]
-
-
-class Measured(NamedTuple):
-    """What was measured of the exits of a model."""
-
-    agreements: dict[int, float]  # by number of layers, how often an exit is right
-    layer_cost: float  # of one layer, as a part of a forward of the model over one token
-    other_cost: float  # of all that is no layer
-
-    def ranked(self) -> list[int]:
-        """Return the numbers of layers of all exits, best first."""
-        return sorted(self.agreements, key=self.speed, reverse=True)
-
-    def speed(self, num_layers: int) -> float:
-        """Return how much faster chains of the best length make decoding, by these figures."""
-        right = self.agreements[num_layers]
-        cost = self.other_cost + num_layers * self.layer_cost
-        return max(
-            sum(right**depth for depth in range(num_levels + 1)) / (1 + num_levels * cost)
-            for num_levels in range(1, _MAX_LEVELS + 1)
-        )
-
-
-@torch.no_grad()
-def measure(model: Model, profile: Profile, layers: Layers) -> Measured:
-    """Measure how often each exit of a model says what the model itself says, and what it costs.
-
-    The model writes a few texts from single tokens. One forward over them gives what each layer
-    hands on, and the model without its layers says what that would make of it.
-
-    Raises:
-        UnsupportedModelError: a forward fails.
-    """
-    try:
-        with unchanged_random_state(model, profile):
-            texts = _written(model)
-            first = texts.shape[1] - _NUM_TOKENS - 1
-            noted, hidden = layers.noting(model)
-            said = noted(**inputs_for(model, texts)).logits[:, first:].argmax(dim=-1)
-            agreements = {}
-            for num_layers in _some_exits(len(layers)):
-                of_layer = hidden[num_layers - 1]
-                exit_ = layers.passing(model, {**layers.all_same, 0: partial(_instead, of_layer)})
-                logits = exit_(**inputs_for(model, texts)).logits[:, first:]
-                agreements[num_layers] = float((logits.argmax(dim=-1) == said).double().mean())
-            token = texts[:1, :1]
-            whole = _least_sec(model, token)
-            other = min(whole, _least_sec(layers.passing(model, layers.all_same), token)) / whole
-    except Exception as failure:
-        raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
-    return Measured(agreements, (1 - other) / len(layers), other)
-
-
-def _some_exits(num_layers: int) -> list[int]:
-    """Return numbers of layers to measure, at equal distances."""
-    num_exits = min(_MAX_EXITS, num_layers - 1)
-    return [round(num_layers * (1 + i) / (1 + num_exits)) for i in range(num_exits)]
-
-
-def _instead(hidden: Tensor, _: Tensor) -> Tensor:
-    return hidden
-
-
-def _written(model: Model) -> Tensor:
-    """Return texts that a model writes, int64 [_NUM_TEXTS, 1 or 2 + _NUM_TOKENS]."""
-    plain = copy.copy(model)  # shares everything but the attribute set here
-    plain.generation_config = GenerationConfig()  # none of the model's own options
-    begin = model.config.get_text_config(decoder=True).bos_token_id
-    before = [begin] if isinstance(begin, int) else []
-    prompts = [[*before, token_id] for token_id in check_tokens(model)[:_NUM_TEXTS]]
-    input_ids = torch.tensor(prompts, device=device_of_inputs(model))
-    texts: Tensor = type(model).generate(
-        plain,
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=_NUM_TOKENS,
-        do_sample=False,
-    )
-    return texts
-
-
-def _least_sec(model: Model, token: Tensor) -> float:
-    """Return the least time of a few forwards over one token."""
-    secs = []
-    for _ in range(4):
-        begin = perf_counter()
-        model(**inputs_for(model, token)).logits.argmax().item()
-        secs.append(perf_counter() - begin)
-    return min(secs)
 
 
 @torch.no_grad()

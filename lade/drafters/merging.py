@@ -1,39 +1,28 @@
 """What `Merged` does in a call: asks its parts, joins their drafts, and learns what came of them.
 
-How drafts are joined is in `joining.py`, which parts are asked in `payoffs.py`; here is what both
-are told, and all that the parts are besides: learning, exploring, drawing.
+Which parts are worth asking is decided in `lade/budget/sources.py`; drafts are joined by
+`joining.py`.
 """
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Lock
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lade.drafters.joining import Joined, Joining, matched_depth
-from lade.drafters.payoffs import Payoffs
-from lade.drafting.drafter import (
-    Drafter,
-    ExploringDrafter,
-    HarvestingDrafter,
-    NgramDrafter,
-    ReportingDrafter,
-    SamplingDrafter,
-    num_successors_of,
-)
-from lade.drafting.drafts import checked, checked_tokens
-from lade.drafting.pool_drafter import PoolDrafter, has_table
+from lade.budget.calibration import Calibration, Outcome
+from lade.budget.sources import SourceCosts, Sources
+from lade.compat import mesh_of
+from lade.drafters.joining import joined, matched_depth
+from lade.drafting.drafter import Drafter, DraftingCall, sources_of
+from lade.drafting.guard import Guard
+from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
-from lade.errors import DrafterWarning, in_one_line
 from lade.stats import SourceStats
 from ngram_pool import Draft
-
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -42,19 +31,30 @@ class Part:
 
     name: str
     drafter: Drafter
-    opens_late: bool  # when it is first asked: it learns nothing of other sequences
-    is_dropped: bool = False
+    guard: Guard  # drops it, with one warning, where it fails
+    num_successors: int = 0
+    draws: bool = False  # by `sample`
+    learns_ngrams: bool = False
+    has_table: bool = False
+    # For the call, as models are: then `draft` draws where drafts are drawn.
+    is_made: bool = False
     stats: SourceStats = field(default_factory=SourceStats)
 
+    @property
+    def is_pool(self) -> bool:
+        """Whether it is asked at every step: what pools know comes and goes too fast to measure."""
+        return isinstance(self.drafter, PoolDrafter)
 
-@dataclass(slots=True)
-class _Asked:
-    """Whether a source was asked for a draft, and what was known by then."""
 
+class _Asked(NamedTuple):
+    """A part that was asked for a draft, and what was known by then."""
+
+    source: int
     level: int  # of how sure the cheaper ones were
-    was_asked: bool
-    before: Draft | None = None  # what the cheaper ones proposed; None if none was asked
-    sec: float = 0.0
+    before: Draft  # what they proposed
+    after: Draft  # the same with the part's own
+    draft: Draft  # its own
+    sec: float
 
 
 @dataclass(slots=True)
@@ -62,74 +62,48 @@ class _Sequence:
     """A sequence of the call."""
 
     text: list[int]
-    num_prompt: int
     handles: dict[int, int] = field(default_factory=dict)  # by part
+    num_run: dict[int, int] = field(default_factory=dict)  # tokens of the text, by part
     # Of the last proposal, until its outcome is known:
-    asked: dict[int, _Asked] = field(default_factory=dict)
-    drafts: dict[int, Draft] = field(default_factory=dict)  # by part
-    joined: Joined | None = None  # None where drafts are drawn
+    asked: list[_Asked] = field(default_factory=list)
     num_forced: int = 0  # tokens that a grammar forced before it
-    drawing: int | None = None  # the part that is to draw
 
 
-class MergedDrafter:
-    """The drafter of one call by `Merged`.
+class MergedDrafter(Drafter):
+    """The drafter of one call by `Merged`; it can do what one of its parts can.
 
-    It has those of the optional methods of drafters that one of its parts has.
+    Args:
+        parts: the drafters.
+        costs: what their drafts cost; kept for later calls.
+        call: the call.
+        asks_all: whether all parts are asked at every step, whatever that costs.
     """
-
-    checks_drafts = True  # its drafts are what they should be
 
     def __init__(
         self,
         parts: Sequence[Part],
-        joining: Joining,
-        payoffs: Payoffs,
-        lock: Lock,
+        costs: Sequence[SourceCosts],
+        call: DraftingCall,
         *,
-        draws: bool,
-        asks_all: bool,
-        max_length: int,
-        is_strict: bool,
+        asks_all: bool = False,
     ) -> None:
         self._parts = parts
-        self._joining = joining
-        self._payoffs = payoffs
-        self._lock = lock  # of what is shared with other calls
-        self._draws = draws
-        self._asks_all = asks_all
-        self._max_length = max_length
-        self._is_strict = is_strict
-        self._sequences: dict[int, _Sequence] = {}
+        self._sources = Sources(costs)
+        self._calibrations = [Calibration() for _ in parts]
+        self._draws = call.rngs is not None
+        # Times differ between processes that run a model together.
+        self._asks_all = asks_all or mesh_of(call.model) is not None
+        self._max_length = call.max_length
+        self._open: dict[int, _Sequence] = {}
         self._num_opened = 0
-        # The step under way: when its first draft was asked for, seconds of drafting since, and
-        # what it emitted; None before the first.
-        self._start: float | None = None
-        self._asking_sec = 0.0
-        self._num_emitted = 0
-        self._num_observed = 0
-        self._step: list[tuple[int, _Asked]] = []
-        self._num_drafted = 0
-        drafters = [part.drafter for part in parts]
-        self._num_successors = [self._num_of(part) for part in parts]
-        self.num_successors = max(self._num_successors)
-        # Callers ask whether a drafter has a method, so there are those of the parts alone.
-        if any(self._num_successors):
-            self.harvest = self._harvest
-        if any(isinstance(each, ExploringDrafter) for each in drafters):
-            self.explore = self._explore
-        if any(isinstance(each, SamplingDrafter) for each in drafters):
-            self.sample = self._sample
-        if any(isinstance(each, NgramDrafter) for each in drafters):
-            self.observe_ngrams = self._observe_ngrams
-
-    def _num_of(self, part: Part) -> int:
-        return self._guarded(part, lambda: num_successors_of(part.drafter), 0)
-
-    @property
-    def has_prewarmed(self) -> bool:
-        """Whether a part has a prewarmed table, so that no prompts need be harvested."""
-        return any(has_table(part.drafter) for part in self._parts)
+        # The step under way: when its first draft was asked for, rows drafted for, rows observed
+        # and tokens emitted since.
+        self._begun: float | None = None
+        self._num_drafted = self._num_observed = self._num_emitted = 0
+        self.num_successors = max(part.num_successors for part in parts)
+        self.draws = any(part.draws for part in parts)
+        self.learns_ngrams = any(part.learns_ngrams for part in parts)
+        self.has_table = any(part.has_table for part in parts)
 
     @property
     def sources(self) -> Mapping[str, SourceStats]:
@@ -138,8 +112,7 @@ class MergedDrafter:
         for part in self._parts:
             found[part.name] = part.stats
             own: Mapping[str, SourceStats] = {}
-            if isinstance(part.drafter, ReportingDrafter):
-                own = self._guarded(part, partial(_sources_of, part.drafter), own)
+            own = part.guard.ask(partial(sources_of, part.drafter), own, even_if_failed=True)
             if len(own) > 1:
                 found |= {f"{part.name}.{name}": stats for name, stats in own.items()}
         return found
@@ -147,217 +120,125 @@ class MergedDrafter:
     # --- sequences ----------------------------------------------------------------------------
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        """Begin a sequence in all parts that may learn from it."""
+        """Begin a sequence in all parts."""
         self._num_opened += 1
-        sequence = _Sequence([*prompt_ids], len(prompt_ids))
-        self._sequences[self._num_opened] = sequence
+        known = self._open[self._num_opened] = _Sequence([*prompt_ids])
         for source, part in enumerate(self._parts):
-            if not part.opens_late:
-                self._open(source, part, sequence)
+            part.guard.ask(partial(_open, part.drafter, source, known), None)
         return self._num_opened
-
-    def _open(self, source: int, part: Part, sequence: _Sequence) -> None:
-        """Begin a sequence in one part, and tell it what was emitted since."""
-        num_prompt = sequence.num_prompt
-
-        def begin() -> None:
-            handle = part.drafter.open(sequence.text[:num_prompt])
-            sequence.handles[source] = handle
-            if len(sequence.text) > num_prompt:
-                part.drafter.observe(handle, sequence.text[num_prompt:])
-
-        self._guarded(part, begin, None)
 
     def close(self, sequence: int) -> None:
         """End a sequence in all parts."""
-        for source, handle in self._sequences.pop(sequence).handles.items():
-            part = self._parts[source]
-            self._guarded(part, partial(part.drafter.close, handle), None, even_if_dropped=True)
+        for source, handle in self._open.pop(sequence).handles.items():
+            self._parts[source].guard.tell("close", handle, even_if_failed=True)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """Tell all parts what a step emitted, and learn from what they had proposed."""
-        known = self._sequences[sequence]
+        known = self._open[sequence]
         known.text += token_ids
         for source, handle in known.handles.items():
-            part = self._parts[source]
-            self._guarded(part, partial(part.drafter.observe, handle, token_ids), None)
+            self._parts[source].guard.tell("observe", handle, token_ids)
         self._num_emitted += len(token_ids)
         self._num_observed += 1
         emitted = [*token_ids[known.num_forced :]]
-        if known.asked and emitted:
-            with self._lock:
-                self._learn(known, emitted)
-        known.asked, known.drafts, known.joined, known.drawing = {}, {}, None, None
-
-    def _learn(self, known: _Sequence, emitted: list[int]) -> None:
-        """Learn what became of the drafts of each part."""
-        if known.joined is not None:
-            matched = self._joining.learn(known.joined, emitted)
-        else:
-            matched = {each: matched_depth(known.drafts[each], emitted) for each in known.drafts}
-        num_accepted = len(emitted) - 1
-        for source, asked in known.asked.items():
-            if not asked.was_asked:
-                continue
-            self._parts[source].stats.num_accepted_tokens += matched[source]
-            without = 0 if asked.before is None else matched_depth(asked.before, emitted)
-            if known.joined is not None:  # it has what the cheaper ones proposed, too
-                without = min(without, num_accepted)
-            self._payoffs.record_gain(source, asked.level, num_accepted - without, asked.sec)
+        # Of a draft that was not drawn from, nobody knows how much would have been verified.
+        most = len(emitted) - (0 if self._draws else 1)
+        for source, level, before, after, draft, sec in known.asked if emitted else ():
+            if not self._draws:
+                self._calibrations[source].record([Outcome(0, draft, emitted)])
+            self._parts[source].stats.num_accepted_tokens += matched_depth(draft, emitted)
+            num_added = min(most, matched_depth(after, emitted))
+            num_added -= min(most, matched_depth(before, emitted))
+            self._sources.record_gain(source, level, num_added, sec)
+        known.asked = []
 
     # --- drafts -------------------------------------------------------------------------------
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Ask the parts that are worth it, and join what they propose."""
-        begun = perf_counter()
-        if self._num_observed or self._start is None:
-            self._begin_step(begun)
-        known = self._sequences[sequence]
+        """Ask the parts that are worth it, and join what they propose.
+
+        Where drafts are drawn, one part drafts, which is chosen before anything is drawn. A pool
+        draws only when it is told how much, so what it proposes before may decide whether another
+        part is worth asking instead.
+        """
+        self._begin_step(perf_counter())
+        known = self._open[sequence]
         known.num_forced = max(0, len(committed) - len(known.text))
-        known.asked, known.drafts, known.joined, known.drawing = {}, {}, None, None
-        order = self._order()
-        if self._draws:
-            draft = self._drafted_to_draw(known, order, committed, max_draft_tokens)
-        else:
-            draft = self._drafted_together(known, order, committed, max_draft_tokens)
+        known.asked = []
+        drafts: list[Draft] = []
+        draft = Draft.empty()
+        for source in self._order():
+            level = self._sources.level_of(float(draft.probs.sum()))
+            part = self._parts[source]
+            if self._draws and drafts and (self._asks_all or part.is_pool):
+                continue
+            if not self._pays(source, level, known):
+                continue
+            start, before = perf_counter(), draft
+            handle = known.handles.get(source)
+            found = part.guard.draft(handle, committed, max_draft_tokens)
+            if found is None:
+                continue
+            if self._draws:
+                drafts, draft = [found], found
+            else:
+                drafts.append(self._calibrated(source, found))
+                draft = joined(drafts, max_draft_tokens)
+            sec = perf_counter() - start
+            known.asked.append(_Asked(source, level, before, draft, found, sec))
+            self._count(source, known, found, sec)
+            if self._draws and part.is_made:
+                break
         self._num_drafted += 1
-        self._step += known.asked.items()
-        self._asking_sec += perf_counter() - begun
         return draft
 
     def _order(self) -> list[int]:
         """Return the parts in the order in which they are asked, the cheapest first."""
-        working = [source for source, part in enumerate(self._parts) if not part.is_dropped]
-        if self._asks_all or len(working) < 2:
-            return working
-        with self._lock:
-            return self._payoffs.by_cost(working)
-
-    def _drafted_together(
-        self,
-        known: _Sequence,
-        order: Sequence[int],
-        committed: Sequence[int],
-        max_draft_tokens: int,
-    ) -> Draft:
-        """Return one draft out of those of the parts that are worth asking."""
-        draft = Draft.empty()
-        for source in order:
-            if self._is_to_be_asked(source, known, draft):
-                found = self._ask(source, known, committed, max_draft_tokens)
-                if found is not None:
-                    known.drafts[source] = found
-                    with self._lock:
-                        known.joined = self._joining.join({**known.drafts}, max_draft_tokens)
-                    draft = known.joined.draft
-        return draft
-
-    def _is_to_be_asked(self, source: int, known: _Sequence, before: Draft) -> bool:
-        """Return whether to ask a source, now that cheaper ones have proposed what they have."""
-        with self._lock:
-            level = self._payoffs.level_of(float(before.probs.sum()))
-            is_asked = self._asks_all or self._pays(source, level, known)
-        known.asked[source] = _Asked(level, is_asked, before if known.drafts else None)
-        return is_asked
+        working = [s for s, part in enumerate(self._parts) if not part.guard.has_failed]
+        if not self._asks_all and len(working) > 1:
+            working = self._sources.by_cost(working)
+        if self._draws:  # those that are not drawn from yet come first
+            working.sort(key=lambda source: self._parts[source].is_made)
+        return working
 
     def _pays(self, source: int, level: int, known: _Sequence) -> bool:
-        payoffs, part = self._payoffs, self._parts[source]
-        is_open = source in known.handles
-        if type(part.drafter) is PoolDrafter:
-            return True  # as without the other parts: what it knows comes and goes too fast
-        if payoffs.is_cheap(source) or not (part.opens_late or payoffs.is_known(source)):
+        if self._asks_all or self._parts[source].is_pool:
             return True
-        num_prompt = 0 if is_open else len(known.text)
         num_to_come = max(0, self._max_length - len(known.text))
-        return payoffs.is_worth_asking(source, level, num_prompt, num_to_come)
+        return self._sources.is_worth_asking(
+            source, level, self._num_behind(source, known), num_to_come
+        )
 
-    def _ask(
-        self, source: int, known: _Sequence, committed: Sequence[int], max_draft_tokens: int
-    ) -> Draft | None:
-        """Return a source's draft; None where it fails."""
-        part = self._parts[source]
-        start = perf_counter()
-        num_to_run = 0 if source in known.handles else len(known.text)
-        if num_to_run:
-            self._open(source, part, known)
+    def _num_behind(self, source: int, known: _Sequence) -> int:
+        """Return how many tokens of the text a part has not run; 0 for one that runs none."""
+        is_model = self._parts[source].is_made
+        return len(known.text) - known.num_run.get(source, 0) if is_model else 0
 
-        def ask() -> Draft:
-            draft = part.drafter.draft(known.handles[source], committed, max_draft_tokens)
-            # Looking at a pool's drafts would take as long as half of drafting them.
-            return draft if type(part.drafter) is PoolDrafter else checked(draft, max_draft_tokens)
+    def _count(self, source: int, known: _Sequence, draft: Draft, sec: float) -> None:
+        self._sources.record_asking(source, sec, self._num_behind(source, known))
+        known.num_run[source] = len(known.text)
+        stats = self._parts[source].stats
+        stats.num_asked += 1
+        stats.num_draft_tokens += len(draft)
+        stats.sec += sec
 
-        draft = self._guarded(part, ask, None)
-        sec = perf_counter() - start
-        if draft is None:
-            known.asked[source].was_asked = False
-            return None
-        part.stats.num_asked += 1
-        part.stats.num_draft_tokens += len(draft)
-        part.stats.sec += sec
-        known.asked[source].sec = sec
-        with self._lock:
-            self._payoffs.record_asking(source, sec, num_to_run)
-        return draft
+    def _calibrated(self, source: int, draft: Draft) -> Draft:
+        """Return a draft with the probabilities that its source's are worth, never increasing."""
+        probs = self._calibrations[source].believed(draft.probs)
+        return replace(draft, probs=np.minimum.accumulate(probs))
 
     def _begin_step(self, now: float) -> None:
         """Learn how long the last step took, and begin another."""
-        if self._start is not None and self._num_emitted:
-            sec = now - self._start
+        if self._begun is not None and not self._num_observed:
+            return  # another row is drafted for
+        if self._begun is not None:
             # A budget may rest for some steps; rows that share a step share its seconds.
-            is_one = self._num_drafted == 1 and self._num_observed == 1
-            with self._lock:
-                num_steps = self._num_observed / max(1, self._num_drafted)
-                self._payoffs.record_step(sec, self._num_emitted, num_steps)
-                if is_one and len(self._sequences) == 1:
-                    for source, asked in self._step:
-                        self._payoffs.record_rest(
-                            source, asked.level, asked.was_asked, sec - self._asking_sec
-                        )
-        self._start, self._asking_sec = now, 0.0
-        self._num_emitted = self._num_observed = self._num_drafted = 0
-        self._step = []
+            num_steps = self._num_observed / max(1, self._num_drafted)
+            self._sources.record_step(now - self._begun, self._num_emitted, num_steps)
+        self._begun = now
+        self._num_drafted = self._num_observed = self._num_emitted = 0
 
-    # --- drawn drafts ---------------------------------------------------------------------------
-
-    def _drafted_to_draw(
-        self,
-        known: _Sequence,
-        order: Sequence[int],
-        committed: Sequence[int],
-        max_draft_tokens: int,
-    ) -> Draft:
-        """Choose one source before anything is drawn, and return its draft.
-
-        A pool draws only when it is told how much. What it proposes before is not drawn, so it may
-        decide whether another source is worth asking instead.
-        """
-        draft = Draft.empty()
-        first = next((each for each in order if not self._parts[each].opens_late), None)
-        if first is not None and self._is_to_be_asked(first, known, draft):
-            found = self._ask(first, known, committed, max_draft_tokens)
-            if found is not None:
-                draft = known.drafts[first] = found
-                known.drawing = first
-        others = [
-            each for each in order if each != first and self._is_to_be_asked(each, known, draft)
-        ]
-        if self._asks_all:  # all processes must choose the same
-            others = [] if known.drafts else others[:1]
-        elif len(others) > 1:
-            with self._lock:
-                gains = {s: self._payoffs.net_gain(s, known.asked[s].level) for s in others}
-            others = [max(others, key=lambda each: gains[each])]
-        for source in order:
-            if source != first:
-                known.asked[source].was_asked = source in others
-        for source in others:
-            found = self._ask(source, known, committed, max_draft_tokens)
-            if found is not None:
-                draft = known.drafts[source] = found
-                known.drawing = source
-        return draft
-
-    def _sample(
+    def sample(
         self,
         sequence: int,
         committed: Sequence[int],
@@ -365,24 +246,18 @@ class MergedDrafter:
         rng: np.random.Generator,
     ) -> Draft:
         """Draw with the part that drafts this step."""
-        known = self._sequences[sequence]
-        source = known.drawing
-        assert source is not None
-        part, drafter = self._parts[source], self._parts[source].drafter
-        if not isinstance(drafter, SamplingDrafter):
-            return known.drafts[source].first(max_draft_tokens)  # chosen, not drawn
-        handle = known.handles[source]
-
-        def draw() -> Draft:
-            drawn = drafter.sample(handle, committed, max_draft_tokens, rng)
-            return checked(drawn, max_draft_tokens)
-
-        known.drafts[source] = self._guarded(part, draw, Draft.empty())
-        return known.drafts[source]
+        known = self._open[sequence]
+        asked = known.asked[-1]
+        part, handle = self._parts[asked.source], known.handles[asked.source]
+        if not part.draws:
+            return asked.draft.first(max_draft_tokens)  # chosen, not drawn
+        drawn = part.guard.sample(handle, committed, max_draft_tokens, rng)
+        known.asked[-1] = asked._replace(draft=drawn, after=drawn)
+        return drawn
 
     # --- what else parts may do ---------------------------------------------------------------
 
-    def _harvest(
+    def harvest(
         self,
         sequence: int,
         committed: Sequence[int],
@@ -391,26 +266,21 @@ class MergedDrafter:
         successors: Successors,
     ) -> None:
         """Tell the parts that harvest what the target found likely, as much as each asks for."""
-        for source, handle in self._sequences[sequence].handles.items():
-            part, num = self._parts[source], self._num_successors[source]
-            if num and isinstance(part.drafter, HarvestingDrafter):
-                mine = successors
-                if num < self.num_successors:
-                    mine = Successors(successors.token_ids[:, :num], successors.probs[:, :num])
-                tell = partial(part.drafter.harvest, handle, committed, token_ids, parents, mine)
-                self._guarded(part, tell, None)
+        for source, handle in self._open[sequence].handles.items():
+            part = self._parts[source]
+            if num := part.num_successors:
+                mine = Successors(successors.token_ids[:, :num], successors.probs[:, :num])
+                part.guard.tell("harvest", handle, committed, token_ids, parents, mine)
 
-    def _explore(
+    def explore(
         self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """Name what the parts would explore, each token once, the most worthwhile first."""
         named = [(np.empty(0, np.int32), np.empty(0))]
-        for source, handle in self._sequences[sequence].handles.items():
-            part, drafter = self._parts[source], self._parts[source].drafter
-            if isinstance(drafter, ExploringDrafter):
-                explore = partial(drafter.explore, handle, excluded, max_tokens)
-                found = self._guarded(part, partial(_explored, drafter, explore), named[0])
-                named.append(found)
+        for source, handle in self._open[sequence].handles.items():
+            part = self._parts[source]
+            if part.num_successors:
+                named.append(part.guard.explore(handle, excluded, max_tokens))
         if len(named) < 3:
             return named[-1]
         token_ids, worths = map(np.concatenate, zip(*named, strict=True))
@@ -419,42 +289,28 @@ class MergedDrafter:
         kept = order[np.sort(firsts)][:max_tokens]
         return token_ids[kept], worths[kept]
 
-    def _observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
+    def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Tell the parts that learn n-grams those of a lookahead window."""
-        for source, handle in self._sequences[sequence].handles.items():
-            part = self._parts[source]
-            if isinstance(part.drafter, NgramDrafter):
-                self._guarded(part, partial(part.drafter.observe_ngrams, handle, ngrams), None)
-
-    def _guarded(
-        self, part: Part, ask: Callable[[], _T], instead: _T, *, even_if_dropped: bool = False
-    ) -> _T:
-        """Return what `ask` returns, or `instead` where the part fails or has failed."""
-        if part.is_dropped and not even_if_dropped:
-            return instead
-        try:
-            return ask()
-        except Exception as failure:
-            if self._is_strict:
-                raise
-            if not part.is_dropped:
-                part.is_dropped = True
-                warnings.warn(
-                    f"lade goes on without the drafter {part.name!r}: it failed "
-                    f"({in_one_line(failure)}); Config(strict_drafter=True) raises it",
-                    DrafterWarning,
-                    stacklevel=2,
-                )
-            return instead
+        for source, handle in self._open[sequence].handles.items():
+            if self._parts[source].learns_ngrams:
+                self._parts[source].guard.tell("observe_ngrams", handle, ngrams)
 
 
-def _explored(
-    drafter: Drafter,
-    explore: Callable[[], tuple[NDArray[np.int32], NDArray[np.float64]]],
-) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    named = explore()
-    return named if type(drafter) is PoolDrafter else checked_tokens(*named)
+def guard_of(name: str, drafter: object, call: DraftingCall) -> Guard:
+    """Return what asks one of the drafters of a call, or what makes it."""
+    device = None if call.target is None else call.target.device
+    return Guard(drafter, f"the drafter {name!r}: it", call.is_strict, device)
 
 
-def _sources_of(drafter: ReportingDrafter) -> Mapping[str, SourceStats]:
-    return {**drafter.sources}
+def alone(
+    name: str, drafter: Drafter, costs: SourceCosts, call: DraftingCall, *, asks_all: bool
+) -> Drafter:
+    """Return what asks one drafter of a call where it pays, or always; itself if it is a part."""
+    if call.is_part:
+        return drafter
+    part = Part(name, drafter, guard_of(name, drafter, call), is_made=True)
+    return MergedDrafter([part], [costs], call, asks_all=asks_all)
+
+
+def _open(drafter: Drafter, source: int, known: _Sequence) -> None:
+    known.handles[source] = drafter.open([*known.text])

@@ -1,6 +1,6 @@
-"""What all drafters that are models share: one call's sequences, their drafts, times and counts."""
+"""What all drafters that are models share: the sequences of one call and their drafts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lade.budget.levels import Rule
+from lade.budget.sources import FEW_BEHIND
 from lade.drafters.expansion import (
     DrawnExpansion,
     Expansion,
@@ -18,10 +20,9 @@ from lade.drafters.expansion import (
     Ranked,
     check_expansion,
 )
-from lade.drafters.lengths import Length, Outcome, Rule
-from lade.drafting.drafter import DraftingCall
+from lade.drafters.lengths import Length
+from lade.drafting.drafter import Drafter, DraftingCall
 from lade.sampling.processors import HypotheticalProcessors
-from lade.stats import SourceStats
 from lade.transfer import HostCopy
 from ngram_pool import Draft
 
@@ -62,15 +63,13 @@ class _Sequence:
     scorer: Scorer | None = None
     num_followed: int = 0  # tokens of the text that the scorer has seen
     grown: Grown | None = None  # the last draft, until it is known what became of it
-    num_observed: int = 0  # steps since a draft was asked for
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A drafter of one call that asks a model.
 
     Args:
         call: the call.
-        name: of the source, in statistics.
         open_scorer: returns the model for a sequence, given its text; asked at its first draft.
         length: how far drafts go.
         expansion: which tree they are.
@@ -81,7 +80,6 @@ class ModelDrafter:
     def __init__(
         self,
         call: DraftingCall,
-        name: str,
         open_scorer: OpenScorer,
         length: Length,
         expansion: ExpansionName,
@@ -94,60 +92,24 @@ class ModelDrafter:
         self._call = call
         self._open_scorer = open_scorer
         self._length = length
-        self._costs = length.begin_call()
         self._expansion = expansion
         self._max_draft_tokens = max_draft_tokens
         self._max_length = min(call.max_length - 1, max_length or call.max_length)
-        self._stats = SourceStats()
-        self._name = name
         self._sequences: dict[int, _Sequence] = {}
         self._num_opened = 0
         self._processors = HypotheticalProcessors(call.processors, call.num_rows)
         self._ends = end_tokens_of(call.model)
-        self._last_return: float | None = None  # when the last draft was returned
-        self._num_since = 0  # nodes drafted since the last step
-
-    @property
-    def sources(self) -> Mapping[str, SourceStats]:
-        """Counts and times, under the name of this source."""
-        return {self._name: self._stats}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence."""
         handle = self._num_opened
         self._num_opened += 1
-        self._sequences[handle] = _Sequence(handle, self._length.rule(self._costs))
+        self._sequences[handle] = _Sequence(handle, self._length.rule(self._call.step_sec))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a draft after the text."""
-        start = perf_counter()
         state = self._sequences[sequence]
-        self._see_step(start)
-        try:
-            return self._draft(state, committed, max_draft_tokens, start)
-        finally:
-            self._last_return = perf_counter()
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """See what became of the last draft."""
-        state = self._sequences[sequence]
-        state.num_observed += 1
-        if state.grown is not None:
-            self._learn(state, state.grown, token_ids)
-            state.grown = None
-
-    def close(self, sequence: int) -> None:
-        """End a sequence; free what the model holds for it."""
-        state = self._sequences.pop(sequence)
-        if not self._sequences:
-            self._length.end_call(self._costs)
-        if state.scorer is not None:
-            state.scorer.close()
-
-    def _draft(
-        self, state: _Sequence, committed: Sequence[int], max_draft_tokens: int, start: float
-    ) -> Draft:
         limits = Limits(
             min(max_draft_tokens, self._max_draft_tokens or max_draft_tokens),
             self._max_length - len(committed),
@@ -157,9 +119,6 @@ class ModelDrafter:
         if min(limits) < 1 or len(committed) < 2:
             return Draft.empty()
         num_behind = len(committed) - state.num_followed
-        num_levels = min(*limits, state.rule.begin(num_behind))
-        if num_levels < 1:
-            return Draft.empty()
         if state.scorer is None:
             state.scorer = self._open_scorer(committed)
         speaker = ModelSpeaker(
@@ -169,16 +128,25 @@ class ModelDrafter:
             partial(self._process, state.row) if self._processors else None,
             self._ends,
         )
-        limits = limits._replace(num_levels=num_levels)
-        grown = self._grown(speaker, limits, state, state.scorer.is_chain)
+        limits = limits._replace(num_levels=min(*limits, state.rule.num_levels))
+        state.grown = self._grown(speaker, limits, state, state.scorer.is_chain)
         state.num_followed = len(committed)
-        state.grown = grown
-        self._costs.record_draft(num_behind, speaker.secs[0], speaker.secs[1:])
-        self._stats.num_asked += 1
-        self._stats.num_draft_tokens += len(grown.draft)
-        self._stats.sec += perf_counter() - start
-        self._num_since += len(grown.draft)
-        return grown.draft
+        for sec in speaker.secs[num_behind > FEW_BEHIND :]:
+            self._length.forward_sec.add_sec(sec)
+        return state.grown.draft
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """See what became of the last draft."""
+        state = self._sequences[sequence]
+        if state.grown is not None:
+            self._learn(state, state.grown, token_ids)
+            state.grown = None
+
+    def close(self, sequence: int) -> None:
+        """End a sequence; free what the model holds for it."""
+        state = self._sequences.pop(sequence)
+        if state.scorer is not None:
+            state.scorer.close()
 
     def _process(self, row: int, prefixes: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
         """Process scores where the call does, as some processors hold tensors there."""
@@ -196,7 +164,7 @@ class ModelDrafter:
             return expansion.grow(speaker, limits, state.rule.goes_on)
         # Of a drawn tree, no path can be left out afterwards.
         drawn = DrawnExpansion.of(
-            self._expansion, is_chain or most is not None, self._costs.mean_continuing
+            self._expansion, is_chain or most is not None, state.rule.mean_right
         )
         return drawn.grow(speaker, limits, state.rule.goes_on, rngs[state.row])
 
@@ -216,19 +184,7 @@ class ModelDrafter:
                 is_ended = True
                 break
             node, num_right = child, num_right + 1
-        self._stats.num_accepted_tokens += num_right
-        state.rule.learn(Outcome(levels, min(num_right, len(levels)), is_ended))
-
-    def _see_step(self, now: float) -> None:
-        """Learn the time of the steps since the last draft was returned, if there were any."""
-        num_steps = max((state.num_observed for state in self._sequences.values()), default=0)
-        if num_steps == 0:  # another row is asked for the same step
-            return
-        if self._last_return is not None:
-            self._costs.record_step(self._num_since, (now - self._last_return) / num_steps)
-        self._num_since = 0
-        for state in self._sequences.values():
-            state.num_observed = 0
+        state.rule.learn(levels, min(num_right, len(levels)), is_ended)
 
 
 class ModelSpeaker:

@@ -1,9 +1,8 @@
 """Drafts of a model with another vocabulary: translated to its tokens and back."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Tensor
 from lade.drafters.model_drafter import OpenScorer, Scorer
 from lade.drafters.vocabularies import Translation, Vocabularies
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.stats import SourceStats
 from ngram_pool import Draft
 
 # A token that no draft has: what it stands for left the draft.
@@ -25,16 +23,14 @@ class _Sequence:
 
     translation: Translation
     text: list[int]  # target tokens
-    drafted: list[int] = field(default_factory=list)  # target tokens of the last draft
     chain: list[int] = field(default_factory=list)  # the assistant's tokens of the last draft
 
 
-class TranslatedDrafter:
+class TranslatedDrafter(Drafter):
     """Drafter that asks another one, of another vocabulary, for chains.
 
     Args:
         call: the call, as the target has it.
-        name: of the source, in statistics.
         vocabularies: the target's and the assistant's.
         model: the assistant.
         make_drafter: makes the drafter that is asked, from the call as it has it and what opens
@@ -45,17 +41,14 @@ class TranslatedDrafter:
     def __init__(
         self,
         call: DraftingCall,
-        name: str,
         vocabularies: Vocabularies,
         model: Any,
         make_drafter: Callable[[DraftingCall, OpenScorer], Drafter],
         open_scorer: OpenScorer,
     ) -> None:
         self._max_length = call.max_length
-        self._name = name
         self._vocabularies = vocabularies
         self._open_scorer = open_scorer
-        self._stats = SourceStats()
         self._sequences: dict[int, _Sequence] = {}
         self._asking: Translation | None = None  # of the sequence that is drafted for
         # Processors, and with them the target's draws, are about its own tokens alone.
@@ -71,11 +64,6 @@ class TranslatedDrafter:
         )
         self._drafter = make_drafter(inner, self._open)
 
-    @property
-    def sources(self) -> Mapping[str, SourceStats]:
-        """Counts of target tokens, and times, under the name of this source."""
-        return {self._name: self._stats}
-
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence; translate its prompt."""
         translation = self._vocabularies.translation()
@@ -85,9 +73,8 @@ class TranslatedDrafter:
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Translate the text, ask for a chain, and translate it back."""
-        start = perf_counter()
         state = self._sequences[sequence]
-        state.drafted, state.chain = [], []
+        state.chain = []
         most = min(max_draft_tokens, self._max_length - len(committed) - 1)
         if most < 1:
             return Draft.empty()
@@ -96,27 +83,20 @@ class TranslatedDrafter:
         if not len(chain):
             return chain
         state.chain = chain.token_ids.tolist()
-        draft = _chain(*state.translation.back(state.chain, chain.probs.tolist())).first(most)
-        state.drafted = draft.token_ids.tolist()
-        self._stats.num_asked += 1
-        self._stats.num_draft_tokens += len(draft)
-        self._stats.sec += perf_counter() - start
-        return draft
+        return _chain(*state.translation.back(state.chain, chain.probs.tolist())).first(most)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """See what became of the last draft."""
         state = self._sequences[sequence]
         state.text += token_ids
+        if not state.chain:
+            return
         state.translation.follow(state.text)
         num_right, is_left = state.translation.outcome()
         self._drafter.observe(
             sequence, [*state.chain[:num_right], *([_ELSEWHERE] if is_left else [])]
         )
-        for token_id, drafted in zip(token_ids, state.drafted, strict=False):
-            if token_id != drafted:
-                break
-            self._stats.num_accepted_tokens += 1
-        state.drafted, state.chain = [], []
+        state.chain = []
 
     def close(self, sequence: int) -> None:
         """End a sequence."""

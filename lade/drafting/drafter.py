@@ -1,8 +1,8 @@
-"""The `Drafter` protocol and its optional extensions."""
+"""`Drafter`, the base class of all that drafts, and what one is told of its call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,14 +12,55 @@ from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
 
 
-class Drafter(Protocol):
+class Drafter:
     """Source of drafts; it can change the speed of decoding, never the text.
 
-    One object serves any number of sequences; each begins with `open` and ends with `close`.
+    Subclass it, and override what your drafter does: as it is, it drafts nothing.
+
+    One object serves any number of sequences; each begins with `open` and ends with `close`. After
+    each of its methods, torch's global random state is put back, so that what it draws or seeds
+    there changes no sampled text. It should have a generator of its own all the same
+    (`lade.drafters.check` tells): the state is that of all threads. What a thread of the drafter
+    draws between two methods is not undone, and what other threads draw during one is.
+
+    Attributes:
+        num_successors: Top-k target tokens per node that `harvest` is told; 0 for none, and then
+            neither `harvest` nor `explore` is called.
+        draws: Whether `sample` draws drafts at random.
+        learns_ngrams: Whether `observe_ngrams` learns; needed for `Config(lookahead=…)`.
+        takes_pool: Whether the pool of the call drafts, too, so that `pool=` may be given besides.
+        has_table: Whether it has a prewarmed table. Then the ends of prompts are not harvested:
+            that took more time (0.7 % of an answer) than it saved.
     """
+
+    num_successors: int = 0
+    draws: bool = False
+    learns_ngrams: bool = False
+    takes_pool: bool = False
+    has_table: bool = False
+
+    @property
+    def sources(self) -> Mapping[str, SourceStats]:
+        """Counts and times by source of its drafts, read when a call has ended."""
+        return {}
+
+    def for_call(self, call: "DraftingCall") -> "Drafter":
+        """Return what drafts for one call: itself, or a drafter whose state belongs to the call.
+
+        Where drafts are drawn (`DraftingCall.rngs`), `draft` of one that is made for the call may
+        return a `SampledDraft`. It is verified whole: how many nodes it has must not depend on the
+        tokens drawn for them, but whether node i exists may depend on the nodes before i.
+
+        Raises:
+            LadeError: it cannot draft for this call, which ends before anything is generated. Of
+                the subclasses, `lade.UnsupportedOptionError` is also a `ValueError`. Anything else
+                that is raised is a `lade.DrafterWarning`, and the call goes on without drafts.
+        """
+        return self
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence with its prompt and return a handle for it."""
+        return 0
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Propose at most `max_draft_tokens` tokens after `committed`, best first.
@@ -27,17 +68,7 @@ class Drafter(Protocol):
         `committed` includes the prompt. Where a grammar forces the next tokens, it ends with those,
         whether observed or not.
         """
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Learn the tokens that a step committed."""
-
-    def close(self, sequence: int) -> None:
-        """End the sequence; called once, also after an error."""
-
-
-@runtime_checkable
-class SamplingDrafter(Drafter, Protocol):
-    """Drafter that can also draw drafts at random, with the distribution of each token."""
+        return Draft.empty()
 
     def sample(
         self,
@@ -45,21 +76,16 @@ class SamplingDrafter(Drafter, Protocol):
         committed: Sequence[int],
         max_draft_tokens: int,
         rng: np.random.Generator,
-    ) -> SampledDraft:
-        """Draw at most `max_draft_tokens` tokens after `committed`.
+    ) -> Draft:
+        """Draw at most `max_draft_tokens` tokens after `committed`, if it `draws`.
 
         Node i may depend only on the draws of nodes before i, so that `SampledDraft.first` is
         unbiased.
         """
+        return SampledDraft.empty()
 
-
-@runtime_checkable
-class HarvestingDrafter(Drafter, Protocol):
-    """Drafter that also learns what the target found likely after every node, accepted or not."""
-
-    @property
-    def num_successors(self) -> int:
-        """Top-k target tokens to report per node; 0 for none."""
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Learn the tokens that a step committed."""
 
     def harvest(
         self,
@@ -69,7 +95,7 @@ class HarvestingDrafter(Drafter, Protocol):
         parents: Sequence[int],
         successors: Successors,
     ) -> None:
-        """Learn the successors of nodes that were run.
+        """Learn what the target found likely after nodes that were run, accepted or not.
 
         Called after the tokens that they led to were observed. Otherwise what is harvested would
         contain the very answer from which `observe` learns how far to trust what was known.
@@ -83,15 +109,10 @@ class HarvestingDrafter(Drafter, Protocol):
             successors: the target's likeliest tokens after each node [num_nodes, num_successors].
         """
 
-
-@runtime_checkable
-class ExploringDrafter(HarvestingDrafter, Protocol):
-    """Drafter that also names tokens worth running for what is harvested there."""
-
     def explore(
         self, sequence: int, excluded: NDArray[np.int32], max_tokens: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """Name tokens to run as further children of the root, whatever the text is.
+        """Name tokens to run as further children of the root, for what is harvested there.
 
         Args:
             sequence: handle of the sequence.
@@ -102,27 +123,17 @@ class ExploringDrafter(HarvestingDrafter, Protocol):
             Token ids, int32 [num_tokens], and how many tokens each is expected to save in the long
             run, float64 [num_tokens], never increasing.
         """
-
-
-@runtime_checkable
-class NgramDrafter(Drafter, Protocol):
-    """Drafter that also learns n-grams that the target produced outside of any text."""
+        return np.empty(0, np.int32), np.empty(0)
 
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
-        """Learn n-grams [num_ngrams, ngram_size] of a lookahead window.
+        """Learn n-grams [num_ngrams, ngram_size] of a lookahead window, outside of any text.
 
         The first token of each is the one that was assumed there; the others are the target's
         likeliest, each found one step later than the one before it.
         """
 
-
-@runtime_checkable
-class ReportingDrafter(Drafter, Protocol):
-    """Drafter that counts what became of the drafts of each of its sources."""
-
-    @property
-    def sources(self) -> Mapping[str, SourceStats]:
-        """Counts and times by source, read when a call has ended."""
+    def close(self, sequence: int) -> None:
+        """End the sequence; called once, also after an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +154,9 @@ class DraftingCall:
         make_pool_drafter: Returns a drafter by the call's own pools and table, as the call has
             without another drafter.
         is_strict: Whether what a drafter raises is to end the call (`Config(strict_drafter=True)`).
+        is_part: Whether it is asked by another drafter, which decides when.
+        step_sec: Returns the seconds of a step that verifies so many tokens in each row, as far as
+            measured, else 0; None for not at all.
     """
 
     model: Any
@@ -156,44 +170,32 @@ class DraftingCall:
     rngs: Sequence[np.random.Generator] | None
     make_pool_drafter: Callable[[], Drafter]
     is_strict: bool = False
-
-
-@runtime_checkable
-class CallDrafter(Protocol):
-    """Makes a drafter for each call, as one whose state belongs to the call does.
-
-    Where drafts are drawn (`DraftingCall.rngs`), `draft` of the drafter that it makes may return a
-    `SampledDraft`. It is verified whole: how many nodes it has must not depend on the tokens drawn
-    for them, but whether node i exists may depend on the nodes before i.
-    """
-
-    def for_call(self, call: DraftingCall) -> Drafter:
-        """Return a drafter for one call.
-
-        Raises:
-            LadeError, TypeError, ValueError: it cannot draft for this call. All three end the call
-                before anything is generated.
-        """
-
-
-class NoDrafter:
-    """Drafter that proposes nothing."""
-
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        """Begin a sequence."""
-        return 0
-
-    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        """Propose nothing."""
-        return Draft.empty()
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        """Learn nothing."""
-
-    def close(self, sequence: int) -> None:
-        """End a sequence."""
+    is_part: bool = False
+    step_sec: Callable[[int], float] | None = None
 
 
 def num_successors_of(drafter: Drafter) -> int:
-    """Return the number of top target tokens that a drafter wants per node; 0 for none."""
-    return drafter.num_successors if isinstance(drafter, HarvestingDrafter) else 0
+    """Return the number of top target tokens that a drafter wants per node; 0 for none.
+
+    Raises:
+        TypeError, ValueError: it is no number, or below 0.
+    """
+    wanted: Any = drafter.num_successors
+    if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
+        raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
+    if wanted < 0:
+        raise ValueError(f"expected num_successors of at least 0, got {wanted}")
+    return int(wanted)
+
+
+def sources_of(drafter: Drafter) -> dict[str, SourceStats]:
+    """Return what each source of a drafter did; empty if it does not say.
+
+    Raises:
+        TypeError: it says something else.
+    """
+    sources = {**drafter.sources}
+    for name, stats in sources.items():
+        if not (isinstance(name, str) and isinstance(stats, SourceStats)):
+            raise TypeError(f"expected sources to be SourceStats by name, got {name!r}: {stats!r}")
+    return sources

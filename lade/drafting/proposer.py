@@ -1,33 +1,22 @@
 """Drafts for each row of a batch: from the drafter and the grammar, cut to what can be run."""
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from lade.drafting.drafter import (
-    Drafter,
-    ExploringDrafter,
-    HarvestingDrafter,
-    NgramDrafter,
-    ReportingDrafter,
-    SamplingDrafter,
-    num_successors_of,
-)
-from lade.drafting.drafts import after, checked, checked_tokens, exploring, narrowed
+from lade.drafting.drafter import Drafter, num_successors_of, sources_of
+from lade.drafting.drafts import after, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
-from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.guard import Guard
 from lade.drafting.successors import Successors, compile_kernels
-from lade.errors import DrafterWarning, in_one_line
 from lade.stats import SourceStats
 from lade.tree import Tree
 from ngram_pool import Draft, SampledDraft
 
-_T = TypeVar("_T")
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -58,8 +47,8 @@ class Proposer:
     returns that much of it, or draws it anew where drafts are random. The number of nodes drawn
     must not depend on the tokens drawn, or the text would no longer have the right distribution.
 
-    A drafter can never fail the call that it drafts for: an exception or an invalid draft becomes a
-    warning, and the drafter is not asked again.
+    A drafter can never fail the call that it drafts for: whatever it raises and an invalid draft
+    become a warning, and it is not asked again (`guard.py`).
 
     Args:
         drafter: fed by the caller through `open` and `observe`.
@@ -69,6 +58,7 @@ class Proposer:
         rngs: one for each row, to draw drafts with; None to take the likeliest.
         is_strict: let the drafter's exceptions through, for authors of drafters.
         placeholders: tokens that are never drafted, because a forward over them fails.
+        device: of the target.
     """
 
     def __init__(
@@ -80,38 +70,33 @@ class Proposer:
         rngs: Sequence[np.random.Generator] | None = None,
         is_strict: bool = False,
         placeholders: Sequence[int] = (),
+        device: torch.device | None = None,
     ) -> None:
         self._drafter = drafter
+        self._guard = Guard(drafter, f"drafts: {type(drafter).__name__}", is_strict, device)
         self._placeholders = np.array(placeholders, np.int32)
-        self._is_strict = is_strict
-        self._has_failed = False
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._grammar = grammar
-        # Checked once: looking for the methods of a protocol takes 30 µs.
-        self._sampling = drafter if isinstance(drafter, SamplingDrafter) else None
-        self._harvesting = drafter if isinstance(drafter, HarvestingDrafter) else None
-        self._learning = drafter if isinstance(drafter, NgramDrafter) else None
+        self._num_successors, self.has_table, draws = self._guard.ask(self._look, (0, False, False))
         # Where drafts are drawn, or paths are few, every node should be as likely as can be.
-        self._exploring = None
-        if isinstance(drafter, ExploringDrafter) and max_candidates is None and rngs is None:
-            self._exploring = drafter
-        # Its drafts are what they should be; looking at them took as long as half of drafting.
-        is_checked = getattr(type(drafter), "checks_drafts", False)  # as by `lade.drafters.Merged`
-        self._is_checked = type(drafter) is PoolDrafter or is_checked
-        self._num_successors = self._asked(lambda: num_successors_of(drafter), 0)
+        self._explores = self._num_successors > 0 and max_candidates is None and rngs is None
         if self._num_successors:
-            self._asked(compile_kernels, None)
+            self._guard.ask(compile_kernels, None)
         self._may_be_drawn = rngs is not None  # by `draft` itself
-        self._rngs = rngs if self._sampling is not None else None
+        self._rngs = rngs if draws else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row
         self._prepared: dict[int, _Prepared] = {}  # by row
 
+    def _look(self) -> tuple[int, bool, bool]:
+        drafter = self._drafter
+        return num_successors_of(drafter), bool(drafter.has_table), bool(drafter.draws)
+
     @property
     def num_successors(self) -> int:
         """Top-k target tokens to report to the drafter per node; 0 for none."""
-        return 0 if self._has_failed else self._num_successors
+        return 0 if self._guard.has_failed else self._num_successors
 
     @property
     def has_grammar(self) -> bool:
@@ -124,7 +109,7 @@ class Proposer:
         def begin() -> None:
             self._sequences[row] = self._drafter.open(context)
 
-        self._asked(begin, None)
+        self._guard.ask(begin, None)
 
     def is_open(self, row: int) -> bool:
         """Return whether a row has begun and not ended."""
@@ -132,82 +117,42 @@ class Proposer:
 
     def observe(self, row: int, token_ids: Sequence[int]) -> None:
         """Feed the drafter a row's emitted tokens."""
-        self._asked(lambda: self._drafter.observe(self._sequences[row], token_ids), None)
+        self._guard.tell("observe", self._sequences.get(row), token_ids)
 
     def harvest(self, row: int, context: Sequence[int], tree: Tree, successors: Successors) -> None:
         """Feed the drafter harvested successors of the nodes of a row's tree."""
         parents = [-1, *(tree.draft.parents + 1).tolist()]
-        self._harvest(row, context, tree.token_ids, parents, successors)
+        sequence = self._sequences.get(row)
+        self._guard.tell("harvest", sequence, context, tree.token_ids, parents, successors)
 
     def harvest_prompt(self, row: int, context: Sequence[int], successors: Successors) -> None:
         """Feed the drafter harvested successors of a prompt's last tokens but the very last one."""
         num = successors.num_nodes
         tokens = context[-1 - num : -1]
         committed = context[: len(context) - num]
-        self._harvest(row, committed, tokens, range(-1, num - 1), successors)
-
-    def _harvest(
-        self,
-        row: int,
-        committed: Sequence[int],
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        successors: Successors,
-    ) -> None:
-        def tell() -> None:
-            assert self._harvesting is not None
-            sequence = self._sequences[row]
-            self._harvesting.harvest(sequence, committed, token_ids, parents, successors)
-
-        self._asked(tell, None)
+        sequence, parents = self._sequences.get(row), range(-1, num - 1)
+        self._guard.tell("harvest", sequence, committed, tokens, parents, successors)
 
     def observe_ngrams(self, row: int, ngrams: NDArray[np.int32]) -> None:
         """Feed the drafter n-grams [num_ngrams, ngram_size] of a row's lookahead window."""
-
-        def tell() -> None:
-            assert self._learning is not None
-            self._learning.observe_ngrams(self._sequences[row], ngrams)
-
-        self._asked(tell, None)
+        self._guard.tell("observe_ngrams", self._sequences.get(row), ngrams)
 
     def sources(self) -> dict[str, SourceStats]:
         """Return what each source of the drafter did; empty if it does not say."""
-        drafter = self._drafter
-        if not isinstance(drafter, ReportingDrafter):
-            return {}
-        return self._asked(lambda: {**drafter.sources}, {}, even_if_failed=True)
+        return self._guard.ask(lambda: sources_of(self._drafter), {}, even_if_failed=True)
 
     def close(self, row: int) -> None:
         """End a row."""
         sequence = self._sequences.pop(row, None)
         self._prepared.pop(row, None)
         if sequence is not None:
-            self._asked(lambda: self._drafter.close(sequence), None, even_if_failed=True)
+            self._guard.tell("close", sequence, even_if_failed=True)
 
     def close_all(self) -> None:
         """End all open rows."""
         with ExitStack() as stack:  # one that raises does not keep the others open
             for row in [*self._sequences]:
                 stack.callback(self.close, row)
-
-    def _asked(self, ask: Callable[[], _T], instead: _T, *, even_if_failed: bool = False) -> _T:
-        """Return what `ask` returns, or `instead` where the drafter fails or has failed."""
-        if self._has_failed and not even_if_failed:
-            return instead
-        try:
-            return ask()
-        except Exception as failure:
-            if self._is_strict:
-                raise
-            if not self._has_failed:
-                self._has_failed = True
-                warnings.warn(
-                    f"lade goes on without drafts: {type(self._drafter).__name__} failed "
-                    f"({in_one_line(failure)}); Config(strict_drafter=True) raises it",
-                    DrafterWarning,
-                    stacklevel=2,
-                )
-            return instead
 
     def propose(
         self,
@@ -233,7 +178,9 @@ class Proposer:
         left = max_draft_tokens - len(forced)
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context
-            draft = self._asked(partial(self._drafted, row, context, left), draft)
+            sequence = self._sequences.get(row)
+            found = self._guard.draft(sequence, context, left, self._check_drawn)
+            draft = draft if found is None else found
             if self._max_candidates is not None and not isinstance(draft, SampledDraft):
                 draft = narrowed(draft, self._max_candidates)
         draft = self._possible(after(forced, draft) if forced else draft, room)
@@ -246,13 +193,10 @@ class Proposer:
         Args:
             max_draft_tokens: maximum number of draft tokens.
         """
-        if self._exploring is not None and row in self._sequences:
+        if self._explores and row in self._sequences:
             most = 2 * max_draft_tokens  # a draft may have half of them
-
-            def find() -> None:
-                self._prepared[row] = self._worthwhile(row, _NO_TOKENS, most)
-
-            self._asked(find, None)
+            found = self._guard.explore(self._sequences[row], _NO_TOKENS, most)
+            self._prepared[row] = _Prepared(*found, most)
 
     def explore(
         self, row: int, others: Sequence[NDArray[np.int32]], max_draft_tokens: int
@@ -267,13 +211,19 @@ class Proposer:
             max_draft_tokens: maximum number of draft tokens.
         """
         draft, forced, room = self._proposals[row]
-        if self._exploring is None or forced or min(room, max_draft_tokens) < 1:
+        if not self._explores or forced or min(room, max_draft_tokens) < 1:
             return draft
         excluded = draft.token_ids
         if others or len(self._placeholders):
             excluded = np.concatenate([excluded, self._placeholders, *others])
-        explore = partial(self._explored, row, draft, excluded, max_draft_tokens)
-        draft = self._asked(explore, draft)
+        prepared = self._prepared.pop(row, None)
+        if prepared is None or not prepared.has_all(max_draft_tokens, len(excluded)):
+            found = self._guard.explore(self._sequences.get(row), excluded, max_draft_tokens)
+        else:
+            found = prepared.token_ids, prepared.worths
+        if not len(found[0]):
+            return draft
+        draft = exploring(draft, *found, excluded, self._vocab_size, max_draft_tokens)
         self._proposals[row] = _Proposal(draft, forced, room)
         return draft
 
@@ -291,19 +241,14 @@ class Proposer:
         if self._rngs is None or num_drawn < 1:
             return proposed
         context = [*context, *forced] if forced else context
-        drawn = partial(self._drawn, row, context, num_drawn, self._rngs[row])
-        sampled = self._asked(drawn, Draft.empty())
+        sequence = self._sequences.get(row)
+        sampled = self._guard.sample(sequence, context, num_drawn, self._rngs[row])
         return self._possible(after(forced, sampled) if forced else sampled, room)
 
-    def _drafted(self, row: int, context: Sequence[int], max_draft_tokens: int) -> Draft:
-        drafted = self._drafter.draft(self._sequences[row], context, max_draft_tokens)
-        draft = drafted if self._is_checked else checked(drafted, max_draft_tokens)
-        if isinstance(draft, SampledDraft):
-            self._check_drawn(draft)
-        return draft
-
-    def _check_drawn(self, draft: SampledDraft) -> None:
-        """Raise if a draft that was drawn cannot be verified as it is."""
+    def _check_drawn(self, draft: Draft) -> None:
+        """Raise if a draft is drawn and cannot be verified as it is."""
+        if not isinstance(draft, SampledDraft):
+            return
         if not self._may_be_drawn:
             raise ValueError("expected a Draft where drafts are not drawn, got a SampledDraft")
         if self._max_candidates is not None and len(draft):
@@ -314,28 +259,6 @@ class Proposer:
                     f"expected a drawn draft of at most {self._max_candidates} paths, "
                     f"got {num_leaves}"
                 )
-
-    def _explored(
-        self, row: int, draft: Draft, excluded: NDArray[np.int32], max_draft_tokens: int
-    ) -> Draft:
-        prepared = self._prepared.pop(row, None)
-        if prepared is None or not prepared.has_all(max_draft_tokens, len(excluded)):
-            prepared = self._worthwhile(row, excluded, max_draft_tokens)
-        token_ids, worths, _ = prepared
-        return exploring(draft, token_ids, worths, excluded, self._vocab_size, max_draft_tokens)
-
-    def _worthwhile(self, row: int, excluded: NDArray[np.int32], max_tokens: int) -> _Prepared:
-        assert self._exploring is not None
-        explored = self._exploring.explore(self._sequences[row], excluded, max_tokens)
-        explored = explored if self._is_checked else checked_tokens(*explored)
-        return _Prepared(*explored, max_tokens)
-
-    def _drawn(
-        self, row: int, context: Sequence[int], max_draft_tokens: int, rng: np.random.Generator
-    ) -> Draft:
-        assert self._sampling is not None
-        drawn = self._sampling.sample(self._sequences[row], context, max_draft_tokens, rng)
-        return drawn if self._is_checked else checked(drawn, max_draft_tokens)
 
     def _possible(self, draft: Draft, room: int) -> Draft:
         """Cut a draft before the first node that the target cannot run.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lade.batch import Batch, Prefix
 from lade.budget.budget import Budget
-from lade.budget.trust import Outcome
+from lade.budget.calibration import Outcome
 from lade.config import Lookahead
 from lade.drafting.drafts import chain
 from lade.drafting.lookahead import Window, likeliest_tokens

@@ -74,19 +74,27 @@ class _Logits(NamedTuple):
     attentions: None = None
 
 
+class StepSettings(NamedTuple):
+    """How steps of fixed shape are run."""
+
+    workspace_store: WorkspaceStore  # keeps memory and recordings of earlier calls
+    #: Returns an empty `Graphs` to record steps with; None to run all steps eagerly.
+    new_graphs: Callable[[], Graphs] | None = None
+    why_not_recorded: str | None = None  # although that was asked for
+    #: The compiled model that runs the steps, or, where steps are recorded, those that are; None
+    #: for the model itself.
+    call: Any = None
+    variant: Hashable = None  # kind of recordings; a workspace of another one is not reused
+    widths: Sequence[int] = WIDTHS  # to pad trees to; beyond the last one, its multiples
+
+
 class FixedTarget(TreeTarget):
     """A `TreeTarget` whose forwards have a few fixed shapes.
 
     Args:
         model, input_ids, model_kwargs, layout, max_new_tokens, generation_config, attention: as for
             `TreeTarget`. Hidden states and attentions cannot be asked for.
-        workspace_store: keeps memory and recordings of earlier calls.
-        new_graphs: returns an empty `Graphs` to record steps with; None to run all steps eagerly.
-        why_not_recorded: why steps are not recorded although that was asked for.
-        call: the compiled model that runs the steps, or, where steps are recorded, those that are;
-            None for the model itself.
-        variant: kind of recordings; a workspace of another variant is not reused.
-        widths: widths to pad trees to; beyond the last one, its multiples.
+        settings: how steps are run.
     """
 
     def __init__(
@@ -99,20 +107,11 @@ class FixedTarget(TreeTarget):
         generation_config: GenerationConfig | None = None,
         attention: str | None = None,
         *,
-        workspace_store: WorkspaceStore,
-        new_graphs: Callable[[], Graphs] | None = None,
-        why_not_recorded: str | None = None,
-        call: Any = None,
-        variant: Hashable = None,
-        widths: Sequence[int] = WIDTHS,
+        settings: StepSettings,
     ) -> None:
-        self._store = workspace_store
-        self._variant = variant
-        self._new_graphs = new_graphs
-        self._why_not_recorded = why_not_recorded
-        self._call = call
+        self._settings = settings
+        self._call = call = settings.call
         self._dense: Any = None  # the view with fused operations that is recorded
-        self._widths = widths
         # In compiled steps, other attention than ours would run over all slots that there are.
         self._takes_spare = call is None or attention == TREE_ATTENTION
         super().__init__(
@@ -141,8 +140,10 @@ class FixedTarget(TreeTarget):
     def _make_cache(self, kinds: Sequence[LayerKind], num_slots: int, max_slots: int) -> TreeCache:
         num_rows = self._input_ids.shape[0]
         room = slots_for(min(max_slots, num_slots + _FIRST_NEW + MAX_OVERHANG))
-        key = WorkspaceKey(num_rows, (*kinds,), _dependencies_of_cache(self.device), self._variant)
-        kept = self._store.take(key, room)
+        key = WorkspaceKey(
+            num_rows, (*kinds,), _dependencies_of_cache(self.device), self._settings.variant
+        )
+        kept = self._settings.workspace_store.take(key, room)
         if kept is None:
             # As many at once as any text may have, where memory allows it: a conversation grows,
             # and whenever memory moves, steps are recorded anew.
@@ -161,12 +162,12 @@ class FixedTarget(TreeTarget):
         have changed, a recording that failed before may succeed.
         """
         workspace = self._workspace
-        if self._new_graphs is None:
+        if self._settings.new_graphs is None:
             workspace.graphs, workspace.dependencies = None, ()
             return
         dependencies = dependencies_of(self._model)
         if workspace.graphs is None or dependencies != workspace.dependencies:
-            workspace.graphs, workspace.dependencies = self._new_graphs(), dependencies
+            workspace.graphs, workspace.dependencies = self._settings.new_graphs(), dependencies
 
     @property
     def why_not_early(self) -> str | None:
@@ -194,7 +195,7 @@ class FixedTarget(TreeTarget):
     def why_not_recorded(self) -> str | None:
         """Why steps, or further steps, are not recorded although that was asked for, or None."""
         graphs = self._workspace.graphs
-        return self._why_not_recorded if graphs is None else graphs.reason
+        return self._settings.why_not_recorded if graphs is None else graphs.reason
 
     @property
     def why_not_dense(self) -> str | None:
@@ -204,10 +205,10 @@ class FixedTarget(TreeTarget):
 
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens`."""
-        for width in self._widths:
+        for width in self._settings.widths:
             if width >= num_tokens:
                 return width
-        return -(-num_tokens // self._widths[-1]) * self._widths[-1]
+        return -(-num_tokens // self._settings.widths[-1]) * self._settings.widths[-1]
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Send the device one tree per row, each after its committed tokens; return the step."""
@@ -254,9 +255,9 @@ class FixedTarget(TreeTarget):
         dense = partial(self._run, step, is_dense=True)
         return _Logits(graphs.run(step.shape, partial(self._run, step), dense))
 
-    def forward_once(self, inputs: Any) -> Forward:
-        """Run the model on a step eagerly, without recording it."""
-        return _Logits(self._run(inputs, is_recorded=False))
+    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+        """Run roots eagerly, without recording the step."""
+        return _Logits(self._run(self.inputs(roots), is_recorded=False))
 
     def select(self, places: Sequence[int]) -> None:
         """Continue with these rows only; the cache keeps what it holds of the others."""
@@ -275,7 +276,7 @@ class FixedTarget(TreeTarget):
 
     def release(self) -> None:
         """Return the workspace to its store, for the next call."""
-        self._store.put_back(self._workspace)
+        self._settings.workspace_store.put_back(self._workspace)
 
     # --- one step -----------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lade.gpu.capture import (
 from lade.targets.layout import rope_of
 
 
-class Run(Protocol):
+class StepCall(Protocol):
     """A forward on buffers that stay in place."""
 
     def __call__(self, is_recorded: bool) -> Tensor:
@@ -55,7 +55,7 @@ class Recorder(Protocol):
 
     max_bytes: int  # of all recordings together
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: StepCall) -> Recording:
         """Run a forward and record the operations that it launches."""
 
     def num_bytes(self) -> int:
@@ -73,7 +73,7 @@ class CudaRecorder:
         self.max_bytes = int(_MAX_SHARE * torch.cuda.get_device_properties(device).total_memory)
         self.begin_anew()
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: StepCall) -> Recording:
         """Rehearse on the recording's stream, so that libraries allocate memory, then record.
 
         Raises:
@@ -96,7 +96,7 @@ class CudaRecorder:
             finally:
                 torch.cuda.set_stream(current)  # torch does not restore it after a failed capture
 
-    def _capture(self, run: Run) -> Recording:
+    def _capture(self, run: StepCall) -> Recording:
         graph = torch.cuda.CUDAGraph()
         clear_workspaces()  # so that the capture's own lie in its pool, which lives as long as it
         try:
@@ -164,7 +164,7 @@ class Graphs:
         """Return the number of recorded shapes."""
         return len(self._kept)
 
-    def run(self, key: Hashable, run: Run, dense: Run | None = None) -> Tensor:
+    def run(self, key: Hashable, run: StepCall, dense: StepCall | None = None) -> Tensor:
         """Return the output of a forward, from its recording if there is one.
 
         Args:
@@ -197,7 +197,9 @@ class Graphs:
         self._uses_before.clear()
         self._recorder.begin_anew()
 
-    def _record(self, key: Hashable, run: Run, dense: Run | None, expected: Tensor) -> None:
+    def _record(
+        self, key: Hashable, run: StepCall, dense: StepCall | None, expected: Tensor
+    ) -> None:
         """Record a forward, of the model's own operations where fused ones fail."""
         recorded = run if dense is None or not self.is_dense else dense
         failure = self._failure_to_record(key, recorded, expected)
@@ -210,7 +212,7 @@ class Graphs:
         else:
             self.reason = failure
 
-    def _failure_to_record(self, key: Hashable, run: Run, expected: Tensor) -> str | None:
+    def _failure_to_record(self, key: Hashable, run: StepCall, expected: Tensor) -> str | None:
         """Record a forward; return why that failed, or None."""
         try:
             before = self._recorder.num_bytes()

@@ -1,4 +1,4 @@
-"""The boundary to transformers: the doors, and the assembly of one call.
+"""The boundary to transformers: entry points, and the assembly of one call.
 
 Options, stop criteria, streamers, results, and the return to plain decoding live here, but no
 algorithm: the decoding loop is `lade.decoder`.

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter, Drafter, NgramDrafter
+from lade.drafting.drafter import Drafter
+from lade.drafting.guard import may
 from lade.errors import UnsupportedOptionError
 from lade.hf.pools import Pools, pools_of
 from lade.stats import Step
@@ -16,7 +17,7 @@ class Arguments(NamedTuple):
     """The arguments that `generate` itself does not take."""
 
     pool: Pools | None = None
-    drafter: Drafter | CallDrafter | None = None
+    drafter: Drafter | None = None
     config: Config | None = None
     on_step: OnStep | None = None
 
@@ -26,7 +27,6 @@ class Arguments(NamedTuple):
         Raises:
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict each other, or more than one pool would learn.
-            UnsupportedOptionError: the drafter cannot do what the config asks for.
         """
         pool, drafter, config, on_step = self
         pools_of(pool)
@@ -37,16 +37,12 @@ class Arguments(NamedTuple):
         if drafter is not None:
             self._check_drafter(drafter, config or Config())
 
-    def _check_drafter(self, drafter: Drafter | CallDrafter, config: Config) -> None:
-        methods = ("open", "draft", "observe", "close")
-        lacking = [name for name in methods if not hasattr(drafter, name)]
-        makes = callable(getattr(drafter, "for_call", None))
-        if (lacking and not makes) or isinstance(drafter, type):
+    def _check_drafter(self, drafter: Drafter, config: Config) -> None:
+        if not isinstance(drafter, Drafter):
             raise TypeError(
-                f"expected drafter to be a lade.Drafter, got {drafter!r}"
-                + (f", which has no {lacking[0]}" if lacking else "")
+                f"expected drafter to be an object of a subclass of lade.Drafter, got {drafter!r}"
             )
-        if not getattr(drafter, "takes_pool", False):
+        if not takes_pool(drafter):
             if self.pool is not None:
                 raise ValueError(
                     "expected pool or drafter, got both; to draft by both, pass "
@@ -57,14 +53,17 @@ class Arguments(NamedTuple):
                     "expected no Config(max_candidates=…) beside a drafter: it is a setting of the "
                     "pool"
                 )
-        if config.lookahead is not None and not makes:
-            refuse_lookahead(drafter)
 
 
-def refuse_lookahead(drafter: Drafter | CallDrafter) -> None:
+def takes_pool(drafter: Drafter) -> bool:
+    """Return whether a drafter also drafts by the pool of its call."""
+    return may(lambda: bool(drafter.takes_pool))
+
+
+def refuse_lookahead(drafter: Drafter) -> None:
     """Raise if a drafter would make nothing of a lookahead window."""
-    if not isinstance(drafter, NgramDrafter):
+    if not drafter.learns_ngrams:
         raise UnsupportedOptionError(
             "lade does not support Config(lookahead=…) beside a drafter that learns no "
-            f"n-grams: {type(drafter).__name__} has no method observe_ngrams"
+            f"n-grams: {type(drafter).__name__} has learns_ngrams = {drafter.learns_ngrams!r}"
         )

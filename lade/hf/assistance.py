@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from lade.compat import Model, without_compiler
-from lade.drafting.drafter import CallDrafter, Drafter
+from lade.drafting.drafter import Drafter
 from lade.errors import UnsupportedOptionError
 from lade.probing.profile import Profiles
 
@@ -89,15 +89,15 @@ class Assistants:
     def __init__(self, model: Model) -> None:
         self._kept = Profiles.of(model).drafters
 
-    def get(self, target: Model, key: tuple[object, ...]) -> CallDrafter | None:
+    def get(self, target: Model, key: tuple[object, ...]) -> Drafter | None:
         """Return the drafter for a target with the same options, if there is one."""
-        found: CallDrafter | None = self._kept.get(target, {}).get(key)
+        found: Drafter | None = self._kept.get(target, {}).get(key)
         return found
 
-    def keep(self, target: Model, key: tuple[object, ...], drafter: CallDrafter) -> CallDrafter:
+    def keep(self, target: Model, key: tuple[object, ...], drafter: Drafter) -> Drafter:
         """Keep a drafter for later calls, and return it, or the one that another thread kept."""
         with _LOCK:
-            of_target: dict[Any, CallDrafter] = self._kept.setdefault(target, {})
+            of_target: dict[Any, Drafter] = self._kept.setdefault(target, {})
             kept = of_target.setdefault(key, drafter)
             while len(of_target) > _MAX_KEPT:
                 del of_target[next(iter(of_target))]
@@ -108,8 +108,8 @@ _LOCK = threading.Lock()  # held for a moment: two threads must not lose each ot
 
 
 def take_assistant(
-    model: Model, drafter: Drafter | CallDrafter | None, generate_kwargs: dict[str, Any]
-) -> Drafter | CallDrafter | None:
+    model: Model, drafter: Drafter | None, generate_kwargs: dict[str, Any]
+) -> Drafter | None:
     """Turn an assistant that the arguments of `generate` name into a drafter.
 
     `assistant_model` and `assistant_tokenizer` are removed from the arguments, `tokenizer` is left
@@ -152,9 +152,7 @@ def take_assistant(
     return _assisted(model, assistant, steering, tokenizer, assistant_tokenizer)
 
 
-def drafter_of(
-    model: Model, drafter: Drafter | CallDrafter | None, config: GenerationConfig
-) -> Drafter | CallDrafter | None:
+def drafter_of(model: Model, drafter: Drafter | None, config: GenerationConfig) -> Drafter | None:
     """Turn `assistant_early_exit` of a prepared config into a drafter; else return the given one.
 
     There, options that nobody has set have transformers' defaults, which say nothing.
@@ -180,7 +178,7 @@ def _assisted(
     steering: Steering,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
-) -> CallDrafter:
+) -> Drafter:
     """Return a drafter by the call's pool and an assistant, the same as at the last such call."""
     from lade.drafters import AssistantModel, CallPool, Merged
 
@@ -197,7 +195,7 @@ def _assisted(
     return kept.keep(model, key, Merged([CallPool(), drafter]))
 
 
-def _exiting_early(model: Model, num_layers: int, steering: Steering) -> CallDrafter:
+def _exiting_early(model: Model, num_layers: int, steering: Steering) -> Drafter:
     """Return a drafter by the call's pool and first layers, the same as at the last such call."""
     from lade.drafters import CallPool, FirstLayers, Merged
 

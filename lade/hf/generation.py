@@ -1,34 +1,28 @@
 """One call of `generate`: assembled from its options, run, and turned into its result."""
 
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import Budget, FixedBudget, PricedBudget
-from lade.closeness import is_exact_in, limit_of
+from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget
+from lade.closeness import is_exact_in
 from lade.compat import Model, decode_plainly, may_be_users, mesh_of, placeholders_of
-from lade.config import Config
 from lade.decoder import Decoder, VerificationError
-from lade.drafting.drafter import (
-    CallDrafter,
-    Drafter,
-    DraftingCall,
-    NoDrafter,
-    SamplingDrafter,
-)
+from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
-from lade.drafting.pool_drafter import PoolDrafter, has_table
+from lade.drafting.guard import Guard
+from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
 from lade.drafting.speculator import Speculator
@@ -41,33 +35,39 @@ from lade.errors import (
     PlainDecodingWarning,
     UnsupportedOptionError,
     VerificationWarning,
-    in_one_line,
 )
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
-from lade.hf.arguments import Arguments, refuse_lookahead
+from lade.hf.arguments import refuse_lookahead
+from lade.hf.call import Call
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import Told, finish_plainly
+from lade.hf.resume import Told, finish_plainly, replayed
 from lade.hf.stopping import StopRule
 from lade.hf.streams import ColumnStream, PlainStream
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.call import Call, examine
 from lade.probing.factory import VerificationPlan, make_target
-from lade.probing.plan import choose_verification, execution_of, stable_width_of
+from lade.probing.own_code import is_own_callback, own_code_around
+from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
-from lade.probing.watch import Watching
+from lade.probing.requirements import Requirements, requirements_of
+from lade.probing.spot_checks import SpotChecks
+from lade.probing.values import Values, attributes_of, values_of
 from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats, Step
-from lade.targets.base import Target
-from lade.targets.rollback import cache_in
+from lade.targets.base import Target, fill_cache
+from lade.targets.rollback import cache_in, find_cache
 from lade.targets.ties import TieError
 from ngram_pool import NGramPool
+
+# Calls of a model between two whose first step with a draft is checked for no reason, as nobody
+# sees everything. A check takes two of a call's steps.
+_CALLS_BETWEEN_CHECKS = 64
 
 
 @dataclass
@@ -78,71 +78,46 @@ class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
 
 
 class Generation:
-    """One call: what is decoded, how, and its result.
-
-    Args:
-        model: the target.
-        input_ids: int64 [rows, num_tokens].
-        processors, criteria, options: as prepared by `generate` for the call.
-        arguments: lade's own arguments.
-        streamer: gets the emitted tokens and the end.
-        model_kwargs: as prepared by `generate` for the prefill.
-    """
+    """One call: planned, decoded, and turned into its result."""
 
     #: Replaced by tests, to run on a CPU what other devices run.
     policy: ClassVar[DevicePolicy] = DevicePolicy()
 
-    def __init__(
-        self,
-        model: Model,
-        input_ids: Tensor,
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        options: GenerationConfig,
-        arguments: Arguments,
-        streamer: BaseStreamer | None,
-        model_kwargs: dict[str, Any],
-    ) -> None:
-        self._model = model
-        self._input_ids = input_ids
-        self._processors = processors
-        self._criteria = criteria
-        self._options = options
-        self._arguments = arguments
-        self._config = arguments.config or Config()
-        self._streamer = streamer
-        self._model_kwargs = model_kwargs
-        self._num_rows: int = input_ids.shape[0]
-        self._profile = profile_of(model)
-        self._execution = execution_of(model, self._config, self.policy)
-        self._cache = cache_in(model_kwargs)
+    def __init__(self, call: Call) -> None:
+        self._call, self._model, self._config = call, call.model, call.config
+        self._profile = profile_of(call.model)
+        self._own_code = self._profile.structure.own_code or own_code_around()
+        given = (*call.processors, *call.criteria, call.streamer, call.arguments.on_step)
+        drafter = call.arguments.drafter
+        #: Whether code of the user's runs between two forwards, which may change the model.
+        self._has_callbacks = drafter is not None or any(map(is_own_callback, given))
+        self._execution = execution_of(call.model, call.config, self.policy)
+        self._cache = cache_in(call.model_kwargs)
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
-        with opened(self._arguments.pool) as (self._pool, self._layers):
+        with opened(self._call.arguments.pool) as (self._pool, self._layers):
             return self._run()
 
     def _run(self) -> Any:
         self._reuse = self._reused()
-        verification, call, target = self._plan()
-        if call is None or target is None:
+        verification, needed, target = self._plan()
+        if needed is None or target is None:
             self._say_why_plain(verification)
             return self._decode_plainly()
-        return self._decode(verification, call, target)
+        return self._decode(verification, needed, target)
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
         if not self._config.reuses_prefix:
             return None
+        if self._own_code is not None:
+            what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
+            self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
+            return None
         try:
-            return reuse_of(
-                self._model,
-                self._profile,
-                self._input_ids,
-                self._options,
-                self._model_kwargs,
-                self._arguments,
-            )
+            self._values = values = Values.of(self._model)  # read once in a call
+            return reuse_of(self._call, self._profile, values)
         except Exception as failure:  # unusual weights: only the reuse is lost
             what = f"{type(failure).__name__}: {failure}"
             self._warn_once(f"lade reuses no prefix of this model ({what})", RuntimeWarning)
@@ -150,33 +125,39 @@ class Generation:
 
     # --- the plan -----------------------------------------------------------------------------
 
-    def _plan(self) -> tuple[VerificationPlan, Call | None, Target | None]:
+    def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
         model, config = self._model, self._config
         try:
-            call = examine(model, self._profile, self._input_ids, self._options, self._model_kwargs)
+            needed = requirements_of(
+                model,
+                self._profile,
+                self._call.input_ids,
+                self._call.options,
+                self._call.model_kwargs,
+                self._own_code,
+            )
             verification = choose_verification(
                 model,
-                is_padded=call.is_padded,
-                cache=call.cache,
-                asked=config.verification,
-                excluded=call.excluded,
+                config=config,
+                is_padded=needed.is_padded,
+                cache=needed.cache,
+                excluded=needed.excluded,
                 execution=self._execution,
-                why_eager=call.why_eager,
-                stable_width=stable_width_of(model, config),
+                why_eager=needed.why_eager,
                 profile=self._profile,
             )
             if config.lookahead is not None and verification.verification != "tree":
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
-                return verification, call, None
+                return verification, needed, None
             target = make_target(
                 model,
-                self._input_ids,
-                self._model_kwargs,
+                self._call.input_ids,
+                self._call.model_kwargs,
                 verification,
-                call.num_new + (0 if config.lookahead is None else config.lookahead.num_cells),
-                self._options,
+                needed.num_new + (0 if config.lookahead is None else config.lookahead.num_cells),
+                self._call.options,
                 self._profile,
                 self.policy,
             )
@@ -185,57 +166,63 @@ class Generation:
         except Exception as failure:  # plain decoding either hits the same error or works
             why = f"{type(failure).__name__}: {failure}"
             return VerificationPlan("plain", None, {"tree": why}), None, None
-        return verification, call, target
+        return verification, needed, target
 
     def _drafter(
         self,
         target: Target,
-        processors: LogitsProcessorList,
         max_length: int,
         rngs: Sequence[np.random.Generator] | None,
+        budget: Budget,
     ) -> Drafter:
-        drafter = self._arguments.drafter
-        if drafter is None:
+        given = self._call.arguments.drafter
+        if given is None:
             return self._pool_drafter(target)
-        if isinstance(drafter, CallDrafter):
-            drafting_call = DraftingCall(
-                model=self._model,
-                target=target,
-                vocab_size=target.vocab_size,
-                num_rows=self._num_rows,
-                max_length=max_length,
-                max_candidates=target.max_candidates,
-                processors=processors,
-                samples=bool(self._options.do_sample),
-                rngs=rngs,
-                make_pool_drafter=lambda: self._pool_drafter(target),
-                is_strict=self._config.strict_drafter,
-            )
-            return self._made(drafter, drafting_call)
-        draws = self._config.acceptance == "rejection" and isinstance(drafter, SamplingDrafter)
-        if draws and target.max_candidates is not None:
-            # Only the drafter could say which of the drawn paths to leave out.
+
+        def ask() -> Drafter:
+            _ = given.takes_pool  # which could not be told if it raised as it was given
+            return self._asked(given, target, max_length, rngs, budget)
+
+        device, is_strict = self._call.input_ids.device, self._config.strict_drafter
+        guard = Guard(given, f"drafts: {type(given).__name__}", is_strict, device)
+        return guard.ask(ask, Drafter(), may_refuse=True)
+
+    def _asked(
+        self,
+        drafter: Drafter,
+        target: Target,
+        max_length: int,
+        rngs: Sequence[np.random.Generator] | None,
+        budget: Budget,
+    ) -> Drafter:
+        """Return what a given drafter has for the call."""
+        call = DraftingCall(
+            model=self._model,
+            target=target,
+            vocab_size=target.vocab_size,
+            num_rows=self._call.num_rows,
+            max_length=max_length,
+            max_candidates=target.max_candidates,
+            processors=self._call.processors,
+            samples=bool(self._call.options.do_sample),
+            rngs=rngs,
+            make_pool_drafter=lambda: self._pool_drafter(target),
+            is_strict=self._config.strict_drafter,
+            step_sec=partial(budget.step_sec, self._call.num_rows),
+        )
+        made = drafter.for_call(call)
+        if not isinstance(made, Drafter):
+            raise TypeError(f"expected for_call to return a lade.Drafter, got {made!r}")
+        if self._config.lookahead is not None:
+            refuse_lookahead(made)
+        limits_paths = rngs is not None and target.max_candidates is not None
+        if made is drafter and limits_paths and made.draws:
+            # It was not told of the call; only it could say which drawn paths to leave out.
             raise UnsupportedOptionError(
                 "lade does not support a drafter of one's own that draws its drafts where only "
                 f"{target.max_candidates} of their paths can be verified"
             )
-        return drafter
-
-    def _made(self, drafter: CallDrafter, drafting_call: DraftingCall) -> Drafter:
-        """Return the drafter of a call, or one that drafts nothing where making it fails."""
-        try:
-            made = drafter.for_call(drafting_call)
-            if self._config.lookahead is not None:
-                refuse_lookahead(made)
-            return made
-        except (LadeError, TypeError, ValueError):
-            raise
-        except Exception as failure:  # no memory, say: only the drafts are lost
-            if self._config.strict_drafter:
-                raise
-            what = f"{type(drafter).__name__} failed ({in_one_line(failure)})"
-            warnings.warn(f"lade drafts nothing: {what}", DrafterWarning, stacklevel=2)
-            return NoDrafter()
+        return made
 
     def _pool_drafter(self, target: Target) -> Drafter:
         """Return a drafter by the pools of the call and the table of its model."""
@@ -250,7 +237,7 @@ class Generation:
             what = f"{type(failure).__name__}: {failure}"
             text = f"lade drafts nothing, for no pool can be made ({what})"
             self._warn_once(text, DrafterWarning)
-            return NoDrafter()
+            return Drafter()
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config = self._config
@@ -264,12 +251,16 @@ class Generation:
             return FixedBudget(config.max_draft_tokens)
         if config.step_costs is not None:
             return PricedBudget(config.step_costs)
+        temperature = (
+            1.0 if self._call.options.temperature is None else self._call.options.temperature
+        )
         try:
-            return self._profile.budget(
+            costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,
                 lambda: first_costs_of(self._model, self._profile, verification),
             )
+            return MeasuredBudget(costs, temperature if self._call.options.do_sample else 0.0)
         except Exception as failure:  # no compiler: only the drafts are lost
             what = f"{type(failure).__name__}: {failure}"
             text = f"lade drafts nothing, for the costs of steps cannot be learned ({what})"
@@ -277,53 +268,58 @@ class Generation:
             return FixedBudget(0)
 
     def _prompt_harvester(
-        self, drafter: Drafter, proposer: Proposer, target: Target, max_length: int
+        self, proposer: Proposer, target: Target, max_length: int
     ) -> PromptHarvester | None:
         """Return a harvester of the prompts if the drafter needs one, else None.
 
         There is none for a model that several processes run together: all of them must harvest or
         none, but whether it is possible is decided by numbers that differ between them.
         """
-        if proposer.num_successors == 0 or has_table(drafter) or mesh_of(self._model) is not None:
+        wanted = proposer.num_successors
+        if wanted == 0 or proposer.has_table or mesh_of(self._model) is not None:
             return None
-        max_tokens = num_prompt_tokens(max_length - self._input_ids.shape[1])
+        if self._own_code is not None:  # which would see more forwards of the head than plain's
+            return None
+        max_tokens = num_prompt_tokens(max_length - self._call.input_ids.shape[1])
         if max_tokens < 1:
             return None
-        return PromptHarvester(self._model, proposer.num_successors, target.vocab_size, max_tokens)
+        return PromptHarvester(self._model, wanted, target.vocab_size, max_tokens)
 
     # --- the call ----------------------------------------------------------------------------
 
-    def _decode(self, verification: VerificationPlan, call: Call, target: Target) -> Any:
+    def _decode(self, verification: VerificationPlan, needed: Requirements, target: Target) -> Any:
         """Decode with drafts, and plainly once they can no longer be verified."""
-        config, options, device = self._config, self._options, self._input_ids.device
-        stop = StopRule(self._criteria, self._num_rows)
+        config, options, device = self._config, self._call.options, self._call.input_ids.device
+        stop = StopRule(self._call.criteria, self._call.num_rows)
         pad_token = options._pad_token_tensor if stop.has_eos else None
-        text = Text(self._input_ids, None if pad_token is None else int(pad_token))
-        outputs = Outputs(self._num_rows, self._wanted_outputs)
+        text = Text(self._call.input_ids, None if pad_token is None else int(pad_token))
+        outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
         stop.watch(text, outputs)
-        processors = Processors(self._processors, self._num_rows)
-        stream, told = ColumnStream(self._streamer, text), Told(text)
+        processors = Processors(self._call.processors, self._call.num_rows)
+        stream, told = ColumnStream(self._call.streamer, text), Told(text)
 
         def emit(steps: Sequence[Step]) -> None:
             stream.put_complete()
             for step in steps:
                 told.add(step)
-                if self._arguments.on_step is not None:
-                    self._arguments.on_step(step)
+                if self._call.arguments.on_step is not None:
+                    self._call.arguments.on_step(step)
 
         overlaps = self.policy.overlaps(device)
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
             rngs, rejecting = rejection_choice(text, processors, device, outputs.on_choice)
-        drafter = self._drafter(target, self._processors, call.max_length, rngs)
+        budget = self._budget(verification)
+        drafter = self._drafter(target, needed.max_length, rngs, budget)
         proposer = Proposer(
             drafter,
             target.vocab_size,
             target.max_candidates,
-            forced_tokens_of(self._processors),
+            forced_tokens_of(self._call.processors),
             rngs,
             config.strict_drafter,
             placeholders_of(self._model),
+            device,
         )
         choice: Choice
         if rngs is not None:
@@ -341,21 +337,18 @@ class Generation:
             )
         is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
         limits = Limits(
-            max_length=call.max_length,
+            max_length=needed.max_length,
             stop=stop,
             is_lockstep=is_lockstep,
             # Dropping a finished row would change the forwards of the others.
             keeps_finished=(
                 is_lockstep or text.pad_token_id is None or len(outputs) > 0 or config.stable_text
             ),
-            fills_cache=self._returns_dict or self._is_users_cache,
+            fills_cache=self._call.returns_dict or self._is_users_cache,
         )
-        contexts = _contexts(self._input_ids, self._model_kwargs.get("attention_mask"))
+        contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         ranks = Ranks.of(self._model)
-        budget = self._budget(verification)
-        temperature = 1.0 if options.temperature is None else options.temperature
-        budget.begin(temperature if options.do_sample else 0.0)
         decoder = Decoder(
             batch,
             target,
@@ -363,9 +356,8 @@ class Generation:
             choice,
             emit,
             outputs,
-            self._prompt_harvester(drafter, proposer, target, limits.max_length),
-            # All processes that run a model together must watch, or none.
-            self._watching if ranks is None else None,
+            self._spot_checks(ranks, rngs is not None),
+            self._prompt_harvester(proposer, target, limits.max_length),
             overlaps,
         )
         try:
@@ -377,16 +369,13 @@ class Generation:
                 target.release()
             raise
         stats.sources = proposer.sources()
-        credit(self._arguments.pool, stats.num_accepted_tokens)
+        credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
             emit(told.missing(stats))
             if not all(text.is_finished):
-                target.undo()
-                if self._reuse is not None:
-                    self._reuse.undo()
-                    stats.num_reused_tokens = 0
+                model_kwargs = self._inputs_after(decoder, target, text)
                 return self._go_on_plainly(
-                    verification, decoder.failure, stats, text, outputs, told, stream
+                    verification, decoder, text, outputs, told, stream, model_kwargs
                 )
             self._give_up(verification, decoder.failure)
         stream.end()
@@ -396,11 +385,12 @@ class Generation:
             self._cache = target.hand_over(self._cache)
         if decoder.failure is None:
             target.release()
+            self._settle()
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
     def _result(self, text: Text, outputs: Outputs, stats: DecodeStats) -> Any:
-        if not self._returns_dict:
+        if not self._call.returns_dict:
             return text.sequences()
         return GenerateOutput(
             sequences=text.sequences(),
@@ -412,53 +402,65 @@ class Generation:
             stats=stats,
         )
 
+    def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
+        """Return the prompt's model inputs with a cache that plain decoding can go on from.
+
+        That is the one so far where it is plain decoding's, as keys and values of a text that is
+        run anew may be others: those of a model that was changed since, say.
+        """
+        failure, found = decoder.failure, find_cache(self._call.model_kwargs)
+        assert failure is not None
+        keeps = failure.flaw is not None and failure.flaw.keeps_cache and not decoder.was_cut
+        if keeps and found is not None:
+            if self._reuse is not None:
+                self._reuse.drop()
+            fill_cache(target, text)
+            name, cache = found
+            return {**self._call.model_kwargs, name: target.hand_over(cache)}
+        target.undo()
+        if self._reuse is not None:
+            self._reuse.undo()
+            decoder.stats.num_reused_tokens = 0
+        if self._own_code is None:
+            return self._call.model_kwargs
+        return replayed(self._call, text)
+
     def _go_on_plainly(
         self,
         verification: VerificationPlan,
-        failure: VerificationError,
-        stats: DecodeStats,
+        decoder: Decoder,
         text: Text,
         outputs: Outputs,
         told: Told,
         stream: ColumnStream,
+        model_kwargs: dict[str, Any],
     ) -> Any:
         """Continue the text in `generate`'s own loop."""
-        output, rest = finish_plainly(
-            self._model,
-            text,
-            outputs,
-            told,
-            stream.num_put,
-            self._processors,
-            self._criteria,
-            self._options,
-            self._streamer,
-            self._arguments.on_step,
-            self._model_kwargs,
-        )
-        self._give_up(verification, failure)  # not reached if plain decoding fails, too
-        if not self._returns_dict:
+        output, rest = finish_plainly(self._call, text, outputs, told, stream.num_put, model_kwargs)
+        assert decoder.failure is not None
+        self._give_up(verification, decoder.failure)  # not reached if plain decoding fails, too
+        if not self._call.returns_dict:
             return output
-        stats.add(rest)
-        return self._plain_result(output, stats)
+        decoder.stats.add(rest)
+        return self._plain_result(output, decoder.stats)
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        stream = PlainStream(self._streamer, self._arguments.on_step, self._num_rows)
+        stream = PlainStream(self._call.streamer, self._call.arguments.on_step, self._call.num_rows)
         output = decode_plainly(
             self._model,
-            self._input_ids,
-            self._processors,
-            stream.watch(self._criteria),
-            self._options,
+            self._call.input_ids,
+            self._call.processors,
+            stream.watch(self._call.criteria),
+            self._call.options,
             stream,
-            self._model_kwargs,
+            self._call.model_kwargs,
         )
         if self._reuse is not None:
-            sequences = output.sequences if self._returns_dict else output
+            sequences = output.sequences if self._call.returns_dict else output
             self._keep(self._reuse, sequences[0].tolist())
             stream.stats.num_reused_tokens = self._reuse.num_tokens
-        return self._plain_result(output, stream.stats) if self._returns_dict else output
+        return self._plain_result(output, stream.stats) if self._call.returns_dict else output
 
     def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
@@ -486,7 +488,7 @@ class Generation:
             if target is not None and is_whole:
                 target.hand_over(self._cache)
             if is_whole:
-                reuse.end(token_ids)
+                reuse.end(token_ids, self._has_callbacks)
         except Exception:
             is_whole = False
         if not is_whole:
@@ -496,25 +498,51 @@ class Generation:
     # --- options ------------------------------------------------------------------------------
 
     @property
-    def _returns_dict(self) -> bool:
-        return bool(self._options.return_dict_in_generate)
-
-    @property
-    def _wanted_outputs(self) -> list[str]:
-        names = ("scores", "logits", "hidden_states", "attentions")
-        wanted = [name for name in names if getattr(self._options, f"output_{name}")]
-        return wanted if self._returns_dict else []
-
-    @property
     def _is_users_cache(self) -> bool:
         """Whether the caller may have passed the cache, and so may continue from it."""
         if not isinstance(self._cache, DynamicCache):
             return False
         return may_be_users(self._cache)
 
-    @property
-    def _watching(self) -> Watching:
-        return Watching(self._profile.watch, limit_of(self._model), is_exact_in(self._model))
+    # --- spot checks --------------------------------------------------------------------------
+
+    @cached_property
+    def _values(self) -> Values | None:
+        return values_of(self._model)
+
+    def _spot_checks(self, ranks: Ranks | None, draws: bool) -> SpotChecks:
+        """Return the checks of the call, the first of them at once where something is new.
+
+        A checked step is decoded token by token. In half precision, and where drafts are drawn,
+        that may change its text, and equal calls must give equal texts.
+        """
+        profile = self._profile
+        if ranks is not None:  # all processes that run a model together must check, or none
+            return SpotChecks(self._model, interval=sys.maxsize)
+        profile.num_calls += 1
+        is_new = self._values is None or self._values.may_be_news(profile.values)
+        is_time = profile.num_calls % _CALLS_BETWEEN_CHECKS == 0
+        changes_text = draws or not is_exact_in(self._model)
+        is_watched = self._has_callbacks or self._own_code is not None
+        return SpotChecks(
+            self._model,
+            is_due=is_new or (is_time and not changes_text),
+            interval=profile.first_check,
+            own_code=self._own_code,
+            structure=profile.structure if is_watched else None,
+            on_good=self._note_values,
+        )
+
+    def _note_values(self) -> None:
+        self._profile.values = self._values
+
+    def _settle(self) -> None:
+        """Remember the values that forwards have changed: the next call begins with these."""
+        known, own = self._profile.values, self._values
+        if self._has_callbacks or known is None or own is None:
+            return
+        if not own.may_be_news(known):
+            self._profile.values = known._replace(attributes=attributes_of(self._model))
 
     # --- warnings -----------------------------------------------------------------------------
 
@@ -560,13 +588,14 @@ class Generation:
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
         """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
         # Next time there may be enough memory, and another text has other ties.
-        if not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
+        is_fault = failure.flaw is None or failure.flaw.blames_method
+        if is_fault and not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "
             f"forward: {failure}"
         )
-        if failure.is_doubt:
+        if failure.flaw is not None:
             text += "; the model is checked anew at the next call"
         self._warn_once(text, VerificationWarning)
 

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
-from lade.config import Config
 from lade.hf.arguments import Arguments
+from lade.hf.call import Call
 from lade.hf.pools import pools_of
-from lade.probing.call import lengths_of
 from lade.probing.continuing import why_not_continued
 from lade.probing.profile import Profile, Profiles
+from lade.probing.requirements import lengths_of
 from lade.probing.rules import why_not_reused
-from lade.probing.weights import stamp_of, switches_of
+from lade.probing.values import Values, switches_of
 from lade.targets.prefixes import (
     KeptText,
     Origin,
@@ -39,8 +37,11 @@ class Reuse:
         num_tokens: first tokens of the prompt that are not run, since the cache holds them.
     """
 
-    def __init__(self, store: PrefixStore, origin: Origin, max_bytes: int, cache: Any) -> None:
+    def __init__(
+        self, model: Model, store: PrefixStore, origin: Origin, max_bytes: int, cache: Any
+    ) -> None:
         self.num_tokens = 0
+        self._model = model
         self._store = store
         self._origin = origin
         self._max_bytes = max_bytes
@@ -60,8 +61,24 @@ class Reuse:
         vars(self._cache).update(vars(self._empty))
         self._store.clear()
 
-    def end(self, token_ids: Sequence[int]) -> None:
-        """Keep the call's cache, which holds these tokens but the last, for later calls."""
+    def drop(self) -> None:
+        """Drop all that is kept; the call's cache stays as it is."""
+        self._store.clear()
+
+    def end(self, token_ids: Sequence[int], may_have_changed: bool) -> None:
+        """Keep the call's cache, which holds these tokens but the last, for later calls.
+
+        Args:
+            token_ids: the text.
+            may_have_changed: whether code of the user's ran between two forwards. What a model
+                changes itself is no change.
+        """
+        (structure, before), switches, owner = self._origin
+        now = Values.of(self._model)
+        is_same = now == before if may_have_changed else now.weights == before.weights
+        if not is_same or switches_of(self._model) != switches:
+            return
+        origin = Origin((structure, now), switches, owner)
         cache, num_tokens = self._cache, len(token_ids) - 1
         num_more = (length_of(cache) or 0) - num_tokens
         if num_more < 0:
@@ -74,54 +91,42 @@ class Reuse:
             move_to_own_memory(kept)
         if num_more:
             crop(kept, num_more)
-        self._store.keep(KeptText(self._origin, token_ids[:-1], kept), self._max_bytes)
+        self._store.keep(KeptText(origin, token_ids[:-1], kept), self._max_bytes)
 
 
-def reuse_of(
-    model: Model,
-    profile: Profile,
-    input_ids: Tensor,
-    options: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    arguments: Arguments,
-) -> Reuse | None:
+def reuse_of(call: Call, profile: Profile, values: Values) -> Reuse | None:
     """Return what a call reuses and keeps; None if it does neither.
 
     Args:
-        model: the target.
+        call: one that asks for reuse.
         profile: of the model in its present state.
-        input_ids: int64 [rows, num_tokens].
-        options, model_kwargs: as prepared by `generate`.
-        arguments: lade's own.
+        values: that the model has at present.
     """
-    config = arguments.config or Config()
-    cache = model_kwargs.get("past_key_values")  # `generate` goes on from no other
-    if not config.reuses_prefix or not _is_plain_text(model, input_ids, model_kwargs, cache):
+    model, options = call.model, call.options
+    cache = call.model_kwargs.get("past_key_values")  # `generate` goes on from no other
+    if not _is_plain_text(call, cache):
         return None
-    if options.return_dict_in_generate and (
-        options.output_hidden_states or options.output_attentions
-    ):
+    if {"hidden_states", "attentions"} & {*call.wanted_outputs}:
         return None  # these are wanted of every token of the prompt
     if options.prefill_chunk_size is not None and not CHUNKS_GO_ON:
         return None
-    if why_not_reused(model, lengths_of(input_ids, options, model_kwargs)) is not None:
+    if why_not_reused(model, lengths_of(call.input_ids, options, call.model_kwargs)) is not None:
         return None
     if why_not_continued(model, profile) is not None:
         return None
     store = Profiles.of(model).prefixes
-    state = (profile.structure, stamp_of(model))
-    origin = Origin(state, switches_of(model), _owner_of(arguments, store))
-    reuse = Reuse(store, origin, config.max_prefix_bytes, cache)
-    reuse.begin(input_ids[0].tolist())
+    owner = _owner_of(call.arguments, store)
+    origin = Origin((profile.structure, values), switches_of(model), owner)
+    reuse = Reuse(model, store, origin, call.config.max_prefix_bytes, cache)
+    reuse.begin(call.input_ids[0].tolist())
     return reuse
 
 
-def _is_plain_text(
-    model: Model, input_ids: Tensor, model_kwargs: dict[str, Any], cache: Any
-) -> bool:
+def _is_plain_text(call: Call, cache: Any) -> bool:
     """Return whether a call's keys and values follow from its tokens alone."""
+    input_ids, model_kwargs = call.input_ids, call.model_kwargs
     num_rows, num_tokens = input_ids.shape
-    if num_rows != 1 or num_tokens < 1 or mesh_of(model) is not None:
+    if num_rows != 1 or num_tokens < 1 or mesh_of(call.model) is not None:
         return False
     if type(cache) is not DynamicCache or cache.offloading or length_of(cache):
         return False

@@ -5,7 +5,6 @@ criteria, streamer and random state, and with keys and values that it computes i
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +20,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.compat import Model, decode_plainly
+from lade.hf.arguments import OnStep
+from lade.hf.call import Call
 from lade.hf.streams import PlainStream
 from lade.outputs import Outputs
 from lade.stats import DecodeStats, Step
 from lade.targets.inputs import extended
-
-OnStep = Callable[[Step], None]
+from lade.targets.paths import ChainTarget
+from lade.targets.rollback import find_cache
+from lade.tree import Tree
+from ngram_pool import Draft
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]
@@ -118,33 +121,27 @@ class Told:
 
 
 def finish_plainly(
-    model: Model,
+    call: Call,
     text: Text,
     outputs: Outputs,
     told: Told,
     num_columns: int,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: BaseStreamer | None,
-    on_step: OnStep | None,
     model_kwargs: dict[str, Any],
 ) -> tuple[Any, DecodeStats]:
     """Continue a text, whose unfinished rows have one length, to the end of the call.
 
     Args:
-        model: the target.
+        call: as it began.
         text: the text so far.
         outputs: of the text so far.
         told: the tokens that `on_step` has had.
         num_columns: columns that the streamer has had, including the prompt's.
-        processors, criteria, config: of the call.
-        streamer, on_step: get the tokens to come.
-        model_kwargs: as prepared by `generate` for the prompt, with the cache as it was then.
+        model_kwargs: those of the call, with the cache to go on from.
 
     Returns:
         What `generate` returns for the whole call, and counts and times of the rest.
     """
+    processors, criteria = call.processors, call.criteria
     ids = text.sequences()
     num_rows, length = ids.shape
     num_new = length - text.num_prompt
@@ -154,18 +151,18 @@ def finish_plainly(
         if text.pad_token_id is not None:
             padded = _Padded(list(text.is_finished), text.pad_token_id)
             processors = LogitsProcessorList([*processors, padded])
-    later = None if streamer is None else _Later(streamer, num_columns - length)
-    stream = PlainStream(later, told.later(on_step), num_rows, num_new > 0)
+    later = None if call.streamer is None else _Later(call.streamer, num_columns - length)
+    stream = PlainStream(later, told.later(call.arguments.on_step), num_rows, num_new > 0)
     output = decode_plainly(
-        model,
+        call.model,
         ids,
         processors,
         stream.watch(criteria),
-        _extended_config(config, num_new),
+        _extended_config(call.options, num_new),
         stream,
-        _continued(model, model_kwargs, ids[:, text.num_prompt :]),
+        _continued(call.model, model_kwargs, ids[:, text.num_prompt :]),
     )
-    if config.return_dict_in_generate:
+    if call.returns_dict:
         if padded is not None and output.get("scores") is not None:
             output["scores"] = (padded.scores, *output["scores"][1:])
         for name in ("scores", "logits", "hidden_states", "attentions"):
@@ -174,6 +171,26 @@ def finish_plainly(
                     name, output[name]
                 )
     return output, stream.stats
+
+
+def replayed(call: Call, text: Text) -> dict[str, Any]:
+    """Return a call's model inputs with the keys and values of its text, run token by token.
+
+    Where code of the user's own runs in forwards, those of one forward may be others.
+    """
+    found, ids = find_cache(call.model_kwargs), text.sequences()
+    if found is None or ids.shape[1] == text.num_prompt:
+        return call.model_kwargs
+    name, cache = found
+    prompts = ids[:, : text.num_prompt]
+    target = ChainTarget(
+        call.model, prompts, call.model_kwargs, restores=True, generation_config=call.options
+    )
+    target.prefill()
+    for column in ids[:, text.num_prompt : -1].T.tolist():
+        target.forward_plainly([Tree.build(token_id, Draft.empty()) for token_id in column])
+        target.commit([[0]] * len(column))
+    return {**call.model_kwargs, name: target.hand_over(cache)}
 
 
 def _extended_config(config: GenerationConfig, num_new: int) -> GenerationConfig:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -61,8 +63,31 @@ class StopRule:
                 finished = bool(self._of_rows(text.prefix(row), None)) or finished
             text.is_finished[row] = text.is_finished[row] or finished
         if self._of_all:
-            prefixes = text.prefixes(rows)
-            done = self._of_all(prefixes, self._outputs.columns("scores"))
+            prefixes, scores = text.prefixes(rows), self._outputs.columns("scores")
+            done = torch.zeros(len(rows), dtype=torch.bool, device=prefixes.device)
+            for criterion in self._of_all:
+                done = done | _asked(criterion, prefixes, scores)
             text.adopt(prefixes)
-            for row, finished in zip(rows, done.tolist(), strict=True):
-                text.is_finished[row] = text.is_finished[row] or finished
+            for row, finished in zip(rows, (done & 1).tolist(), strict=True):
+                text.is_finished[row] = text.is_finished[row] or bool(finished)
+
+
+def _asked(criterion: Any, prefixes: Tensor, scores: Any) -> Tensor:
+    """Return what a criterion answers, one value for all rows or one a row, in one dimension.
+
+    As in `generate`, values are bools or integers, of which the lowest bit counts.
+
+    Raises:
+        TypeError: they are neither.
+        ValueError: they are not that many, in whatever shape.
+    """
+    name, num_rows, answer = type(criterion).__name__, len(prefixes), criterion(prefixes, scores)
+    try:
+        values: Tensor = torch.zeros((), dtype=torch.bool, device=prefixes.device) | answer
+    except (TypeError, RuntimeError) as error:
+        got = f"{answer!r:.100}: {error}"
+        raise TypeError(f"expected a bool a row from {name}, got {got}") from error
+    if values.numel() not in (1, num_rows):
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+        raise ValueError(f"expected one value a row from {name}, got {values.numel()} for {rows}")
+    return values.flatten()

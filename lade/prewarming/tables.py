@@ -19,22 +19,23 @@ from lade.compat import Model, mesh_of, without_compiler
 from lade.errors import UnsupportedModelError
 from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.probing.profile import Profile
+from lade.probing.profile import Known, Profile
 from ngram_pool import SuccessorTable
 from ngram_pool.writing import sweep, write_whole
 
 
 def prewarmed_table_of(model: Model, profile: Profile) -> SuccessorTable | None:
     """Return the prewarmed table of a model, or None; looked up once per profile."""
-    if not profile.prewarmed:
-        profile.prewarmed.append(table_for(model))
-    return profile.prewarmed[0]
+    known = profile.prewarmed  # once: another thread may forget it
+    if known is None:
+        known = profile.prewarmed = Known(table_for(model))
+    return known.value
 
 
 def forget_prewarmed_table(model: Model) -> None:
     """Have the model's table looked up again at its next use."""
     for profile in vars(without_compiler(model)).get("_lade_profiles", ()):
-        profile.prewarmed.clear()
+        profile.prewarmed = None
 
 
 DEFAULT_MAX_CONTEXTS = 2**20

@@ -5,7 +5,7 @@ import torch
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs
 from lade.errors import in_one_line
-from lade.probing.profile import Profile
+from lade.probing.profile import Known, Profile
 from lade.probing.selfcheck import (
     check_tokens,
     plain_of,
@@ -19,12 +19,12 @@ def why_not_continued(model: Model, profile: Profile) -> str | None:
 
     The model is asked once, by three short forwards and the check of its layers.
     """
-    if not profile.why_not_continued:
+    if profile.why_not_continued is None:
         try:
-            profile.why_not_continued.append(_why_not(model, profile))
+            profile.why_not_continued = Known(_why_not(model, profile))
         except torch.OutOfMemoryError:  # next time there may be enough
             return "no memory was left to check it"
-    return profile.why_not_continued[0]
+    return profile.why_not_continued.value
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def _why_not(model: Model, profile: Profile) -> str | None:
     try:
         with unchanged_random_state(model, profile):
             error = _error(model)
-        if profile.draws[0]:
+        if profile.draws:
             return "its forwards draw random numbers"
     except torch.OutOfMemoryError:
         raise

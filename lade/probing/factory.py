@@ -9,7 +9,7 @@ from lade.closeness import limit_of
 from lade.compat import Model, device_of_inputs
 from lade.config import Execution, Verification
 from lade.gpu.compiled import CompiledModel
-from lade.gpu.fixed import FixedTarget, widths_on
+from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import WorkspaceStore
@@ -52,21 +52,21 @@ def make_target(
             return TreeTarget(*settings)
         workspace_store = (profile or profile_of(model)).workspace_store
         compiled = chosen.execution == "compiled"
-        return FixedTarget(
-            *settings,
-            workspace_store=workspace_store,
-            **_recording(model, chosen, policy or DevicePolicy()),
+        of_steps = StepSettings(
+            workspace_store,
             call=_compiled(model, chosen.attention, workspace_store) if compiled else None,
             variant=(chosen.execution, chosen.widths),
             widths=chosen.widths or widths_on(device_of_inputs(model)),
+            **_recording(model, chosen, policy or DevicePolicy()),
         )
+        return FixedTarget(*settings, settings=of_steps)
     max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
 
 
 def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> dict[str, Any]:
-    """Return the arguments of `FixedTarget` that record steps, or that say why they are not."""
+    """Return the `StepSettings` that record steps, or that say why they are not."""
     device = device_of_inputs(model)
     if chosen.execution == "fixed" or not policy.can_record(device):
         return {}

@@ -11,6 +11,7 @@ from lade.probing.factory import VerificationPlan
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
+from lade.probing.values import values_of
 
 # Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
@@ -19,27 +20,25 @@ WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot":
 def choose_verification(
     model: Model,
     *,
+    config: Config | None = None,
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
-    asked: Verification | None = None,
     excluded: Mapping[Verification, str] | None = None,
     execution: Execution = "eager",
     why_eager: str | None = None,
-    stable_width: int | None = None,
     profile: Profile | None = None,
 ) -> VerificationPlan:
     """Return the best verification method that is exact, checking those not checked yet.
 
     Args:
         model: the target.
+        config: of the call: its `verification` is the only method to consider, if it names one,
+            and with `stable_text` all forwards have one width.
         is_padded: whether rows have padding or different lengths.
         cache: kind of cache of the call.
-        asked: the only method to consider; None for all.
         excluded: methods that this call cannot use, and why.
         execution: requested execution of trees.
         why_eager: why this call cannot have that execution; None if it can.
-        stable_width: the one width of all forwards if the text must not depend on drafts, else
-            None.
         profile: of the model in its present state; looked up if None.
 
     Raises:
@@ -47,6 +46,8 @@ def choose_verification(
     """
     profile = profile or profile_of(model)
     excluded = {**profile.found_wrong, **(excluded or {})}
+    asked = None if config is None else config.verification
+    stable_width = None if config is None else stable_width_of(model, config)
     if stable_width is not None:
         return _choose_stable(
             model, profile, is_padded, cache, excluded, execution, why_eager, stable_width
@@ -139,7 +140,10 @@ def _result_of(
 ) -> CheckResult:
     """Return the result of checking a method, from an earlier check if there was one."""
     key = (verification, cache, is_padded, widths)
-    result = profile.results.get(key) or check(model, profile, *key)
+    result = profile.results.get(key)
+    if result is None:
+        result = check(model, profile, *key)
+        profile.values = profile.values or values_of(model)
     if result.is_lasting:
         profile.results[key] = result
     return result

@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from lade.budget.budget import Budget, MeasuredBudget
+from lade.budget.costs import ForwardCosts
 from lade.captures import free_unused
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
 from lade.gpu.workspace import WorkspaceStore
+from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
-from lade.probing.watch import Watch
+from lade.probing.values import Values
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
+
+_T = TypeVar("_T")
 
 CacheKind = Literal["dynamic", "static", "none"]
 
@@ -32,9 +35,19 @@ class CheckResult(NamedTuple):
     is_lasting: bool = True  # whether another check would find the same
 
 
+@dataclass(frozen=True, slots=True)
+class Known(Generic[_T]):
+    """What was found out, which may be that there is nothing."""
+
+    value: _T
+
+
 @dataclass(slots=True)
 class Profile:
-    """What is known about a model in one state; valid only for that structure and setting."""
+    """What is known about a model in one state; valid only for that structure and setting.
+
+    A field that may be None is None until it is found out.
+    """
 
     setting: tuple[object, ...]  # device and autocast that this is valid for
     structure: Structure  # of the model that this is valid for
@@ -44,42 +57,47 @@ class Profile:
     )
     #: By method, of the model as one that only drafts.
     drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
-    budgets: dict[tuple[Verification, Execution], Budget] = field(default_factory=dict)
+    #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
+    costs: dict[tuple[Verification, Execution], ForwardCosts] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
     usual_outputs: dict[str, bool] = field(default_factory=dict)  # by name
     warned: set[str] = field(default_factory=set)
-    watch: Watch = field(default_factory=Watch)
-    #: Whether forwards draw random numbers; empty until that is known.
-    draws: list[bool] = field(default_factory=list)
-    #: What its layers say of every method, None if nothing; empty until they are asked.
-    why_not_exact: list[str | None] = field(default_factory=list)
-    #: Why it cannot go on from a cached beginning, None if it can; empty until that is known.
-    why_not_continued: list[str | None] = field(default_factory=list)
-    #: The prewarmed table, or None if there is none; empty until it is looked up.
-    prewarmed: list[SuccessorTable | None] = field(default_factory=list)
+    #: Of weights and attributes, when results were last seen to hold; None before that.
+    values: Values | None = None
+    #: Calls so far, and steps with a draft until a call's first spot check.
+    num_calls: int = 0
+    first_check: int = FIRST_CHECK
+    #: Whether forwards draw random numbers.
+    draws: bool | None = None
+    #: Why its layers let no method be exact, None if they do not.
+    why_not_exact: Known[str | None] | None = None
+    #: Why it cannot go on from a cached beginning, None if it can.
+    why_not_continued: Known[str | None] | None = None
+    #: The prewarmed table, or None if there is none.
+    prewarmed: Known[SuccessorTable | None] | None = None
     #: What drafters have found out about it and keep, by a name of their own.
     of_drafters: dict[str, Any] = field(default_factory=dict)
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
 
-    def budget(
+    def costs_of(
         self,
         verification: Verification,
         execution: Execution,
         first_costs: Callable[[], Mapping[int, float]],
-    ) -> Budget:
-        """Return the budget that measures the costs of such steps, new if there is none.
+    ) -> ForwardCosts:
+        """Return the costs of such steps, new if there are none.
 
         Args:
             verification, execution: of the steps.
-            first_costs: asked for what a new budget begins with.
+            first_costs: asked for what new costs begin with.
         """
         key = (verification, execution)
-        if key not in self.budgets:
-            self.budgets.setdefault(key, MeasuredBudget(first_costs()))
-        return self.budgets[key]
+        if key not in self.costs:
+            self.costs.setdefault(key, ForwardCosts(first_costs()))
+        return self.costs[key]
 
     def drop_verdict(self, verification: Verification, reason: str) -> None:
         """Drop the verdict on a method that was not exact, or failed, in the middle of a text.

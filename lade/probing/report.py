@@ -79,9 +79,9 @@ def probe(model: Model, *, num_rows: int = 1) -> Probe:
 def recheck(model: Model, *, num_rows: int = 1) -> Probe:
     """Forget what lade knows about a model, check it again, and report the result.
 
-    A model that was quantized, moved, hooked or given adapters is checked again automatically. Call
-    this after a change that cannot be seen from outside, such as a method edited in place or a
-    plain attribute of a layer set to another value.
+    A model that was quantized, moved, hooked, patched or given adapters is checked again
+    automatically, and spot checks find what cannot be seen. Call this to have a method back that
+    was ruled out for a state that the model is no longer in.
 
     Args:
         model: a transformers causal LM.

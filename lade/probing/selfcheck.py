@@ -20,7 +20,7 @@ from lade.drafting.drafts import narrowed
 from lade.errors import UnsupportedModelError, in_one_line
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
-from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
+from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
 from lade.probing.randomness import draws
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
@@ -28,7 +28,7 @@ from lade.tree import Tree, origins
 from ngram_pool import Draft
 
 # Of the logits of a model that drafts, whose mistakes cost time and change no text. Weights in int8
-# (`lade.bench.quantized`) make no difference here. Where the largest activation of a forward sets
+# (`benchmarks.quantized`) make no difference here. Where the largest activation of a forward sets
 # the scale, SmolLM2-135M differs by 1.1 (paths) to 1.8 (trees) and is refused: by this measure it
 # is not to be told from a model whose positions are wrong.
 _DRAFTING_LIMIT = 1.0
@@ -86,14 +86,14 @@ def check(
 
 def reason_of_layers(model: Model, profile: Profile) -> str | None:
     """Return why the layers of a model let no method be exact, or None; they are asked once."""
-    if not profile.why_not_exact:
+    if profile.why_not_exact is None:
         try:
             # This runs the model once if it was never run: some formats unpack their weights then.
             with unchanged_random_state(model, profile):
-                profile.why_not_exact.append(why_not_exact(model))
+                profile.why_not_exact = Known(why_not_exact(model))
         except Exception:  # the check will say what fails
             return None
-    return profile.why_not_exact[0]
+    return profile.why_not_exact.value
 
 
 def _attentions_for(
@@ -163,11 +163,11 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     models whose forwards draw.
     """
     profile = profile or profile_of(model)
-    if not profile.draws:
+    if profile.draws is None:
         ids = torch.tensor([check_tokens(model)], device=device_of_inputs(model))
         plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
-        profile.draws.append(draws(model, lambda: plain.generate(num_new=2)))
-    if not profile.draws[0]:
+        profile.draws = draws(model, lambda: plain.generate(num_new=2))
+    if not profile.draws:
         yield
         return
     device = device_of_inputs(model)

@@ -75,7 +75,7 @@ class Likeliest:
         """Do nothing: no state is kept."""
 
 
-class Race:
+class NoiseRace:
     """Sampling, seed for seed as in `generate(do_sample=True)`.
 
     `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each
@@ -287,6 +287,6 @@ def exact_choice(
     at_once = ahead and not processors.need_prefix
     pick: Pick = Likeliest()
     if do_sample:
-        pick = Race(text.num_rows, vocab_size, device, ahead=at_once)
+        pick = NoiseRace(text.num_rows, vocab_size, device, ahead=at_once)
     kind = ChoiceAtOnce if at_once else ProcessedChoice
     return kind(text, processors, pick, device, on_choice)

@@ -18,13 +18,13 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from lade.hf.doors import generate
+from lade.hf.api import generate
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.errors import ApiError, failed
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
-from lade.server.limits import Limits
+from lade.server.limits import RequestLimits
 from lade.server.line import Line
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
@@ -83,7 +83,7 @@ class Server:
                 self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
             )
             grammars = Grammars(loaded)
-            limits = Limits(loaded.model, options)
+            limits = RequestLimits(loaded.model, options)
             app, self._manager = build_app(loaded, self.name, limits, grammars.pieces)
             _add_routes(app, self.metrics)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size

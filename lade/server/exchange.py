@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
+from lade.drafting.drafter import Drafter
 from lade.hf.pools import Pools
 from lade.server.errors import ApiError
 from lade.stats import DecodeStats
@@ -57,7 +57,7 @@ class Exchange:
     loop: asyncio.AbstractEventLoop
     on_done: Callable[[], None]  # called in the loop once the inference thread is free again
     config: Config = field(default_factory=Config)
-    drafter: CallDrafter | None = None  # beside the pools
+    drafter: Drafter | None = None  # beside the pools
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     arrived: float = field(default_factory=perf_counter)

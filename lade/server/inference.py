@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model
-from lade.hf.doors import decode
+from lade.hf.api import decode
 from lade.server.errors import failed
 from lade.server.exchange import Exchange, Logprob
 

@@ -8,8 +8,8 @@ from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
 
 
-class Limits:
-    """Limits on prompts and answers.
+class RequestLimits:
+    """RequestLimits on prompts and answers.
 
     Args:
         model: its positions are a limit, too.

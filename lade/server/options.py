@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lade.config import Config
-from lade.drafting.drafter import CallDrafter
+from lade.drafting.drafter import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ServerOptions:
     timeout_sec: float = 600.0
     grace_sec: float = 30.0
     config: Config = field(default_factory=Config)
-    drafter: CallDrafter | None = None
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         for name, least in (

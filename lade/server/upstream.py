@@ -28,13 +28,13 @@ from lade.server.answers import completed, rewritten
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Exchange, current
 from lade.server.inference import answer
-from lade.server.limits import Limits
+from lade.server.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
 
 
 def build_app(
-    loaded: LoadedModel, name: str, limits: Limits, pieces: Callable[[], Sequence[bytes]]
+    loaded: LoadedModel, name: str, limits: RequestLimits, pieces: Callable[[], Sequence[bytes]]
 ) -> tuple[Any, Any]:
     """Return transformers' application for one model, and the manager of its inference thread.
 
@@ -90,7 +90,7 @@ class _OneModel(ModelManager):  # type: ignore[misc]
 class _State(GenerationState):  # type: ignore[misc]
     """Has one inference thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         super().__init__()
         self.manager = _Manager(limits)
 
@@ -102,7 +102,7 @@ class _State(GenerationState):  # type: ignore[misc]
 class _Manager(GenerateManager):  # type: ignore[misc]
     """Hands requests to the inference thread together with what lade knows of them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         super().__init__()
         self._limits = limits
 

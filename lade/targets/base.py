@@ -1,7 +1,7 @@
 """The interface between the decoding loop and a model."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,6 @@ class Forward(Protocol):
     @property
     def attentions(self) -> tuple[Tensor | None, ...] | None:
         """Of every layer, [rows, heads, num_nodes, num_keys], if requested."""
-
-
-class Alone(NamedTuple):
-    """Result of a forward over a single token per row, as in plain decoding."""
-
-    nodes: list[int]  # for each row, the node of the last step whose token was run
-    logits: Tensor  # [rows, vocab_size], after that token
 
 
 class Target(Protocol):
@@ -66,8 +59,11 @@ class Target(Protocol):
     def packs_rows(self) -> bool:
         """Whether a forward costs what its tokens cost, however they are divided among rows."""
 
-    def prefill(self, view: Model | None = None) -> Forward:
-        """Run the prompts, through a view of the model if one is given."""
+    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
+        """Run the prompts, through a view of the model if one is given.
+
+        With `is_plain`, exactly as `generate` runs them.
+        """
 
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens` per row."""
@@ -78,18 +74,17 @@ class Target(Protocol):
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs; a device may still be computing when this returns."""
 
+    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+        """Run one root per row as `generate` runs single tokens; may be discarded."""
+
     def discard(self) -> None:
-        """Discard the last forward, and request no more drafts (`must_catch_up`)."""
+        """Discard the last forward."""
+
+    def refuse_drafts(self) -> None:
+        """Request no more drafts (`must_catch_up`)."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of the last forward on each row's accepted path, root first."""
-
-    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Commit, and run one committed token of each row again, alone, without side effects.
-
-        Returns:
-            None if that is not possible without side effects; the paths are committed anyway.
-        """
 
     def select(self, places: Sequence[int]) -> None:
         """Continue with some rows only, given as ascending indices into the rows in use."""
@@ -117,28 +112,32 @@ def fill_cache(target: Target, text: Text) -> int:
     """Run the padding that short rows lack, until the cache holds all rows at full length.
 
     Args:
-        target: a target that has run the text of all rows, including deselected ones.
-        text: the text, with all rows finished.
+        target: a target that has run the text of all rows, including deselected ones, but their
+            padding.
+        text: the text; rows that are not the longest are finished.
 
     Returns:
         The number of forwards.
     """
     target.rejoin()
-    roots = [token_ids[-1] for token_ids in text.token_ids]
-    missing = [text.longest - len(token_ids) for token_ids in text.token_ids]
+    num_cached = target.num_cached
+    missing = [max(num_cached) - num for num in num_cached]
+    rows = []
+    for ids in text.token_ids:
+        short = text.longest - len(ids)
+        assert not short or text.pad_token_id is not None  # else all rows are of equal length
+        rows.append([*ids, *[text.pad_token_id or 0] * short])
     num_forwards = 0
     while any(missing):
         most = 1 if target.must_catch_up else _MOST_AT_ONCE
         nums = [min(num, most) for num in missing]
-        padding = text.pad_token_id
-        assert padding is not None  # without padding, all rows are of equal length
-        trees = [
-            Tree.build(root, chain([padding] * max(0, num - 1)))
-            for root, num in zip(roots, nums, strict=True)
-        ]
+        trees = []
+        for ids, left, num in zip(rows, missing, nums, strict=True):
+            start = len(ids) - 1 - left
+            root, *others = ids[start : start + max(1, num)]  # its root where it lacks nothing
+            trees.append(Tree.build(root, chain(others)))
         target.forward(target.inputs(trees))
         target.commit([[*range(num)] for num in nums])
-        roots = [padding if num else root for root, num in zip(roots, nums, strict=True)]
         missing = [left - num for left, num in zip(missing, nums, strict=True)]
         num_forwards += 1
     return num_forwards

@@ -393,24 +393,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         for layer in self._held:
             layer.commit()
 
-    def pending(self, nodes: Sequence[int]) -> list[Tensor]:
-        """Return copies of the states of one node per row, written since the last commit."""
-        return [
-            torch.stack(
-                [
-                    store.buffer[:, row, :, length + node - offset]
-                    for row, (node, length) in enumerate(zip(nodes, self.lengths, strict=True))
-                ]
-            )
-            for store, offset in self._storage.stores()
-        ]
-
-    def put_pending(self, states: Sequence[Tensor]) -> None:
-        """Write copies from `pending` over each row's first node since the last commit."""
-        for (store, offset), of_rows in zip(self._storage.stores(), states, strict=True):
-            for row, (state, length) in enumerate(zip(of_rows, self.lengths, strict=True)):
-                store.buffer[:, row, :, length - offset] = state
-
     def select(self, places: Sequence[int]) -> None:
         """Continue with these of the rows in use, ascending; only between steps."""
         self._storage.select(places)

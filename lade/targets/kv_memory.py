@@ -285,10 +285,6 @@ class Storage:
         for group in self._groups:
             yield from group
 
-    def stores(self) -> list[tuple[Store, int]]:
-        """Return all stores, each with the first slot it holds."""
-        return [(store, group.offset) for group in self._groups for store in group]
-
     def reset(self) -> None:
         """Reset, keeping the allocation."""
         self.is_prefilling, self.length = True, None

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache
 
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets import ties
-from lade.targets.base import Alone, Forward
+from lade.targets.base import Forward
 from lade.targets.inputs import extended, widened
 from lade.targets.rollback import (
     can_grow,
@@ -29,7 +29,6 @@ from lade.targets.rollback import (
     record_past,
     saved,
     why_not_croppable,
-    why_not_savable,
 )
 from lade.targets.ties import TieError, Untied
 from lade.transfer import arrays_on, integers_on
@@ -124,7 +123,7 @@ class ChainTarget:
         """Whether the next forward should have no draft."""
         return self._is_plain or self.num_pending >= _MAX_PENDING
 
-    def prefill(self, view: Model | None = None) -> Forward:
+    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts exactly as `generate` does."""
         model = self._model if view is None else view
         output = prefill(model, self._ids, self._generation_config, self._model_kwargs)
@@ -242,9 +241,19 @@ class ChainTarget:
             attentions and tuple(map(of_queries, attentions)),
         )
 
-    def discard(self) -> None:
-        """Discard the last forward, and request no more drafts."""
+    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+        """Run roots, keeping the state that they follow."""
+        inputs = self.inputs(roots)
+        if self._restores and self._cache is not None:
+            self._saved = saved(self._cache[1])
+        return self.forward(inputs)
+
+    def refuse_drafts(self) -> None:
+        """Request no more drafts."""
         self._is_plain = True
+
+    def discard(self) -> None:
+        """Discard the last forward."""
         if self._cache is None:
             return
         name, cache = self._cache
@@ -285,55 +294,10 @@ class ChainTarget:
             self.num_pending += num_kept
         self._saved = None
 
-    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Run one token of each path alone, on a copy of the cache, and commit.
-
-        That is the path's last token, or its first, directly after the saved state, if states are
-        restored.
-        """
-        alone = self._look(paths)
-        self.commit(paths)
-        return alone
-
-    def _look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        num_kept = 1 if self._restores else len(paths[0])
-        kept = [
-            [tokens[node] for node in path[:num_kept]]
-            for tokens, path in zip(self._tokens, paths, strict=True)
-        ]
-        if num_kept == 0 or not all(kept):
-            return None
-        trial = None
-        if self._cache is not None:
-            trial = self._cache_before(num_kept, paths[0][-1])
-            if trial is None:
-                return None
-        ids = self._followed(self._ids, kept)
-        inputs = self._prepared(ids, 1, cache=trial)
-        output = self._model(**inputs, return_dict=True)
-        return Alone([path[num_kept - 1] for path in paths], output.logits[:, -1])
-
     def _followed(self, token_ids: Tensor, more: Sequence[Sequence[int]]) -> Tensor:
         """Return rows of tokens, int64 [rows, num_tokens], each followed by as many more."""
         (sent,) = arrays_on(self.device, np.array(more, np.int64))
         return torch.cat([token_ids, sent], dim=1)
-
-    def _cache_before(self, num_kept: int, last: int) -> Any:
-        """Return a copy of the cache with a path's first `num_kept - 1` nodes; None if impossible.
-
-        `last` is the last node of the path.
-        """
-        assert self._cache is not None
-        if self._restores:  # with pending tokens, no token could be run alone
-            return None if self._saved is None or self.num_pending else saved(self._saved)
-        cache, layout = self._cache[1], self._layout
-        if why_not_savable(cache) is not None or isinstance(cache, StaticCache):
-            return None  # its contents are not copied, and would be overwritten
-        trial = saved(cache)
-        if layout.rows is not None:
-            pick(trial, layout.rows[last], self.device)
-        crop(trial, layout.width - (num_kept - 1))
-        return trial
 
     def select(self, places: Sequence[int]) -> None:
         """Do nothing: all rows are kept, at equal length."""

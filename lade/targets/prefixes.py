@@ -57,7 +57,7 @@ class Owner:
 class Origin(NamedTuple):
     """Of which model keys and values are, and who may find them."""
 
-    model: object  # the model in one state; what is kept of any other is of no more use
+    model: Any  # the model in one state; what is kept of any other is of no more use
     setting: Hashable  # of the model, between which it may switch back and forth
     owner: object  # of those who may know of each other's text: an `Owner`, or a name
 

@@ -13,7 +13,7 @@ from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
 from lade.targets import ties
-from lade.targets.base import Alone, Forward
+from lade.targets.base import Forward
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
 from lade.targets.kv_cache import TreeCache
@@ -25,7 +25,6 @@ from lade.targets.ties import Untied
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
 from lade.view import with_attention
-from ngram_pool import Draft
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
@@ -112,7 +111,6 @@ class TreeTarget:
         #: Why a forward could not go on from what the first layers had run, if one could not.
         self.early_failure: str | None = None
         self._was_early = False  # whether the last forward had some of its nodes run before
-        self._is_looking = False  # whether the next forward is to be padded, as plain decoding's is
         num_chosen = ties.num_chosen(model) if ties.applies(model) else None
         # If the model chooses keys, rows of equal length have them where plain decoding has them.
         longest = num_slots + max_new_tokens
@@ -120,6 +118,7 @@ class TreeTarget:
             input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
         )
         self._is_plain = False
+        self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
@@ -134,10 +133,10 @@ class TreeTarget:
         """Number of cached tokens of each row in use."""
         return self.cache.lengths
 
-    def prefill(self, view: Model | None = None) -> Forward:
+    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts as `generate` does, or without the padding that it runs."""
         model = self._model if view is None else view
-        output = self._packed_prefill(model)
+        output = None if is_plain else self._packed_prefill(model)
         if output is None:
             output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
         cache = cache_in(output)
@@ -334,10 +333,28 @@ class TreeTarget:
         finally:
             self._trees, self._early = trees, None
 
+    def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
+        """Run roots by the model as it is, where its own attention takes their mask."""
+        self._is_plainly = True
+        try:
+            inputs = self.inputs(roots)
+        finally:
+            self._is_plainly = False
+        own = MASK_IS_ADDED.get(attention_of(self._model) or "eager")
+        takes_mask = own is not None and own == (self._additive_dtype is not None)
+        if inputs["attention_mask"] is not None and not takes_mask:
+            return self.forward(inputs)
+        self._was_early = False
+        output: Forward = self._model(**inputs)
+        return output
+
     def discard(self) -> None:
-        """Discard the last forward, and request no more drafts."""
+        """Discard the last forward."""
         self._early = None
         self.cache.keep([[]] * len(self._rows))
+
+    def refuse_drafts(self) -> None:
+        """Request no more drafts."""
         self._is_plain = True
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -345,29 +362,6 @@ class TreeTarget:
         self._early = None
         self.cache.keep(paths)
         self._place_rows()
-
-    def commit_and_look(self, paths: Sequence[Sequence[int]]) -> Alone | None:
-        """Commit, and run the last node of every path again, alone, after those before it."""
-        if not all(paths):
-            self.commit(paths)
-            return None
-        nodes = [path[-1] for path in paths]
-        trees = [
-            Tree.build(tree.token_ids[node], Draft.empty())
-            for tree, node in zip(self._trees, nodes, strict=True)
-        ]
-        kept, was_early = self.cache.pending(nodes), self._was_early
-        self.commit([path[:-1] for path in paths])
-        self._is_looking = True
-        logits = self.forward_once(self.inputs(trees)).logits[:, 0].clone()
-        self._is_looking, self._was_early = False, was_early
-        self.cache.put_pending(kept)
-        self.commit([[0]] * len(paths))
-        return Alone(nodes, logits)
-
-    def forward_once(self, inputs: Any) -> Forward:
-        """Run the model on the inputs, without effect on later forwards."""
-        return self.forward(inputs)
 
     def select(self, places: Sequence[int]) -> None:
         """Deselect the other rows; the cache keeps their contents."""
@@ -396,7 +390,7 @@ class TreeTarget:
         """Return whether trees can run one after the other in one row, without padding."""
         # Nodes beside drafts are looked for in rows.
         has_beside = any(len(tree) > 1 + len(tree.draft) for tree in trees)
-        return self.packs_rows and not has_beside and not self._is_looking
+        return self.packs_rows and not has_beside and not self._is_plainly
 
     def _fix_slots(self, packing: Packing) -> None:
         """Make the next forward write the keys and values of packed nodes into their rows."""

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import GenerationMixin
 
 from lade.config import VERIFICATIONS
-from lade.support.tiny import VOCAB_SIZE
 from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
+from tests.support.tiny import VOCAB_SIZE
 
 Rows = tuple[tuple[int, ...], ...]
 _LIST = "logits_processor"
@@ -619,13 +619,13 @@ def _draw_more(case: Case, hand: _Hand) -> Case:
     elif kind == "fixed":
         more = "execution='fixed'"
     elif kind == "prewarmed":
-        profile["prewarmed"] = f"[random_table({rng.randrange(99)}, {hand.vocab_size})]"
+        profile["prewarmed"] = f"random_table({rng.randrange(99)}, {hand.vocab_size})"
         given.pop("drafter", None)
     elif kind == "nested" and not case.architecture:
         case = _draw_nested(case, rng)
         given = dict(case.lade)
     if kind == "watch" or rng.random() < 0.3:
-        profile["watch"] = "Watch(first=1, last=1)"
+        profile["first_check"] = str(rng.randint(0, 2))
     if more:
         given["config"] = config.replace("strict_drafter", f"{more}, strict_drafter")
     return replace(case, lade=given, profile=profile)

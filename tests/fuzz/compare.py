@@ -23,9 +23,9 @@ from transformers.cache_utils import EncoderDecoderCache, StaticLayer
 import lade
 from lade.compat import is_own_hook
 from lade.probing.plan import choose_verification
-from lade.support.tiny import CannotBuild
 from tests.fuzz import events, parts
 from tests.fuzz.cases import Case
+from tests.support.tiny import CannotBuild
 
 # Scores are float32, and a tree sums in another order than a single token does.
 RELATIVE_TOLERANCE = 1e-4
@@ -92,7 +92,7 @@ def call_plain(model: Any, door: str, arguments: dict[str, Any], given: dict[str
 
 
 def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Call lade through one of its three doors."""
+    """Call lade through one of its three entry points."""
     place = _by_place(arguments)
     if door == "custom_generate":
         return model.generate(*place, custom_generate=lade.decode, **arguments, **given)
@@ -352,7 +352,7 @@ def _noting_way(verdict: Verdict) -> Iterator[None]:
 
     def noting(*args: Any, **options: Any) -> Any:
         chosen = choose_verification(*args, **options)
-        asked = options.get("asked") is not None
+        asked = options["config"].verification is not None
         verdict.verification = f"{chosen.verification}, as asked" if asked else chosen.verification
         return chosen
 

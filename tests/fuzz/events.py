@@ -24,15 +24,13 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.compat import without_compiler
-from lade.probing.profile import profile_of
-from lade.probing.watch import Watch
+from lade.probing.profile import Known, profile_of
 from ngram_pool import SuccessorTable
 from tests.fuzz.parts import Log, pool_of
 
 __all__ = [
     "NestedProcessor",
     "NestedStep",
-    "Watch",
     "adapted",
     "compiled",
     "converted",
@@ -336,7 +334,7 @@ def settle(model: Any, **values: Any) -> dict[str, Any]:
     return before
 
 
-def random_table(seed: int, vocab_size: int) -> SuccessorTable:
+def random_table(seed: int, vocab_size: int) -> Known[SuccessorTable | None]:
     """Return a table as `lade.prewarm` makes it, of random contents."""
     rng = np.random.default_rng(seed)
     table = SuccessorTable(256)
@@ -347,7 +345,7 @@ def random_table(seed: int, vocab_size: int) -> SuccessorTable:
     token_ids = np.stack([rng.permutation(vocab_size)[: shape[1]] for _ in contexts])
     probs = np.sort(rng.dirichlet(np.ones(shape[1] + 1), len(contexts))[:, 1:])[:, ::-1]
     table.put(contexts, token_ids, np.ascontiguousarray(probs))
-    return table
+    return Known(table)
 
 
 # --- calls inside of calls ----------------------------------------------------------------------

@@ -29,9 +29,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import lade
 from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
-from lade.support import tiny
 from ngram_pool import Draft
 from tests.lade.tiny import byte_tokenizer, tiny_model
+from tests.support import tiny
 
 __all__ = [
     "AllowedTokens",
@@ -320,7 +320,7 @@ def used_pool(model: Any, prompts: Sequence[Sequence[int]]) -> lade.NGramPool:
     return pool
 
 
-class ScriptDrafter:
+class ScriptDrafter(lade.Drafter):
     """Drafts from the plain answers: each next token is right with probability `accept`.
 
     Wrong branches stand beside and below. What the `Drafter` protocol promises is asserted.

@@ -3,7 +3,6 @@
 import argparse
 import json
 import multiprocessing
-import platform
 import re
 import signal
 import sys
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ import transformers
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-import lade
-from lade.bench.environment import commit
+from tests.about import about
 from tests.fuzz.cases import Case, draw_case
 from tests.fuzz.compare import Door, Kind, call_lade, call_plain, compare
 from tests.fuzz.shrink import program, shrink
@@ -313,14 +310,7 @@ def _about(arguments: argparse.Namespace, is_whole: bool, seconds: float) -> dic
         "only_architectures": arguments.architectures,
         "num_processes": arguments.processes,
         "seconds": round(seconds, 1),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "lade": lade.__version__,
-        },
+        **about(),
     }
 
 

@@ -205,7 +205,7 @@ def program(case: Case, title: str) -> str:
         "import torch",
         "",
         "import lade",
-        *(["from lade.support.tiny import tiny_model"] if case.architecture else []),
+        *(["from tests.support.tiny import tiny_model"] if case.architecture else []),
         f"from tests.fuzz.compare import {', '.join(sorted(own))}",
         *([f"from tests.fuzz.events import {', '.join(happens)}"] if happens else []),
         *([f"from tests.fuzz.parts import {', '.join(made)}"] if made else []),

@@ -1,8 +1,11 @@
 """Plain `generate` and lade side by side, with drafts that are often right."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import lade
@@ -16,41 +19,101 @@ THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9,
 EIGHT = lade.Config(max_draft_tokens=8)
 
 
+def same_as_generate(
+    model: Any,
+    input_ids: torch.Tensor | None = None,
+    *,
+    drafter: Any = None,
+    accept: float | None = None,
+    config: lade.Config | None = None,
+    pool: Any = None,
+    seed: int = 0,
+    plainly: str | None = None,
+    may_fail: bool = False,
+    fresh: Callable[[], dict[str, Any]] = dict,
+    by: Callable[..., Any] = lade.generate,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Run plain `generate` and lade; assert the same tokens, and the same random state after them.
+
+    Args:
+        model: what decodes, wrapped or not.
+        input_ids: prompts, 0 where they are padded; None beside `inputs_embeds`.
+        drafter, config, pool: of lade.
+        accept: how often the next token of a scripted drafter is right; None for no such drafter.
+        seed: of both calls, and of the scripted drafter.
+        plainly: the reason in the warning with which lade decodes plainly.
+        may_fail: whether lade may stop drafting on the way.
+        fresh: makes options of each call anew, such as caches that are filled.
+        by: what runs lade.
+        options: of both calls; greedy, 24 tokens, with an output of parts unless they say else.
+
+    Returns:
+        The outputs of plain `generate` and of lade.
+    """
+    device = device_of_inputs(model)
+    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    if input_ids is not None:
+        given |= {"input_ids": input_ids.to(device)}
+        given |= {"attention_mask": (given["input_ids"] != 0).long()}
+    given |= {"return_dict_in_generate": True, **options}
+    torch.manual_seed(seed)
+    of_plain = given | fresh()
+    expected = type(model).generate(model, **of_plain)
+    state = random_state(device)
+    scripted = None
+    if accept is not None:
+        answers = _unpadded(_tokens(expected), of_plain)
+        drafter = scripted = BatchDrafter(answers, np.random.default_rng(seed), accept)
+    of_lade = {"drafter": drafter, "config": config, "pool": pool}
+    of_lade = {name: value for name, value in of_lade.items() if value is not None}
+    torch.manual_seed(seed)
+    said = pytest.warns(lade.PlainDecodingWarning, match=plainly)
+    with nullcontext() if plainly is None else said:
+        got = by(model, **given | of_lade | fresh())
+    assert _tokens(got).tolist() == _tokens(expected).tolist()
+    assert torch.equal(random_state(device), state)
+    if scripted is not None:
+        is_plain = plainly is not None or (config is not None and config.verification == "plain")
+        num_opened = len(scripted.observed)
+        assert scripted.closed == num_opened
+        assert num_opened == (0 if is_plain or (may_fail and not num_opened) else len(answers))
+    if scripted is not None and not may_fail:
+        # Rows of a batch may end in padding, which no drafter is told.
+        for observed, answer in zip(scripted.observed, answers, strict=not is_plain):
+            assert observed == answer[: len(observed) if len(answers) > 1 else None]
+    return expected, got
+
+
+def _tokens(output: Any) -> torch.Tensor:
+    tokens: torch.Tensor = output if torch.is_tensor(output) else output.sequences
+    return tokens
+
+
+def _unpadded(sequences: torch.Tensor, options: dict[str, Any]) -> list[list[int]]:
+    """Return prompts and answers without the padding of the prompts."""
+    masks = options["attention_mask"].repeat_interleave(
+        options.get("num_return_sequences") or 1, dim=0
+    )
+    return [
+        [*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]]
+        for row, mask in zip(sequences.tolist(), masks.tolist(), strict=True)
+    ]
+
+
 def both(
     model: Any,
     prompt: torch.Tensor,
     *,
     accept: float = 0.7,
-    seed: int = 0,
     config: lade.Config = EIGHT,
+    do_sample: bool = True,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Run plain `generate` and lade with drafts that are often right; compare the random state."""
-    device = device_of_inputs(model)
-    prompt = prompt.to(device)
-    options = {
-        "do_sample": True,
-        "max_new_tokens": 24,
-        "pad_token_id": 0,
-        "attention_mask": (prompt != 0).long(),
-        "return_dict_in_generate": True,
-        **options,
-    }
-    torch.manual_seed(seed)
-    expected = model.generate(prompt, **options)
-    state = random_state(device)
-    repeats = options.get("num_return_sequences", 1)
-    masks = options["attention_mask"].repeat_interleave(repeats, dim=0)
-    answers = []
-    for row, mask in zip(expected.sequences.tolist(), masks.tolist(), strict=True):
-        answers.append([*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]])
-    drafter = BatchDrafter(answers, np.random.default_rng(seed), accept)
-    torch.manual_seed(seed)
-    got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    assert torch.equal(random_state(device), state)
-    assert drafter.closed == len(answers)
-    return expected, got
+    """Sample with drafts that are often right, as `same_as_generate`."""
+    return same_as_generate(
+        model, prompt, accept=accept, config=config, do_sample=do_sample, **options
+    )
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from lade.hf.generation import Generation
+from lade.probing import own_code
 from tests.lade import shared
 from tests.lade.devices import pytest_runtest_protocol, pytest_runtest_setup
 from tests.lade.recorder import Overlapping
+from tests.lade.tiny import byte_tokenizer, tiny_model
 
 __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
 
@@ -17,6 +19,17 @@ __all__ = ["pytest_runtest_protocol", "pytest_runtest_setup"]
 def steady_random_state() -> None:
     """Begin each test with the same state of torch's generator, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved tiny model with a byte-level tokenizer made on the spot."""
+    path = tmp_path_factory.mktemp("tiny")
+    byte_tokenizer().save_pretrained(path)
+    model = tiny_model("llama", seed=2, dtype=torch.float32, vocab_size=256)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture
@@ -32,6 +45,12 @@ def single_thread() -> Iterator[None]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device that has to be waited for."""
     monkeypatch.setattr(Generation, "policy", Overlapping())
+
+
+@pytest.fixture
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take code of the tests for lade's own, which asks for no check: hooks that note what runs."""
+    monkeypatch.setattr(own_code, "_PACKAGES", {*own_code._PACKAGES, "tests"})
 
 
 @pytest.fixture(autouse=True)

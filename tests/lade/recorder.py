@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from lade.config import Execution
 from lade.gpu.capture import NoWaiting, WaitError
-from lade.gpu.graphs import Recording, Run
+from lade.gpu.graphs import Recording, StepCall
 from lade.gpu.policy import DevicePolicy
 
 
@@ -63,7 +63,7 @@ class CpuRecorder:
         self.num_forgotten = 0
         self.operations: list[list[str]] = []  # of each recording, by name
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: StepCall) -> Recording:
         failure = self.failures.pop(0) if self.failures else None
         if failure is not None:
             raise failure

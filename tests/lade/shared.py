@@ -51,6 +51,7 @@ class _Shared:
                 results=profile.results,
                 usual_outputs=profile.usual_outputs,
                 draws=profile.draws,
+                values=profile.values,
                 why_not_continued=profile.why_not_continued,
             )
             for profile in profiles

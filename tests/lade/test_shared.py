@@ -54,11 +54,11 @@ def test_what_the_check_found_is_kept_and_nothing_else(are_verdicts_true: bool) 
     lade.generate(model, ONE, max_new_tokens=8, do_sample=False)
     (profile,) = Profiles.of(model)
     assert profile.results
-    assert profile.budgets
+    assert profile.costs
     assert shared.hand_back(are_verdicts_true) == []
     kept = [*Profiles.of(model)]
     assert [each.results for each in kept] == ([profile.results] if are_verdicts_true else [])
-    assert not any(each.budgets or each.warned for each in kept)
+    assert not any(each.costs or each.warned for each in kept)
 
 
 def test_the_models_shared_are_bounded() -> None:

@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import lade
 from lade.compat import attention_of
 from lade.drafting.successors import PromptHarvester
-from lade.support.tiny import tiny_model as tiny_architecture
 from lade.view import counterpart, in_evaluation, keep_attributes, with_attention, with_own_hooks
 from tests.grids import thinned
 from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 

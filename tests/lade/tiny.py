@@ -10,6 +10,7 @@ from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from lade.drafting.drafter import Drafter
 from ngram_pool import Draft
 
 # Whether transformers is new enough for all that lade does.
@@ -108,7 +109,7 @@ def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tenso
     return torch.from_numpy(rng.choice(alphabet, length)[None])
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Drafts from a known answer: right up to a depth, with wrong branches beside and behind it."""
 
     def __init__(self, answer: Sequence[int], rng: np.random.Generator, accept: float) -> None:
@@ -163,7 +164,7 @@ class ScriptedDrafter:
         self.closed += 1
 
 
-class BatchDrafter:
+class BatchDrafter(Drafter):
     """A `ScriptedDrafter` for each row, in the order in which the rows are opened."""
 
     def __init__(
@@ -177,6 +178,10 @@ class BatchDrafter:
     @property
     def closed(self) -> int:
         return sum(row.closed for row in self._rows)
+
+    @property
+    def observed(self) -> list[list[int]]:
+        return [row.observed for row in self._rows]
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         self._rows.append(ScriptedDrafter(self._answers[len(self._rows)], self._rng, self._accept))

@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -118,6 +119,23 @@ def test_a_copy_is_a_table_of_its_own(way: str) -> None:
     copied.put([[1, 2]], [[99]], [[0.5]])
     assert everything_of(table) == before
     assert everything_of(copied) != before
+
+
+@pytest.mark.parametrize("way", [NGramPool.as_read_only, copy.copy, copy.deepcopy])
+def test_a_copy_takes_its_own_memory_and_no_more_for_a_moment(
+    way: Callable[[NGramPool], NGramPool],
+) -> None:
+    pool = NGramPool(2**16, max_ngram_size=40)
+    pool.observe(range(2**12))
+    pool.harvest([[-1, t] for t in range(2**11)], [[t] for t in range(2**11)], [[0.5]] * 2**11)
+    tracemalloc.start()
+    try:
+        copied = way(pool)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert copied.nbytes <= pool.nbytes
+    assert peak < 1.3 * copied.nbytes  # copied twice, it would be 2 or more
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -142,8 +142,7 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
 
 def is_pool_free(pool: NGramPool) -> bool:
     """Whether another thread can write to it."""
-    lock = pool._lock
-    return all(is_free(part) for part in (lock.gate, *lock.readers.values()))
+    return is_free(pool._lock)
 
 
 def is_free(lock: Any) -> bool:
@@ -151,7 +150,7 @@ def is_free(lock: Any) -> bool:
     got: list[bool] = []
 
     def take() -> None:
-        got.append(lock.acquire(timeout=1))
+        got.append(lock.acquire(timeout=5))
         if got[0]:
             lock.release()
 

@@ -1,7 +1,6 @@
 """Sources that `NGramPool` blends: what each brings, and how answers teach which one to trust."""
 
 import copy
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -295,22 +294,3 @@ def test_what_comes_is_likelier_after_it_came() -> None:
         untaught = copy.deepcopy(pool)
         untaught._weights[:] = learned._weights
         assert root_probs(untaught, context)[came] > before[came]
-
-
-def test_what_was_learned_goes_with_copies_and_pickles() -> None:
-    pool = NGramPool(400)
-    pool.harvest([[-1, 1], [3, 1], [-1, 5]], [[8, 9]] * 3, [[0.5, 0.25]] * 3)
-    pool.observe([1, 2, 3, 1, 8, 5, 6] * 10, 0, is_answer=True)
-    copies = [copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))]
-    for context in ([5], [3, 1], [1]):
-        expected = pool.draft(context, 9, sequence=0)
-        for copied in copies:
-            draft = copied.draft(context, 9, sequence=0)
-            assert draft.token_ids.tolist() == expected.token_ids.tolist()
-            assert draft.probs.tolist() == expected.probs.tolist()
-    before = pool.draft([3, 1], 9, sequence=0).probs.tolist()
-    for copied in copies:
-        copied.observe([1, 2] * 10, 0, is_answer=True)
-        copied.harvest([[3, 1]], [[7]], [[0.9]])
-        copied.check()
-    assert pool.draft([3, 1], 9, sequence=0).probs.tolist() == before

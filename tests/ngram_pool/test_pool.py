@@ -5,14 +5,13 @@ import doctest
 import importlib
 import inspect
 import os
-import pickle
 import random
 import re
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +21,7 @@ import pytest
 import ngram_pool.pool
 from ngram_pool import Draft, NGramPool, SuccessorTable, _kernels
 from tests.ngram_pool.table_oracle import OracleTable
+from tests.ngram_pool.threads import in_threads
 from tests.oracle import OraclePool, check_tree
 
 JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -249,34 +249,6 @@ def test_what_is_promised_is_all_that_is_allocated() -> None:
         assert peak < 1.5 * promised + 16 * capacity
 
 
-@pytest.mark.parametrize("max_ngram_size", [1, 5, 8, 20])
-def test_memory_stays_within_20_bytes_and_8_for_each_order(max_ngram_size: int) -> None:
-    """12 of text, 4 of links and 4 of heads for each order, and 7.5 of the harvest."""
-    capacity = 2**14 if JIT_IS_OFF else 66_000  # a harvest of just more than a power of two
-    room_for_drafts = NGramPool(1, max_ngram_size).nbytes
-    pool = NGramPool(capacity, max_ngram_size)
-    pool.observe(np.arange(2 * capacity) % 50_000)
-    contexts = np.stack([np.full(capacity // 4, -1), np.arange(capacity // 4)], 1)
-    pool.harvest(contexts, contexts[:, 1:], np.full((len(contexts), 1), 0.1))
-    assert len(pool) == capacity
-    promised = (20 + 8 * max_ngram_size) * capacity
-    assert pool.nbytes - room_for_drafts <= promised
-    assert room_for_drafts < 64 * 2800 + 12 * 4096 + 30_000
-    if not JIT_IS_OFF:
-        assert pool.nbytes > 0.6 * promised  # it is filled
-
-
-def test_a_pool_can_be_copied_and_pickled() -> None:
-    text = noisy_text(500)
-    pool = NGramPool(400)
-    pool.observe(text)
-    for copied in (copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
-        copied.check()
-        assert as_tuple(copied.draft(text[-4:], 9)) == as_tuple(pool.draft(text[-4:], 9))
-        copied.observe([1, 2, 3])
-    assert len(pool) == 400
-
-
 def test_a_pool_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 8)
     pool = NGramPool(100)
@@ -444,26 +416,17 @@ def test_threads_may_share_a_pool() -> None:
     pool = NGramPool(20_000)
     prewarmed = SuccessorTable(100)
     texts = {seed: [seed * 1000 + t for t in noisy_text(800, seed)] for seed in range(4)}
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
-        try:
-            sequence = pool.open_sequence(prewarmed)
-            for start in range(0, 800, 5):
-                new = texts[seed][start : start + 5]
-                pool.observe(new, sequence, is_answer=start % 20 == 0)
-                pool.harvest(list(pairwise(new)), [[seed * 1000]] * 4, [[0.1]] * 4)
-                draft = pool.draft(texts[seed][max(0, start - 5) : start + 1], 8, sequence=sequence)
-                assert all(token // 1000 == seed for token in draft.token_ids.tolist())
-        except BaseException as error:
-            errors.append(error)
+        sequence = pool.open_sequence(prewarmed)
+        for start in range(0, 800, 5):
+            new = texts[seed][start : start + 5]
+            pool.observe(new, sequence, is_answer=start % 20 == 0)
+            pool.harvest(list(pairwise(new)), [[seed * 1000]] * 4, [[0.1]] * 4)
+            draft = pool.draft(texts[seed][max(0, start - 5) : start + 1], 8, sequence=sequence)
+            assert all(token // 1000 == seed for token in draft.token_ids.tolist())
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in texts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    assert in_threads(*(partial(work, seed) for seed in texts)) == []
     pool.check()
     assert len(pool) == 3200
 

@@ -2,21 +2,17 @@
 
 import argparse
 import json
-import platform
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 import transformers
 
-import lade
-from lade.bench.environment import commit
+from tests.about import about
 from tests.stress.interrupts import interrupt_by_signals, interrupt_lines, interrupt_threads
 from tests.stress.threads import KINDS, call_from_threads
 from tests.stress.uses import USES
@@ -31,25 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     result = arguments.run(arguments)
     asked = {name: value for name, value in vars(arguments).items() if name not in ("run", "out")}
-    told = asked | result | {"seconds": round(time.perf_counter() - start, 1)} | _about()
+    told = asked | result | {"seconds": round(time.perf_counter() - start, 1)} | about()
     print(json.dumps(told, indent=1))
     if arguments.out is not None:
         _add(arguments.out, told)
     return int(bool(result["raised"] or result["wrong"] or result["left"]))
-
-
-def _about() -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numba": numba.__version__,
-            "lade": lade.__version__,
-        },
-    }
 
 
 def _add(path: Path, told: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import lade
 from lade.probing.profile import Profiles
-from lade.support.tiny import tiny_model as tiny_architecture
 from ngram_pool import NGramPool
 from tests.lade.tiny import byte_tokenizer, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 BATCH = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [8, 9, 8, 9, 8, 9, 8]])

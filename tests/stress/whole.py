@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ngram_pool import NGramPool
+from tests.ngram_pool.test_interrupts import is_pool_free
 from tests.stress.uses import Use
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
@@ -86,29 +87,13 @@ def damage_of_pool(pool: NGramPool) -> list[str]:
         gc.collect()  # what is left of the traceback's frames may be in cycles
         if pool.num_open_sequences:
             found.append(f"{pool.num_open_sequences} sequences are open")
-    if not _is_free(pool):
+    if not is_pool_free(pool):
         return [*found, "the lock of the pool is taken"]
     try:
         pool.check()
     except AssertionError as error:
         found.append(f"the pool is not sound: {error!r}")
     return found
-
-
-def _is_free(pool: NGramPool) -> bool:
-    """Whether another thread can write to the pool."""
-    got: list[bool] = []
-
-    def take() -> None:
-        for lock in (pool._lock.gate, *pool._lock.readers.values()):
-            got.append(lock.acquire(timeout=5))
-            if got[-1]:
-                lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return all(got)
 
 
 def answers(use: Use) -> list[str]:

@@ -13,8 +13,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from lade.attention.tree import TREE_ATTENTION, Seen, attend, tree_attention, with_seen
-from lade.support import tiny as support
 from tests.lade.tiny import tiny_model
+from tests.support import tiny as support
 
 NUM_SLOTS = 24
 

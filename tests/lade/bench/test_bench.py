@@ -1,11 +1,6 @@
-"""Benchmarks: what they read, run, sum up and write."""
+"""`lade bench`: what it reads, runs, sums up and writes."""
 
-import json
-import re
-import shutil
-import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,49 +10,20 @@ import pytest
 import torch
 from rich.console import Console
 
-import lade
-from lade.bench import memory, methods, plots, utilisation
-from lade.bench.baselines import Answer, DraftModels, MethodInfo, new_rows
+from lade.bench import device, plots
+from lade.bench.baselines import Answer, Given, MethodInfo, new_rows
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
-from lade.bench.memory import MemoryRun, measure_in_process
-from lade.bench.methods import METHODS, make_method
-from lade.bench.peak import Peak, Work
-from lade.bench.pool import time_pool
-from lade.bench.pool_requests import time_requests
-from lade.bench.pool_threads import time_threads
+from lade.bench.methods import METHODS
 from lade.bench.prompts import Prompt, read_prompts
-from lade.bench.replay_report import Point
-from lade.bench.report import (
-    LOOPS,
-    OVERALL,
-    as_json,
-    groups,
-    source_table,
-    table,
-    table_of_files,
-    time_table,
-    write_json,
-)
-from lade.bench.run import (
-    MIXED,
-    Result,
-    ends_in_loop,
-    run_methods,
-    share_repeated,
-    summarise,
-    warm_up_methods,
-)
-from lade.bench.settings import Settings
+from lade.bench.report import LOOPS, OVERALL, as_json, groups, source_table, table
+from lade.bench.run import MIXED, Result, ends_in_loop, run_methods, summarise
+from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
-from lade.bench.utilisation import Utilisation, measuring
-from lade.config import VERIFICATIONS, Config
-from lade.engines.options import PoolOptions, Sharing
-from lade.errors import LadeError, MissingExtraError, UnsupportedModelError
+from lade.config import Config
+from lade.errors import MissingExtraError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, SourceStats, Step
-from tests.lade.tiny import byte_tokenizer, tiny_model
-
-ROOT = Path(__file__).parents[3]
+from tests.lade.tiny import tiny_model
 
 
 class LetterTokenizer:
@@ -190,7 +156,7 @@ def test_summary_has_the_rates_of_methods_that_count_them() -> None:
     assert summary.draft_sec_per_step == 0.125
     plain = summarise(results, "plain")
     assert plain[-6:] == (None,) * 6
-    sheet = table(results, ["plain", "lade"], Settings(8))
+    sheet = table(results, ["plain", "lade"], BenchSettings(8))
     shown = dict(zip(sheet.headings, sheet.sections[0][1], strict=True))
     assert [shown[name] for name in ("accepted", "corrected", "draft ms/step")] == [
         *("50%", "33%", "125.000")
@@ -215,15 +181,14 @@ def test_summary_has_the_rates_of_methods_that_count_them() -> None:
 )
 def test_settings_refuse_what_would_have_no_effect(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**{"max_new_tokens": 8, **values})
+        BenchSettings(**{"max_new_tokens": 8, **values})
 
 
 def test_settings_become_options_and_words() -> None:
-    greedy = Settings(8)
+    greedy = BenchSettings(8)
     assert greedy.options() == {"do_sample": False, "max_new_tokens": 8}
     assert greedy.describe() == "greedy"
-    assert greedy.has_one_row
-    sampled = Settings(8, 0.7, top_p=0.9, batch_size=4, num_return_sequences=2)
+    sampled = BenchSettings(8, 0.7, top_p=0.9, batch_size=4, num_return_sequences=2)
     assert sampled.options(pad_token_id=3) == {
         "do_sample": True,
         "max_new_tokens": 8,
@@ -235,34 +200,10 @@ def test_settings_become_options_and_words() -> None:
     }
     expected = "sampling at temperature 0.7, top-p 0.9, batches of 4, 2 sequences a prompt"
     assert sampled.describe() == expected
-    assert not sampled.has_one_row
 
 
 def tiny_loaded(seed: int = 4) -> LoadedModel:
     return LoadedModel(tiny_model("llama", seed=seed), LetterTokenizer(), "folder/tiny")
-
-
-def test_texts_that_come_again_in_every_pass_are_counted() -> None:
-    def of(num_pass: int, *rows: list[int]) -> Result:
-        answer = Answer([*rows], 1.0, 1, 1, 0)
-        prompts = [Prompt(str(len(rows)), "all", "x")] * len(rows)
-        return Result(prompts, num_pass, 7, {"plain": answer}, False)
-
-    results = [of(0, [1, 2]), of(0, [3], [4]), of(1, [1, 2]), of(1, [3], [5])]
-    assert share_repeated(results[:2], "plain") is None
-    assert share_repeated(results, "plain") == pytest.approx(2 / 3)
-    assert share_repeated([*results, of(2, [1]), of(2, [3], [4])], "plain") == pytest.approx(1 / 3)
-    # Interrupted in its second pass; the same prompt twice.
-    assert share_repeated(results[:3], "plain") == 1.0
-    assert share_repeated([*results[:1] * 2, of(1, [1, 2]), of(1, [7])], "plain") == 0.5
-    for keep, column in ((False, ["67%"]), (True, ["", "67%"])):
-        sheet = table(results, ["plain"], Settings(4), keep=keep)
-        assert sheet.headings[-1] == "same each pass"
-        assert [row[-1] for row in sheet.sections[-1]] == column
-    assert "same each pass" not in table(results[:2], ["plain"], Settings(4)).headings
-    assert (
-        as_json(results, ["plain"], {})["summary"][OVERALL]["plain"]["share_repeated"] == 0.666667
-    )
 
 
 def test_batches_keep_the_order_and_are_padded_on_the_left() -> None:
@@ -298,95 +239,19 @@ def test_rows_end_with_their_eos_and_hold_no_padding(eos: Any) -> None:
     assert new_rows(model, sequences, 2)[0] == [1, 96, 96, 96]
 
 
-def test_all_methods_run_and_agree(tmp_path: Path) -> None:
-    prompts = [Prompt(str(i), "ab"[i % 2], text) for i, text in enumerate(["abcabc", "xy", "zzz"])]
-    results: list[Result] = []
-    order: list[str] = []
-    run_methods(
-        tiny_loaded(),
-        prompts,
-        list(METHODS),
-        Settings(20),
-        num_passes=2,
-        config=Config(max_draft_tokens=6),
-        models=DraftModels(tiny_model("qwen3"), num_layers=1),
-        results=results,
-        on_answer=lambda name, answer: order.append(name),
-    )
-    assert len(results) == 6
-    assert order[:: len(METHODS)][:2] == ["plain", "prompt_lookup"]  # another one begins each time
-    for each in results:
-        texts = {tuple(answer.rows[0]) for answer in each.answers.values()}
-        assert len(texts) == 1
-        assert each.answers["plain"].num_steps == 19
-        assert 0 < each.answers["prompt_lookup"].num_steps <= 19
-        assert each.answers["lade"].stats is not None
-    path = tmp_path / "result.json"
-    write_json(path, as_json(results, list(METHODS), {"threads": 1}))
-    content: Any = json.loads(path.read_text())
-    assert len(content["prompts"]) == 6
-    assert content["summary"][OVERALL]["plain"]["speedup"] == 1.0
-    assert len(content["summary"][OVERALL]["lade"]["speedup_of_each_pass"]) == 2
-    assert {"cpu", "num_cores", "torch", "transformers", "date"} <= set(content["environment"])
-    assert str(tmp_path) not in path.read_text()
-
-
-def test_each_way_of_verifying_is_a_method_that_verifies_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    verifications = {
-        name: info.verification for name, info in METHODS.items() if info.verification is not None
-    }
-    assert verifications == {
-        f"lade_{verification}": verification
-        for verification in VERIFICATIONS
-        if verification != "plain"
-    }
-    taken = []
-
-    def generate(*args: Any, config: Config, **options: Any) -> Any:
-        taken.append((config.verification, config.max_draft_tokens))
-        return lade.generate(*args, config=config, **options)
-
-    monkeypatch.setattr(methods, "generate", generate)
-    config = Config(max_draft_tokens=4, verification="plain")
-    assert warm_up_methods(tiny_loaded(), [*verifications], Settings(4), config) == {}
-    assert taken == [(verification, 4) for verification in verifications.values()]
-
-
-def test_a_way_that_the_model_cannot_do_is_left_out() -> None:
-    loaded = tiny_loaded()
-    loaded.model.config.alibi = True  # so that a rule says no to trees
-    names = ["plain", "lade", "lade_tree", "lade_chain"]
-    left_out = warm_up_methods(loaded, names, Settings(4))
-    assert list(left_out) == ["lade_tree"]
-    assert "cannot verify drafts by 'tree': its ALiBi bias" in left_out["lade_tree"]
-    with pytest.raises(UnsupportedModelError, match="by 'tree'"):
-        warm_up_methods(loaded, ["lade_tree"], Settings(4))
-    with pytest.raises(UnsupportedModelError, match="by 'tree'"):
-        warm_up_methods(loaded, ["plain", "lade"], Settings(4), Config(verification="tree"))
-
-
 PROMPTS = [
     Prompt(str(i), "a", text) for i, text in enumerate(["abcabc", "xy", "zzz", "q", "hello"])
 ]
 
 
 def run_all(
-    names: list[str],
-    settings: Settings,
-    num_passes: int = 1,
-    keep: bool = False,
-    max_draft_tokens: int = 6,
+    names: list[str], settings: BenchSettings, num_passes: int = 1, max_draft_tokens: int = 6
 ) -> list[Result]:
     results: list[Result] = []
-    config = Config(max_draft_tokens=max_draft_tokens)
+    methods = {name: METHODS[name] for name in names}
+    given = Given(Config(max_draft_tokens=max_draft_tokens))
     run_methods(
-        *(tiny_loaded(), PROMPTS, names, settings),
-        num_passes=num_passes,
-        keep=keep,
-        config=config,
-        results=results,
+        *(tiny_loaded(), PROMPTS, methods, settings, given), num_passes=num_passes, results=results
     )
     return results
 
@@ -396,8 +261,8 @@ def rows_of(results: list[Result], method: str, num_pass: int = 0) -> list[list[
 
 
 def test_prompts_get_the_same_greedy_text_alone_and_in_batches() -> None:
-    alone = run_all(["plain"], Settings(12))
-    batched = run_all(["plain"], Settings(12, batch_size=2))
+    alone = run_all(["plain"], BenchSettings(12))
+    batched = run_all(["plain"], BenchSettings(12, batch_size=2))
     assert [len(each.prompts) for each in batched] == [2, 2, 1]
     assert rows_of(batched, "plain") == rows_of(alone, "plain")
     assert sum(r.num_prompt_tokens for r in batched) == sum(len(p.text) for p in PROMPTS)
@@ -405,7 +270,7 @@ def test_prompts_get_the_same_greedy_text_alone_and_in_batches() -> None:
 
 
 def test_samples_follow_the_seed() -> None:
-    settings = Settings(12, temperature=1.0, batch_size=2, num_return_sequences=3)
+    settings = BenchSettings(12, temperature=1.0, batch_size=2, num_return_sequences=3)
     results = run_all(["plain"], settings, num_passes=2)
     rows = rows_of(results, "plain")
     assert len(rows) == 3 * len(PROMPTS)
@@ -419,14 +284,14 @@ def test_samples_follow_the_seed() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(16, batch_size=3),
-        Settings(16, temperature=0.5),
-        Settings(16, temperature=0.8, num_return_sequences=4),
-        Settings(16, temperature=0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3),
+        BenchSettings(16, batch_size=3),
+        BenchSettings(16, temperature=0.5),
+        BenchSettings(16, temperature=0.8, num_return_sequences=4),
+        BenchSettings(16, temperature=0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3),
     ],
-    ids=Settings.describe,
+    ids=BenchSettings.describe,
 )
-def test_lade_makes_the_texts_of_plain_with_all_settings(settings: Settings) -> None:
+def test_lade_makes_the_texts_of_plain_with_all_settings(settings: BenchSettings) -> None:
     results = run_all(["plain", "lade", "lade_fresh"], settings)
     for name in ("lade", "lade_fresh"):
         assert rows_of(results, name) == rows_of(results, "plain")
@@ -439,39 +304,10 @@ def test_lade_makes_the_texts_of_plain_with_all_settings(settings: Settings) -> 
             assert summarise([each], name).mean_accepted_tokens == pytest.approx(own_count)
 
 
-def test_kept_pools_know_the_answers_of_the_pass_before(tmp_path: Path) -> None:
-    names = ["plain", "lade", "lade_fresh"]
-    kept, anew = (run_all(names, Settings(24), num_passes=2, keep=keep) for keep in (True, False))
-
-    def mat(results: list[Result], method: str, num_pass: int) -> float:
-        part = [each for each in results if each.num_pass == num_pass]
-        return summarise(part, method).mean_accepted_tokens
-
-    assert mat(kept, "lade", 1) > 2 > mat(kept, "lade", 0)
-    assert mat(kept, "lade_fresh", 1) == mat(kept, "lade_fresh", 0)
-    assert mat(anew, "lade", 1) == mat(anew, "lade", 0) == mat(kept, "lade", 0)
-    assert rows_of(kept, "lade", 1) == rows_of(kept, "plain", 0)
-    sheet = table(kept, names, Settings(24), keep=True)
-    labels = [row[2:4] for row in sheet.sections[0]]
-    assert labels == [(name, f"pass {number}") for name in names for number in (1, 2)]
-    path = tmp_path / "kept.json"
-    described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
-    described |= {"max_new_tokens": 24, "keep": True}
-    write_json(path, as_json(kept, names, described))
-    of_lade = json.loads(path.read_text())["summary"][OVERALL]["lade"]
-    assert [len(of_lade[name]) for name in ("each_pass", "speedup_of_each_pass")] == [2, 2]
-    first, second = (of_pass["mean_accepted_tokens"] for of_pass in of_lade["each_pass"])
-    assert second > first
-    markdown = table_of_files([path]).as_markdown()
-    assert re.search(r"\| kept \| greedy \| \d+ prompts? \| lade, pass 2 \|", markdown)
-    assert len(plots.plot_speedups(tmp_path, "kept", json.loads(path.read_text())["summary"])) == 2
-    assert "each_pass" not in as_json(anew, names, {})["summary"][OVERALL]["lade"]
-
-
 @pytest.mark.parametrize("max_draft_tokens", [0, 3])
 def test_one_budget_holds_for_all_methods(max_draft_tokens: int) -> None:
     names = ["plain", "prompt_lookup", "lade"]
-    results = run_all(names, Settings(24), max_draft_tokens=max_draft_tokens)
+    results = run_all(names, BenchSettings(24), max_draft_tokens=max_draft_tokens)
     for name in names[1:]:
         assert rows_of(results, name) == rows_of(results, "plain")
         most = max(
@@ -541,16 +377,9 @@ def test_tables_of_all_methods_fit_80_columns() -> None:
     stats = DecodeStats(num_steps=4, draft_sec=0.5)
     stats.count_row_step(Step([1, 2], 40, 1, is_corrected=True))
     answer = Answer([[1] * 8], 0.01, 4, 4, 8, stats)
-    # Beside several passes, the longest name takes two columns more.
-    excluded = ("rival", "pool+first_layers")
-    names = [name for name in METHODS if not name.startswith(excluded)]
-    for num_passes, keep in ((1, False), (2, False), (2, True)):
-        results = [
-            Result([Prompt("1", "a", "x")], i, 9, dict.fromkeys(names, answer), False)
-            for i in range(num_passes)
-        ]
-        lines = drawn(table(results, names, Settings(8), keep=keep), 200)
-        assert max(map(len, lines)) <= 80
+    results = [Result([Prompt("1", "a", "x")], 0, 9, dict.fromkeys(METHODS, answer), False)]
+    lines = drawn(table(results, [*METHODS], BenchSettings(8)), 200)
+    assert max(map(len, lines)) <= 80
 
 
 def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
@@ -563,13 +392,6 @@ def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["speedup.png", "speedup.svg"]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert "<svg" in paths[1].read_text()
-    made = [
-        Point(group, "lade", nodes, num_pass, 1, 40, 2.0 + nodes / 100, 3.0, 0.5, 0.5, 0.001)
-        for group in (OVERALL, LOOPS, "a")
-        for nodes in (16, 8)
-        for num_pass in (0, 1)
-    ]
-    assert all(path.stat().st_size > 1000 for path in plots.plot_curves(tmp_path, "mat", made))
     without_plain = as_json([result(0, "a", False, lade=1.0)], ["lade"], {})["summary"]
     with pytest.raises(ValueError, match="expected results of plain and another method"):
         plots.plot_speedups(tmp_path, "none", without_plain)
@@ -583,7 +405,7 @@ def test_plots_name_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_prompt_lookup_samples_one_sequence() -> None:
-    results = run_all(["prompt_lookup"], Settings(12, temperature=0.7))
+    results = run_all(["prompt_lookup"], BenchSettings(12, temperature=0.7))
     assert all(0 < len(row) <= 12 for row in rows_of(results, "prompt_lookup"))
 
 
@@ -594,182 +416,20 @@ def test_a_batch_with_one_looping_row_is_kept_apart(monkeypatch: pytest.MonkeyPa
         ]
         return Answer(rows, 1.0, 1, len(rows), 0)
 
-    monkeypatch.setitem(METHODS, "plain", MethodInfo(lambda config: looping, "x"))
-    results = run_all(["plain"], Settings(12, batch_size=2))  # "zzz" alone has three letters
+    monkeypatch.setitem(METHODS, "plain", MethodInfo(lambda given: looping, "x"))
+    results = run_all(["plain"], BenchSettings(12, batch_size=2))  # "zzz" alone has three letters
     assert [each.loops for each in results] == [False, True, False]
 
 
-def test_result_files_of_all_versions_are_shown_as_one_table(tmp_path: Path) -> None:
-    settings = Settings(12, temperature=0.6, batch_size=2)
-    new = tmp_path / "sampled.json"
-    described = {"model": "tiny", "dtype": "float64", "device": "cpu", "threads": 1}
-    described |= {"temperature": 0.6, "batch_size": 2, "max_new_tokens": 12}
-    write_json(new, as_json(run_all(["plain"], settings), ["plain"], described))
-    old = Path(__file__).parent / "smollm2_cpu_float32.json"  # knew greedy decoding alone
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(table_of_files([old, new]))
-    shown = capture.get()
-    assert "sampling at temperature 0.6, batches of 2" in shown
-    assert shown.count("greedy") == 1
-    assert "prompt_lookup" in shown
-    assert "1.40x" in shown  # lade's, overall, in the older file
-    assert "smollm2_cpu_float32: smollm2-135m-instruct, float32" in shown
-    for content in ("{", "[]", '{"timings": []}', '{"summary": {"overall": {"plain": {}}}}'):
-        new.write_text(content)
-        with pytest.raises(ValueError, match=r"expected sampled\.json to be a result file"):
-            table_of_files([new])
-
-
-def peak_of(peak_bytes: int, resident_bytes: int) -> Peak:
-    return Peak(peak_bytes, resident_bytes, 2 * peak_bytes, False, 100, 1)
-
-
-def test_memory_summary_takes_medians_and_holds_them_against_plain() -> None:
-    peaks = {"plain": [(1000, 900), (1200, 1000), (900, 890)], "lade": [(1500, 1000)] * 3}
-    runs = [
-        MemoryRun(name, i, peak_of(*pair)) for name in peaks for i, pair in enumerate(peaks[name])
-    ]
-    summary = memory.summarise(runs, "lade")
-    assert summary.peak_bytes == 1500
-    assert summary.peak_ratio == 1.5  # of 1500 and 1000
-    assert summary.growth_ratio == 5.0  # of 500 and 100, the median of 100, 200 and 10
-    assert memory.summarise(runs[3:], "lade").peak_ratio is None
-    still = [MemoryRun("plain", 0, peak_of(900, 900))]
-    assert memory.summarise(still, "plain").growth_ratio is None
-    content = memory.as_json(runs, ["plain", "lade", "lade_fresh"], {"repeats": 3})
-    assert list(content["summary"]) == ["plain", "lade"]
-    assert content["runs"][4]["growth_bytes"] == 500
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
-    """What a process is asked to do, with a saved tiny model."""
-    path = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save_pretrained(path)
-    tiny_model("llama", dtype=torch.float32, vocab_size=256).save_pretrained(path)
-    settings = Settings(8, temperature=0.5, batch_size=2)
-    texts = ["abcabc", "x", "hello"]
-    return Work("plain", str(path), "cpu", "float32", 1, texts, settings, None)
-
-
-def test_work_travels_as_json(work: Work) -> None:
-    assert Work.from_json(work.as_json()) == work
-
-
-def test_a_process_that_measures_plain_holds_nothing_of_lade(work: Work) -> None:
-    program = (
-        "import sys\nfrom lade.bench.peak import main\nmain()\n"
-        "print([n for n in ('numba', 'llvmlite', 'ngram_pool') if n in sys.modules])"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, input=work.as_json(), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    messages = [json.loads(line) for line in done.stdout.splitlines()]
-    assert messages[:-1] == [{"batch": True}] * 2
-    peak = Peak(**messages[-1]["peak"])
-    assert 10**8 < peak.resident_bytes <= peak.peak_bytes <= peak.life_peak_bytes
-    assert peak.growth_bytes < peak.resident_bytes
-    assert 3 <= peak.num_tokens <= 24
-    assert peak.threads == 1
-    assert done.stderr.strip().endswith("[]")  # printed to standard output, and kept out of it
-
-
-def test_a_process_that_fails_says_why(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LadeError, match=r"measuring plain failed: the model .* not be loaded"):
-        measure_in_process(replace(work, model="/does/not/exist"), lambda: None)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(LadeError, match="measuring plain failed: the process ended with status 1"):
-        measure_in_process(work, lambda: None)
-
-
-def test_an_interruption_ends_the_process(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[str]] = []
-
-    class Watched(subprocess.Popen[str]):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            started.append(self)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(subprocess, "Popen", Watched)
-    long = replace(work, texts=["x"] * 3000)
-    with pytest.raises(KeyboardInterrupt):
-        measure_in_process(long, interrupt)
-    assert [process.returncode for process in started] == [-9]
-
-
-def test_threads_that_share_a_pool_lose_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.bench.pool_threads._NUM_STEPS", 256)
-    timing = time_threads(64, max_draft_tokens=8)
-    assert timing.num_lost == 0
-    assert 0 < timing.draft_us <= timing.draft_p99_us <= timing.longest_us
-
-
-@pytest.mark.parametrize("sharing", ["none", "all"])
-def test_a_proposers_steps_are_timed(sharing: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.bench.pool_requests._NUM_STEPS", 20)
-    monkeypatch.setattr("lade.bench.pool_requests._NUM_SHARED", 20_000)
-    likely = time_requests(4, sharing, 8)
-    whole = time_requests(4, sharing, 8, min_probability=0.0)
-    assert 0 < likely.step_ms <= likely.step_p95_ms
-    assert likely.drafted < whole.drafted <= 8
-    assert (likely.min_probability, whole.min_probability) == (PoolOptions().min_probability, 0.0)
-
-
-def test_pool_timing_measures_a_full_pool() -> None:
-    timing = time_pool(40_000, max_draft_tokens=16)
-    assert timing.num_tokens == 40_000
-    assert 0 < timing.nodes_per_draft <= 16
-    assert 0 < timing.bytes_per_token <= 64
-    assert 0 < timing.draft_us < timing.draft_p95_us
-    assert timing.load_ms > 0
-    assert timing.save_ms > 0
-
-
-def test_transformers_own_assisted_decoding_is_counted_as_lades_is() -> None:
-    model = tiny_model("llama", vocab_size=97)
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    model.generation_config.eos_token_id = None
-    models = DraftModels(tiny_model("llama", vocab_size=97), num_layers=1)  # always right
-    models.assistant.generation_config.update(
-        num_assistant_tokens=3, assistant_confidence_threshold=0.0, eos_token_id=None
-    )
-    options = Settings(17).options()
-    plain = METHODS["plain"].make(None)(model, inputs, options)
-    assisted = make_method("hf_assistant", None, None, models)(model, inputs, options)
-    stats = assisted.stats
-    assert stats is not None
-    assert assisted.rows == plain.rows
-    assert assisted.num_steps == 4  # the prompt's forward has a draft, too, and begins with four
-    assert stats.num_draft_tokens <= 3 * 4
-    assert stats.num_accepted_tokens == stats.num_draft_tokens
-    assert stats.num_corrected_row_steps == 0
-    assert 0 < stats.forward_sec + stats.prefill_sec + stats.draft_sec <= assisted.sec * 1.001
-    exiting = make_method("hf_early_exit", None, None, models)(model, inputs, options)
-    assert exiting.rows == plain.rows
-    assert exiting.stats is not None
-    assert exiting.stats.num_row_steps == exiting.num_steps
-    assert exiting.stats.num_corrected_row_steps > 0
-    assert model.config.num_hidden_layers == 3  # as before
-
-
-def test_tables_tell_where_time_goes_and_what_sources_did() -> None:
+def test_tables_tell_what_sources_did() -> None:
     stats = DecodeStats(num_steps=4, draft_sec=0.5, forward_sec=0.2)
     stats.sources = {"pool": SourceStats(4, 8, 3, 0.01), "assistant": SourceStats(2, 10, 6, 0.1)}
-    use = Utilisation(2.0, 3.0, None)
-    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats, use)
+    answer = Answer([[1] * 8], 1.0, 4, 4, 8, stats, cpu_sec=1.5)
     results = [result(0, "a", False, plain=1.0)] * 2
     results = [each._replace(answers={**each.answers, "lade": answer}) for each in results]
-    text = time_table(results, ["plain", "lade"]).as_markdown()
-    assert "| plain |  |  |  |  |" in text
-    assert "| lade | 125.000 | 50.000 | 1.50 |  |" in text
     sheet = source_table(results, ["plain", "lade"])
     assert sheet is not None
-    assert "| lade | assistant | 4 | 20 | 12 | 60% | 50.000 | 0.20 |" in sheet.as_markdown()
+    assert "| lade | assistant | 4 | 20 | 12 | 60% | 0.20 |" in sheet.as_markdown()
     assert source_table(results, ["plain"]) is None
     content = as_json(results, ["plain", "lade"], {})
     entry = content["summary"][OVERALL]["lade"]
@@ -778,29 +438,15 @@ def test_tables_tell_where_time_goes_and_what_sources_did() -> None:
     assert entry["target_sec_per_step"] == 0.05
     assert content["prompts"][0]["lade"]["forward_sec"] == 0.2
     assert "sources" not in content["summary"][OVERALL]["plain"]
+    assert content["summary"][OVERALL]["plain"]["busy_cores"] is None
 
 
-def test_utilisation_is_cpu_time_and_what_a_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    with measuring(torch.device("cpu")) as meter:
-        sum(range(10**6))
-    assert meter.utilisation is not None
-    assert 0 < meter.utilisation.cpu_sec < 20 * meter.utilisation.sec
-    assert meter.utilisation.device_share is None
-    assert utilisation.why_no_device_share(torch.device("cpu")) is None
-    known = [Utilisation(1.0, 2.0, 0.5), Utilisation(3.0, 3.0, 1.0)]
-    assert utilisation.total([*known]) == Utilisation(4.0, 5.0, 0.875)
-    assert utilisation.total([*known, Utilisation(4.0, 1.0, None)]) == Utilisation(8.0, 6.0, None)
-    assert utilisation.total([*known, None]) is None
-
+def test_how_busy_a_device_was_is_what_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(device: Any) -> int:
         raise ModuleNotFoundError("pynvml does not seem to be installed")
 
     monkeypatch.setattr(torch.cuda, "utilization", missing)
-    device = torch.device("cuda")
-    assert "nvidia-ml-py" in (utilisation.why_no_device_share(device) or "")
+    assert device.busy_share(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
-    assert utilisation.why_no_device_share(device) is None
-    with measuring(device) as meter:
-        threading.Event().wait(0.2)
-    assert meter.utilisation is not None
-    assert meter.utilisation.device_share == 0.4
+    assert device.busy_share(torch.device("cuda")) == 0.4
+    assert device.busy_share(torch.device("cpu")) is None

@@ -5,23 +5,30 @@ figures of "the earlier budget" in the docstrings are those of the one that this
 over rows, one factor for all promises, every 16 steps a detour; they were measured with this file.
 """
 
+import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from statistics import harmonic_mean
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import lade
 from lade.budget import _kernels
 from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget, Probs, _ranking
-from lade.budget.trust import Outcome
+from lade.budget.calibration import Outcome
+from lade.budget.costs import Costs, ForwardCosts
 from lade.config import Config
+from lade.probing.profile import profile_of
 from ngram_pool import Draft
-from tests.lade.tiny import tiny_model
+from tests.lade.tiny import BatchDrafter, tiny_model
 
 # SmolLM2-135M on two cores, context of 300: ms of a forward by its tokens.
 BFLOAT16 = {1: 30.9, 2: 29.5, 4: 30.3, 6: 32.0, 8: 34.2, 12: 39.3, 16: 41.9}
@@ -164,8 +171,17 @@ MIXED: Text = ((0.2, 0.95), lambda promised: promised)
 OVERRATED: Text = ((0.1, 0.9), lambda promised: promised**2)
 
 
+Calls = Callable[[], Budget]  # returns the budget of the next call
+
+
+def measuring() -> Calls:
+    """Return what makes the budgets of calls that share what they measure."""
+    costs = ForwardCosts()
+    return lambda: MeasuredBudget(costs)
+
+
 def rates(
-    make: Callable[[], Budget],
+    make: Callable[[], Calls],
     costs: dict[int, float],
     *texts: Text,
     num_answers: int = 5,
@@ -174,17 +190,17 @@ def rates(
     """Return for each of 6 machines the rate of some answers, after one that is not counted."""
     found = []
     for seed in range(6):
-        budget, machine = make(), Machine(costs, seed, is_shared=is_shared)
+        call, machine = make(), Machine(costs, seed, is_shared=is_shared)
         drafters = [FakeDrafter(*text, 100 * seed + row) for row, text in enumerate(texts)]
-        answer(budget, machine, drafters)
-        found.append(harmonic_mean([answer(budget, machine, drafters) for _ in range(num_answers)]))
+        answer(call(), machine, drafters)
+        found.append(harmonic_mean([answer(call(), machine, drafters) for _ in range(num_answers)]))
     return found
 
 
 def best_fixed(costs: dict[int, float], *texts: Text) -> float:
     """Return the mean rate of the best fixed number of nodes, known beforehand."""
     return max(
-        float(np.mean(rates(lambda num=num: FixedUpTo(num), costs, *texts)))  # type: ignore[misc]
+        float(np.mean(rates(lambda num=num: lambda: FixedUpTo(num), costs, *texts)))  # type: ignore[misc]
         for num in (0, 1, 2, 3, 5, 7, 9, 11, 13)
     )
 
@@ -203,9 +219,7 @@ class FixedUpTo(FixedBudget):
 @pytest.mark.parametrize("text", [RANDOM, DECEPTIVE])
 def test_text_that_nothing_predicts_costs_nothing(costs: dict[int, float], text: Text) -> None:
     """The earlier budget: 0.980 to 1.033 on average, 0.973 in the worst case."""
-    found = rates(MeasuredBudget, costs, text)
-    assert np.mean(found) >= 0.99
-    assert min(found) >= 0.985
+    assert min(rates(measuring, costs, text)) >= 0.985  # each call is wrong at first
 
 
 @pytest.mark.parametrize(
@@ -226,7 +240,7 @@ def test_text_that_is_predictable_runs_like_the_best_fixed_size(
 
     The earlier budget: 0.961, 1.040, 0.994 in bfloat16, 0.954, 1.009, 1.069 in float32.
     """
-    found = rates(MeasuredBudget, costs, text)
+    found = rates(measuring, costs, text)
     assert np.mean(found) >= least * best_fixed(costs, text)
 
 
@@ -257,7 +271,7 @@ def test_text_that_stops_being_predictable_is_noticed(costs: dict[int, float]) -
     """The earlier budget: 0.88 and 0.70 of plain in the answer that is not."""
     found = []
     for seed in range(6):
-        budget, machine = MeasuredBudget(), Machine(costs, seed)
+        budget, machine = MeasuredBudget(), Machine(costs, seed)  # all of this is one text
         for _ in range(3):
             answer(budget, machine, [FakeDrafter(*PREDICTABLE, seed)])
         found.append(answer(budget, machine, [FakeDrafter(*DECEPTIVE, 50 + seed)]))
@@ -277,17 +291,17 @@ def test_costs_that_drift_are_followed(costs: dict[int, float]) -> None:
     best = best_fixed(costs, EVEN)
     late, after = [], []
     for seed in range(8):
-        budget, machine, drafter = MeasuredBudget(), Machine(costs, seed), FakeDrafter(*EVEN, seed)
+        call, machine, drafter = measuring(), Machine(costs, seed), FakeDrafter(*EVEN, seed)
 
         def grow(num_nodes: int, num_emitted: int, machine: Machine = machine) -> None:
             machine.slower = machine.slower_drafts = 1 + num_emitted / 1000
 
-        answer(budget, machine, [drafter])
-        answer(budget, machine, [drafter], 2000, grow)
-        late.append(answer(budget, machine, [drafter], 500))
+        answer(call(), machine, [drafter])
+        answer(call(), machine, [drafter], 2000, grow)
+        late.append(answer(call(), machine, [drafter], 500))
         machine.slower = machine.slower_drafts = 1.0
-        answer(budget, machine, [drafter], 500)
-        after.append(answer(budget, machine, [drafter]))
+        answer(call(), machine, [drafter], 500)
+        after.append(answer(call(), machine, [drafter]))
     assert np.mean(late) >= 0.97
     assert np.mean(after) >= 0.9 * best
 
@@ -301,14 +315,14 @@ def test_a_batch_does_not_lose_by_its_slowest_row(costs: dict[int, float]) -> No
     """
     for num_random, other in ((1, MIXED), (4, PREDICTABLE)):
         texts = [RANDOM] * num_random + [other] * (8 - num_random)
-        assert np.mean(rates(MeasuredBudget, costs, *texts, num_answers=2)) >= 0.96
-    assert min(rates(MeasuredBudget, costs, *[RANDOM] * 8, num_answers=2)) >= 0.985
+        assert np.mean(rates(measuring, costs, *texts, num_answers=2)) >= 0.96
+    assert min(rates(measuring, costs, *[RANDOM] * 8, num_answers=2)) >= 0.985
 
 
 @pytest.mark.parametrize("costs", [BFLOAT16, FLOAT32])
 def test_a_batch_that_is_predictable_gains(costs: dict[int, float]) -> None:
     texts = [PREDICTABLE] * 8
-    found = rates(MeasuredBudget, costs, *texts, num_answers=2)
+    found = rates(measuring, costs, *texts, num_answers=2)
     assert np.mean(found) >= 0.95 * best_fixed(costs, *texts)
 
 
@@ -316,8 +330,8 @@ def test_a_batch_that_is_predictable_gains(costs: dict[int, float]) -> None:
 @pytest.mark.parametrize("text", [PREDICTABLE, MIXED, OVERRATED, RANDOM])
 def test_a_busy_host_is_not_taken_for_cost(costs: dict[int, float], text: Text) -> None:
     """Every forward takes 1.6 times as long for some dozens of steps, and then does not."""
-    busy = np.mean(rates(MeasuredBudget, costs, text, is_shared=True))
-    assert busy >= 0.97 * np.mean(rates(MeasuredBudget, costs, text))
+    busy = np.mean(rates(measuring, costs, text, is_shared=True))
+    assert busy >= 0.97 * np.mean(rates(measuring, costs, text))
 
 
 # --- when it rests ----
@@ -348,6 +362,156 @@ def test_drafts_that_are_missing_are_no_reason_to_rest() -> None:
         budget.record(1, 0, 0.03, [Outcome(0, Draft.empty(), [1])], {0: 1})
 
 
+def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_right() -> None:
+    budget = MeasuredBudget(ForwardCosts({1: 1.0, 64: 640.0}))
+    draft, drafted = draft_of([1], [-1], [1], [0.5]), list[bool]()
+    for step in range(60):
+        drafted.append(not budget.is_resting)
+        outcomes = []
+        if drafted[-1]:
+            assert budget.num_nodes([draft.probs], 0) == 0
+            outcomes = [Outcome(0, draft, [1 if step == 40 - 1 else 9])]  # 1 is foreseen
+        budget.record(1, 0, None, outcomes, {0: 1})
+    refused = [step for step, is_drafted in enumerate(drafted) if is_drafted]
+    assert refused == [*range(8), 15, 23, 31, 39, 40, 41, 42, 43, 51, 59]
+
+
+# --- what a call leaves to the next ------------------------------------------------------------
+
+SURE: Text = ((1.0, 1.0), lambda promised: promised)
+
+
+@pytest.fixture
+def constant_costs(monkeypatch: pytest.MonkeyPatch) -> ForwardCosts:
+    """Costs of a process that has measured all sizes, which no forward changes any more."""
+
+    def go_on(costs: Costs, turns: NDArray[np.int64], size: float, sec: float) -> None:
+        turns[_kernels.STEPS] += 1
+
+    costs, machine = ForwardCosts(), Machine(BFLOAT16, 0)
+    of_one = costs.of(1)
+    for size in _kernels.SIZES * 12:
+        of_one.record(of_one.turns(0), size, machine.cost(1, size))
+    monkeypatch.setattr(Costs, "record", go_on)
+    return costs
+
+
+def steps_of(budget: Budget, text: Text, num_tokens: int = 64) -> list[int]:
+    """Return the nodes of each step of an answer."""
+    steps: list[int] = []
+    machine, drafter = Machine(BFLOAT16, 0), FakeDrafter(*text, 0)
+    answer(budget, machine, [drafter], num_tokens, lambda num, _: steps.append(num))
+    return steps
+
+
+def test_an_answer_does_not_tell_what_was_asked_before(constant_costs: ForwardCosts) -> None:
+    """An attacker asks the same 20 times, between the calls of a victim; an answer of one kind was
+    twice as fast as one of the other where calls went on with the budget of the last."""
+    for text in (SURE, PREDICTABLE, MIXED, RANDOM):
+        seen = []
+        for victim in (SURE, PREDICTABLE, DECEPTIVE, RANDOM):
+            costs, steps = copy.deepcopy(constant_costs), list[list[int]]()
+            for _ in range(20):
+                steps_of(MeasuredBudget(costs), victim)
+                steps.append(steps_of(MeasuredBudget(costs), text))
+            seen.append(steps)
+        assert seen == [seen[0]] * 4
+        assert len({*map(tuple, seen[0])}) == 2  # every eighth call tries the other way
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_live_answer_does_not_tell_what_was_asked_before(
+    is_shared: bool, constant_costs: ForwardCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack succeeds where calls share a budget, so it would be seen."""
+    model = tiny_model("llama", seed=1)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    options |= {"do_sample": False, "max_new_tokens": 40}
+    text = model.generate(ids, pad_token_id=0, **options)[0].tolist()
+    seen = []
+    for accept in (1.0, 0.0):
+        costs = copy.deepcopy(constant_costs)
+        profile_of(model).costs["tree", "eager"] = costs
+        if is_shared:
+            shared = MeasuredBudget(costs)
+            monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_, of=shared: of)
+        steps = list[list[int]]()
+        for _ in range(4):
+            for rate, told in ((accept, []), (0.8, steps)):
+                drafter = BatchDrafter([text], np.random.default_rng(0), rate)
+                nums = list[int]()
+                lade.generate(
+                    model,
+                    ids,
+                    drafter=drafter,
+                    on_step=lambda step: nums.append(step.num_draft_tokens),  # noqa: B023
+                    **options,
+                )
+                told.append(nums)
+        seen.append(steps)
+    assert max(map(max, seen[0])) > 0
+    assert (seen[0] == seen[1]) != is_shared
+
+
+def test_calls_at_once_share_no_calibration(constant_costs: ForwardCosts) -> None:
+    """Two threads in turn, step by step: each takes the steps that it takes alone."""
+    alone = [steps_of(MeasuredBudget(constant_costs), text) for text in (SURE, DECEPTIVE)]
+    barrier = threading.Barrier(2)
+
+    def in_turn(text: Text) -> list[int]:
+        steps: list[int] = []
+
+        def on_step(num_nodes: int, num_emitted: int) -> None:
+            steps.append(num_nodes)
+            with suppress(threading.BrokenBarrierError):  # the other one is done
+                barrier.wait(10)
+
+        budget, machine = MeasuredBudget(constant_costs), Machine(BFLOAT16, 0)
+        answer(budget, machine, [FakeDrafter(*text, 0)], 64, on_step)
+        barrier.abort()
+        return steps
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(in_turn, (SURE, DECEPTIVE))] == alone
+
+
+@pytest.mark.parametrize("text", [PREDICTABLE, RANDOM])
+@pytest.mark.parametrize("costs", [BFLOAT16, FLOAT32])
+def test_calls_that_try_the_other_way_cost_next_to_nothing(
+    costs: dict[int, float], text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of some 64 steps; simulated, trials in one call of eight cost 0.1 to 0.3 %."""
+    num_tokens = 270 if text is PREDICTABLE else 64
+
+    def mean_rate() -> float:
+        found = []
+        for seed in range(4):
+            call, machine = measuring(), Machine(costs, seed)
+            drafter = FakeDrafter(*text, seed)
+            found += [answer(call(), machine, [drafter], num_tokens) for _ in range(25)][1:]
+        return harmonic_mean(found)
+
+    with_trials = mean_rate()
+    monkeypatch.setattr("lade.budget.costs._CALLS_BETWEEN_PROBES", 10**9)
+    assert with_trials >= 0.99 * mean_rate()
+
+
+def test_costs_of_a_busy_time_do_not_end_drafts_for_ever() -> None:
+    """All calls are short, and the last one before the load ended saw drafts that did not pay."""
+    for seed in range(4):
+        call, machine = measuring(), Machine(BFLOAT16, seed)
+        drafter, sizes = FakeDrafter(*PREDICTABLE, seed), list[int]()
+        machine.slower_drafts = 8.0
+        for _ in range(10):
+            answer(call(), machine, [drafter], 24, lambda num, _: sizes.append(num))  # noqa: B023
+        assert np.mean(np.array(sizes[-48:]) > 0) <= 0.2
+        machine.slower_drafts = 1.0
+        for _ in range(16):
+            answer(call(), machine, [drafter], 24)
+        assert answer(call(), machine, [drafter], 24) >= 2.0
+
+
 # --- what it decides ------------------------------------------------------------------------
 
 
@@ -373,9 +537,9 @@ def test_the_choice_has_the_best_ratio_of_tokens_to_time() -> None:
         likely = rng.random()
         probs = [-np.sort(-likely * rng.random(rng.integers(1, 20))) for _ in range(num_rows)]
         num_pending = int(rng.integers(0, 3))
-        budget._trust.worth[:] = rng.uniform(0.3, 1.5, _kernels.NUM_INTERVALS)
-        costs = budget._costs_of(num_rows)
-        costs.counts[_kernels.STEPS] = 0  # no trial is due
+        budget._calibration.worth[:] = rng.uniform(0.3, 1.5, _kernels.NUM_INTERVALS)
+        costs, turns = budget._costs_of(num_rows)
+        turns[_kernels.STEPS] = 0  # no trial is due
         doubts = 0.2 / np.maximum(1, costs.num) ** 2 * (costs.num > 0)
         best, best_rate = 0, 0.0
         longest = max(map(len, probs))
@@ -385,8 +549,7 @@ def test_the_choice_has_the_best_ratio_of_tokens_to_time() -> None:
                 continue
             tokens = 1.0
             for of_row in probs:
-                worth = budget._trust.worth[np.searchsorted(_kernels.PROMISES, of_row, "right")]
-                tokens += np.minimum(1.0, worth * of_row)[:num_nodes].sum() / num_rows
+                tokens += budget._calibration.believed(of_row)[:num_nodes].sum() / num_rows
             rate = tokens / np.interp(size, _kernels.KNOTS, costs.curve * (1 - doubts))
             if rate > best_rate:
                 best, best_rate = num_nodes, rate
@@ -432,11 +595,12 @@ def test_the_state_is_bounded() -> None:
         budget.num_nodes([[0.5]] * num_rows, 0)
         for num_nodes in (0, 5, 1000):  # more than any draft has: pending tokens, a window's cells
             budget.record(num_rows, num_nodes, 0.01, [], dict.fromkeys(range(num_rows), 1))
-    assert len(budget._costs) == 10
-    assert max(costs._is_seen.size for costs in budget._costs.values()) <= 257
-    assert len(budget._rows) == 999
+    assert len(budget._costs._costs) == len(budget._turns) == 10
+    assert max(costs._is_seen.size for costs in budget._costs._costs.values()) <= 257
+    assert len(budget._num_emitted) == 999
     budget.record(3, 0, 0.01, [], {})
-    assert budget._rows == {}
+    assert not budget._num_emitted
+    assert not budget._of_rows
 
 
 def test_pending_tokens_and_cells_of_a_window_do_not_keep_it_from_drafting() -> None:
@@ -489,7 +653,6 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
             draft.depths,
             draft.probs,
             np.array(token_ids),
-            worth=np.ones(_kernels.NUM_INTERVALS),
             came=came,
             sums=np.zeros((2, _kernels.NUM_INTERVALS)),
         )
@@ -504,21 +667,18 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "most"), [(0.7, 1.0), (1.0, 0.75), (1.5, 0.4)])
-def test_sampled_calls_begin_with_less_trust_and_win_it_back(
+def test_sampled_calls_begin_with_less_calibration_and_win_it_back(
     temperature: float, most: float
 ) -> None:
     nodes = np.arange(3, dtype=np.int32)
     draft = Draft(nodes + 1, nodes - 1, nodes + 1, np.array([0.8, 0.6, 0.4]))
-    budget = MeasuredBudget()
-    before = budget._trust.believed(draft.probs, 1.0).sum()
-    budget.begin(0.0)
-    assert budget._trust.believed(draft.probs, 1.0).sum() == before
-    budget.begin(temperature)
-    begun = budget._trust.believed(draft.probs, 1.0).sum()
+    before = MeasuredBudget()._calibration.believed(draft.probs).sum()
+    budget = MeasuredBudget(temperature=temperature)
+    begun = budget._calibration.believed(draft.probs).sum()
     assert begun < most * before
     for _ in range(12):
         budget.record(1, 3, None, [Outcome(0, draft, [1, 2, 3, 4])], {0: 1})
-    assert budget._trust.believed(draft.probs, 1.0).sum() > before
+    assert budget._calibration.believed(draft.probs).sum() > before
 
 
 # --- budgets that do not measure ------------------------------------------------------------

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import lade
-from lade.bench.methods import METHODS
 from lade.cli import build, prewarm, sources
 from lade.cli.app import app
 from lade.cli.forgetting import runs_with
@@ -381,75 +380,3 @@ def test_the_demo_takes_pools(folder: str, tmp_path: Path) -> None:
     assert content["settings"]["pools"] == ["mine.pool"]
     (second,) = content["prompts"]
     assert second["stats"]["num_steps"] < first["stats"]["num_steps"]
-
-
-def test_bench_run_compares_pools_that_are_read_with_empty_ones(
-    folder: str, tmp_path: Path
-) -> None:
-    prompts, mine, path = tmp_path / "p.txt", tmp_path / "mine.pool", tmp_path / "result.json"
-    prompts.write_text("abcabc\nxyxyxy\n")
-    options = ["--prompts", prompts, "--model", folder, *SHORT, "--max-draft-tokens", "4"]
-    result = run("bench", "run", *options, "--methods", "lade", "--save-pool", mine)
-    assert result.exit_code == 0
-    assert len(NGramPool.load(mine)) == 2 * 30
-    options += ["--json", path]
-    run("bench", "run", *options, "--pool", mine)
-    content = json.loads(path.read_text())
-    names = ["plain", "prompt_lookup", "lade", "lade_fresh", "lade_pool", "lade_pool_fresh"]
-    assert list(content["settings"]["methods"]) == names
-    assert content["settings"]["pools"] == {"names": ["mine.pool"], "num_tokens": 60}
-    overall = content["summary"]["overall"]
-    for name in ("lade", "lade_fresh", "lade_pool", "lade_pool_fresh"):
-        assert overall[name]["same_text"] == 1
-    for name in ("lade", "lade_fresh"):
-        with_pool = overall[name.replace("lade", "lade_pool")]["mean_accepted_tokens"]
-        assert with_pool > overall[name]["mean_accepted_tokens"]
-
-
-def test_a_method_that_reads_pools_saves_what_it_learned_beside_them(
-    folder: str, tmp_path: Path
-) -> None:
-    prompts, docs, mine = tmp_path / "p.txt", tmp_path / "docs.pool", tmp_path / "mine.pool"
-    prompts.write_text("abcabc\nxyxyxy\n")
-    NGramPool().save(docs)
-    options = ["--prompts", prompts, "--model", folder, *SHORT, "--max-draft-tokens", "4"]
-    run("bench", "run", *options, "--methods", "lade_pool", "--pool", docs, "--save-pool", mine)
-    assert len(NGramPool.load(mine)) == 2 * 30
-    assert not len(NGramPool.load(docs))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--methods", "lade_pool"], "expected --methods without lade_pool, as no pool is given"),
-        (["--methods", "plain,lade", "--pool"], "expected lade_pool or lade_pool_fresh in"),
-        (
-            ["--pool", "--save-pool"],
-            "with --save-pool, to save what it learns; got lade and lade_p",
-        ),
-        (["--methods", "lade_fresh", "--save-pool"], "got neither"),
-        (["--methods", "lade", "--passes", "2", "--save-pool"], "expected --keep with --save-pool"),
-    ],
-)
-def test_bench_run_refuses_pools_that_nobody_would_use(
-    options: list[str], message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.pool"
-    NGramPool().save(path)
-    given = [
-        each
-        for part in options
-        for each in ([part, str(path)] if "pool" in part and part.startswith("--") else [part])
-    ]
-    with pytest.raises(ValueError, match=message):
-        run("bench", "run", "--prompts", __file__, "--model", "does-not-exist", *given)
-
-
-def test_only_bench_run_takes_methods_that_read_pools(tmp_path: Path) -> None:
-    assert [name for name, info in METHODS.items() if info.reads_pools] == [
-        "lade_pool",
-        "lade_pool_fresh",
-    ]
-    for command in ("memory", "arena"):
-        with pytest.raises(ValueError, match="lade_pool"):
-            run("bench", command, "--prompts", __file__, "--methods", "lade_pool")

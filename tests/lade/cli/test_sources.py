@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lade.cli.chats import Message, chat_of, transcript_of
-from lade.cli.sources import PIECE, Piece, UnreadableError, find_files, opened, pieces_of
+from lade.cli.sources import PIECE, TextPiece, UnreadableError, find_files, opened, pieces_of
 
 ASKED = {"role": "user", "content": "Why?"}
 ANSWERED = {"role": "assistant", "content": "Because."}
@@ -20,7 +20,7 @@ def render(messages: list[Message]) -> str:
     return "|".join(f"{message['role']}:{message['content']}" for message in messages)
 
 
-def read(path: Path) -> list[Piece]:
+def read(path: Path) -> list[TextPiece]:
     with opened(path) as (_, content):
         return [*pieces_of(path, content, render)]
 

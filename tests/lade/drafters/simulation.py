@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from lade.budget.budget import MeasuredBudget
-from lade.budget.trust import Outcome
+from lade.budget.calibration import Outcome
+from lade.budget.costs import ForwardCosts
 from lade.drafters.joining import matched_depth
 from lade.drafters.merged import Merged
-from lade.drafting.drafter import DraftingCall
+from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from ngram_pool import Draft
 
@@ -31,11 +32,11 @@ class Clock:
         return self.now
 
 
-class Source:
+class Source(Drafter):
     """Drafts chains of an answer, each token right with a probability that may change.
 
     Args:
-        clock: goes on by `sec` with each draft, and by `prompt_sec` with each token of a prompt.
+        clock: goes on by `sec` with each draft, and by `prompt_sec` with each token that it runs.
         answer: the whole text.
         rate: the probability at a place of the text.
         honest: whether the drafts' probabilities are that rate; else they promise 0.9.
@@ -57,15 +58,18 @@ class Source:
         self.clock, self.answer, self.sec, self.rate = clock, answer, sec, rate
         self.length, self.prompt_sec, self.honest = length, prompt_sec, honest
         self.rng = np.random.default_rng(seed)
-        self.num_asked = self.num_opened = self.num_closed = 0
+        self.num_asked = self.num_opened = self.num_closed = self.num_run = 0
 
     def open(self, prompt_ids: Sequence[int]) -> int:
-        self.clock.now += self.prompt_sec * len(prompt_ids)
         self.num_opened += 1
+        self.num_run = 0
         return self.num_opened
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        self.clock.now += self.sec
+        num_behind = len(committed) - self.num_run
+        # A few tokens are run in the time of one.
+        self.clock.now += self.sec + (self.prompt_sec * num_behind if num_behind > 16 else 0.0)
+        self.num_run = len(committed)
         self.num_asked += 1
         start = self.clock.place + len(committed) - NUM_PROMPT
         rate = self.rate(start)
@@ -89,7 +93,7 @@ class Source:
         self.num_closed += 1
 
 
-class Made:
+class Made(Drafter):
     """Makes a source the drafter of each call, so that it is opened late."""
 
     def __init__(self, source: Source, name: str) -> None:
@@ -128,14 +132,18 @@ def decode(
     drafter: Any, clock: Clock, answer: Sequence[int], num_tokens: int, per_call: int = 10**6
 ) -> Run:
     """Decode texts of `per_call` tokens by a drafter, or by one that it makes for each call."""
-    budget = MeasuredBudget()
+    costs = ForwardCosts()
     begun, num_steps, sources = clock.now, 0, dict[str, Any]()
     place = 0
     while place < num_tokens:
         end = min(num_tokens, place + per_call)
-        of_call = drafter.for_call(a_call()) if hasattr(drafter, "for_call") else drafter
+        of_call = (
+            drafter.for_call(a_call(NUM_PROMPT + min(per_call, num_tokens)))
+            if hasattr(drafter, "for_call")
+            else drafter
+        )
         clock.place, text = place, [0] * NUM_PROMPT
-        sequence = of_call.open(text)
+        sequence, budget = of_call.open(text), MeasuredBudget(costs)
         while (place_now := place + len(text) - NUM_PROMPT) < end:
             draft = of_call.draft(sequence, text, budget.max_draft_tokens)
             num = budget.num_nodes([draft.probs], 0)

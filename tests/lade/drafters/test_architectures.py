@@ -8,9 +8,9 @@ import torch
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
-from lade.support.tiny import tiny_model as tiny_architecture
 from tests.lade.tiny import tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from tests.support.tiny import tiny_model as tiny_architecture
 
 STRICT = lade.Config(strict_drafter=True)
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 9, 10, 5, 6]])

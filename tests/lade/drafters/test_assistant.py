@@ -14,12 +14,14 @@ import lade
 from lade.drafters import AssistantModel
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner
-from lade.drafting.drafter import DraftingCall, NoDrafter
-from lade.support.tiny import tiny_model as tiny_architecture
+from lade.drafting.drafter import Drafter, DraftingCall
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE
+from tests.lade.drafting.test_drafters import OPTIONS, SAMPLED, one_warning
+from tests.lade.drafting.test_drafters import compared as compared_with_plain
 from tests.lade.shared import shared_model
 from tests.lade.tiny import IS_NEWEST, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 EIGHT = lade.Config(max_draft_tokens=8, strict_drafter=True)
 # Trees, windows, chunks and experts; paths as rows; states, also in part.
@@ -78,7 +80,7 @@ def call_of(model: Any, max_length: int) -> DraftingCall:
         processors=[],
         samples=False,
         rngs=None,
-        make_pool_drafter=NoDrafter,
+        make_pool_drafter=Drafter,
     )
 
 
@@ -176,9 +178,12 @@ def test_grammars_and_ends_are_heeded() -> None:
 def test_the_assistants_own_length_is_its_limit() -> None:
     """Beyond its positions it cannot run; the rest of the text goes on without it."""
     model = shared_model("llama", seed=1)
-    short = tiny_model("gpt2", seed=1, n_positions=24, max_position_embeddings=24)
-    stats = compared(model, ONE, AssistantModel(short, length=3), max_new_tokens=40)
-    assert 0 < stats.sources["assistant"].num_asked < 17
+    drafted = []
+    for num in (24, 64):
+        limited = tiny_model("gpt2", seed=1, n_positions=num, max_position_embeddings=num)
+        stats = compared(model, ONE, AssistantModel(limited, length=3), max_new_tokens=40)
+        drafted.append(stats.sources["assistant"].num_draft_tokens)
+    assert 0 < drafted[0] < 0.6 * drafted[1]
 
 
 # --- calls ----------------------------------------------------------------------------------
@@ -222,19 +227,42 @@ def test_an_assistant_that_fails_fails_no_call() -> None:
     lade.probe(assistant)  # checks it anew, as it has changed
     for num_forwards in (0, 1, 5):  # of the prompt, of the text, of a draft
         left[0] = num_forwards
-        with pytest.warns(lade.DrafterWarning, match=r"ModelDrafter failed \(RuntimeError: broken"):
+        with pytest.warns(lade.DrafterWarning, match=r"'assistant': it failed \(RuntimeError: b"):
             compared(model, ONE, drafter, lade.Config(max_draft_tokens=8))
 
 
-def test_one_object_serves_many_calls_and_learns_from_each() -> None:
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
+    options: dict[str, Any],
+) -> None:
+    """Its dropout would draw from the generator that the text is drawn from."""
+    assistant, num_steps = tiny_model("opt", seed=2, dropout=0.5), 0
+    drafter = AssistantModel(assistant, length=2)
+
+    def train(step: Any) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        assistant.model.decoder.layers[1].train(num_steps >= 4)  # a part of it is enough
+
+    config = lade.Config(max_draft_tokens=4)
+    options = {**options, "max_new_tokens": 30, "eos_token_id": None}
+    with one_warning("failed .RuntimeError: OPTForCausalLM was put into another mode, of training"):
+        compared_with_plain(drafter, options, on_step=train, config=config)
+    with pytest.raises(lade.UnsupportedModelError, match="OPTForCausalLM cannot draft"):
+        compared_with_plain(drafter, options, config=config)
+    assistant.eval()
+    compared_with_plain(drafter, options, config=config)
+
+
+def test_one_object_serves_many_calls_and_learns_what_drafts_cost() -> None:
     model = shared_model("llama", seed=1)
     drafter = AssistantModel(tiny_model("llama", seed=1))
-    assert drafter._length.begin_call().forward is None
-    compared(model, THREE, drafter)
-    known = drafter._length.begin_call()
-    assert known.forward is not None
-    assert known.step.num
-    assert known.newest_tried > 0
+    assert not drafter._length.forward_sec.num
+    assert not drafter._costs.are_known
+    for _ in range(3):
+        compared(model, THREE, drafter)
+    assert drafter._length.forward_sec.num
+    assert drafter._costs.are_known
 
 
 def test_other_vocabularies_are_refused_by_name() -> None:

@@ -15,12 +15,13 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
 from ngram_pool import Draft, SampledDraft
+from tests.lade.drafting.test_drafters import shy
 from tests.lade.shared import shared_model
 
 FEW = {"vocab_size": 97, "num_steps": 60, "max_draft_tokens": 6}
 
 
-class Right:
+class Right(lade.Drafter):
     """Drafts the last token twice, from its own notes of each sequence."""
 
     def __init__(self) -> None:
@@ -129,6 +130,12 @@ def test_a_flaw_of_a_draft_is_named(name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["num_successors", "has_table", "open"])
+def test_what_raises_when_it_is_looked_at_is_named(name: str) -> None:
+    with pytest.raises(DrafterError, match="raises RuntimeError: do not look"):
+        check(shy(name), **FEW)
+
+
 class Shared(Right):
     """Has one text for all sequences."""
 
@@ -175,6 +182,8 @@ class BadHarvest(Excluded):
 
 
 class BadNgrams(Right):
+    learns_ngrams = True
+
     def observe_ngrams(self, sequence: int, ngrams: Any) -> None:
         raise KeyError("grams")
 
@@ -189,8 +198,8 @@ class BadNgrams(Right):
         (Excluded(), "explore names tokens that it was told not to"),
         (BadHarvest(), "harvest raises KeyError: 'harvested'"),
         (BadNgrams(), "observe_ngrams raises KeyError: 'grams'"),
-        (Right, "it is no drafter: it is a class"),
-        (3, "it is no drafter: it has no open"),
+        (Right, "it is no lade.Drafter: it is a class"),
+        (3, "it is no lade.Drafter"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -202,6 +211,7 @@ def test_other_flaws_are_named(drafter: Any, told: str) -> None:
 class Drawing(Right):
     """Draws chains, each token of three after it."""
 
+    draws = True
     probs = np.array([0.6, 0.3, 0.1])
     said = probs
 
@@ -260,7 +270,7 @@ def test_drafts_drawn_otherwise_than_they_say_are_named(kind: Any, told: str) ->
         check(kind(), **FEW)
 
 
-class Made:
+class Made(lade.Drafter):
     """Makes a drafter for each call, which draws two paths."""
 
     def for_call(self, call: DraftingCall) -> Drafter:
@@ -276,7 +286,7 @@ class Made:
         return drafter
 
 
-class Refusing:
+class Refusing(lade.Drafter):
     def for_call(self, call: DraftingCall) -> Drafter:
         raise ValueError("no")
 

@@ -10,9 +10,9 @@ from torch import nn
 from lade.drafters.exits import Cut, inputs_for, layers_of, why_not_cut
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
-from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
-from lade.support.tiny import tiny_model as tiny_architecture
 from tests.lade.tiny import FAMILIES, tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from tests.support.tiny import tiny_model as tiny_architecture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 

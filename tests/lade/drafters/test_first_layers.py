@@ -14,21 +14,21 @@ from torch import Tensor
 import lade
 from lade.drafters import FirstLayers
 from lade.drafters.exits import Cut, layers_of
-from lade.drafters.first_layers import EarlyRunner, Measured, measure
+from lade.drafters.first_layers import EarlyRunner
 from lade.drafters.runner import prepared
 from lade.drafting.drafts import chain
 from lade.errors import DrafterWarning, UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
-from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
-from lade.support.tiny import tiny_model as tiny_architecture
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
 from tests.grids import thinned
 from tests.lade.drafters.test_exits import REFUSED, state_of
 from tests.lade.tiny import FAMILIES, random_prompt, tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from tests.support.tiny import tiny_model as tiny_architecture
 
 # So that a busy machine does not decide how much of a draft is verified.
 FLAT = {1: 1.0, 64: 1.0}
@@ -264,18 +264,17 @@ def test_what_was_run_early_is_dropped_with_the_step() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_a_look_at_one_token_runs_all_layers() -> None:
+def test_a_root_that_is_run_plainly_runs_all_layers() -> None:
     model = tiny_model("llama")
     target = tree_target(model)
     target.prefill()
     target.run_early([11], [-1], halve_of(model))
-    tree = Tree.build(11, chain([12, 13]))
-    logits = target.forward(target.inputs([tree])).logits
-    alone = target.commit_and_look([[0, 1]])
-    assert alone is not None
-    torch.testing.assert_close(alone.logits, logits[:, 1])
-    assert not target.is_timing_valid
-    assert target.num_cached == [len(PROMPT) + 2]
+    logits = target.forward(target.inputs([Tree.build(11, chain([12, 13]))])).logits
+    target.discard()
+    alone = target.forward_plainly([Tree.build(11, Draft.empty())]).logits
+    torch.testing.assert_close(alone[:, 0], logits[:, 0])
+    target.commit([[0]])
+    assert target.num_cached == [len(PROMPT) + 1]
 
 
 def test_tokens_that_a_grammar_forces_are_run_with_the_root() -> None:
@@ -371,45 +370,17 @@ def test_nothing_of_the_model_is_changed() -> None:
     assert model.config.to_dict() == settings
 
 
-# --- how many layers ----------------------------------------------------------------------------
-
-
-def test_the_number_of_layers_follows_agreement_and_cost() -> None:
-    dear = Measured({1: 0.3, 2: 0.8, 3: 0.9}, layer_cost=0.25, other_cost=0.0)
-    assert dear.ranked()[0] == 2
-    assert dear.speed(2) == pytest.approx(max(1.8 / 1.5, 2.44 / 2.0), abs=0.01)
-    cheap = Measured({1: 0.9, 2: 0.91, 3: 0.92}, layer_cost=0.2, other_cost=0.2)
-    assert cheap.ranked()[0] == 1
-    useless = Measured({1: 0.0, 2: 0.0, 3: 0.0}, layer_cost=0.25, other_cost=0.0)
-    assert {*useless.ranked()} == {1, 2, 3}
-
-
-def test_agreement_is_that_of_each_exit_with_the_model() -> None:
-    model = tiny_model("llama")
-    profile = profile_of(model)
-    state = torch.random.get_rng_state()
-    measured = measure(model, profile, layers_of(model, profile))
-    assert [*measured.agreements] == [1, 2]
-    assert all(0 <= each < 1 for each in measured.agreements.values())
-    assert measured.layer_cost * 3 + measured.other_cost == pytest.approx(1.0)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    deep = tiny_model("llama", num_hidden_layers=30)
-    layers = layers_of(deep, profile_of(deep))
-    exits = [*measure(deep, profile_of(deep), layers).agreements]
-    assert exits == [3, 7, 10, 13, 17, 20, 23, 27]
-
-
-def test_the_model_is_measured_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     prompt = torch.tensor([PROMPT])
-    ours(model, prompt, FirstLayers(), max_new_tokens=8)
+    ours(model, prompt, FirstLayers(1, length=2), max_new_tokens=8)
 
     def unexpected(*_: Any, **__: Any) -> None:
-        raise AssertionError("measured or checked twice")
+        raise AssertionError("checked twice")
 
-    for name in ("measure", "layers_of", "why_not_cut", "why_not_early"):
+    for name in ("layers_of", "why_not_cut", "why_not_early"):
         monkeypatch.setattr(f"lade.drafters.first_layers.{name}", unexpected)
-    output = ours(model, prompt, FirstLayers(), max_new_tokens=8)
+    output = ours(model, prompt, FirstLayers(1, length=2), max_new_tokens=8)
     assert output.stats.sources["first_layers"].num_asked > 0
 
 
@@ -417,13 +388,15 @@ def test_the_model_is_measured_and_checked_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="expected num_layers to be an int or None, got '2'"):
+    with pytest.raises(TypeError, match="expected num_layers to be an int, got '2'"):
         FirstLayers("2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected num_layers of at least 1, got 0"):
         FirstLayers(0)
     with pytest.raises(ValueError, match="expected max_draft_tokens of at least 1, got 0"):
-        FirstLayers(max_draft_tokens=0)
-    with pytest.raises(ValueError, match="expected num_layers from 1 to 2 for LlamaForCausalLM"):
+        FirstLayers(1, max_draft_tokens=0)
+    # Also a ValueError.
+    told = "expected num_layers from 1 to 2 for LlamaForCausalLM"
+    with pytest.raises(lade.UnsupportedOptionError, match=told):
         ours(tiny_model("llama"), torch.tensor([PROMPT]), FirstLayers(3), max_new_tokens=4)
 
 

@@ -6,29 +6,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lade.drafters.lengths import (
-    Length,
-    Level,
-    Mean,
-    MeasuredCosts,
-    Outcome,
-    Rule,
-    StepSeconds,
-)
+from lade.budget.levels import Level, Paying, Rule
+from lade.budget.sources import Mean
+from lade.drafters.lengths import Length
 
 SURE = Level(0.9, 0.9, 1)
-UNSURE = Level(0.1, 0.3, 1)
 
 
-def rule_of(length: str | int, costs: MeasuredCosts | None = None, **options: Any) -> Rule:
-    made = Length(length, **options)  # type: ignore[arg-type]
-    return made.rule(costs or MeasuredCosts())
+def rule_of(length: str | int, **options: Any) -> Rule:
+    return Length(length, **options).rule()  # type: ignore[arg-type]
 
 
-def grown(rule: Rule, probs: Sequence[float], num_behind: int = 1) -> int:
+def grown(rule: Rule, probs: Sequence[float]) -> int:
     """Return how many levels a rule lets a chain of these probabilities have."""
-    most, levels, mass = rule.begin(num_behind), list[Level](), 1.0
-    for prob in probs[:most]:
+    levels, mass = list[Level](), 1.0
+    for prob in probs[: rule.num_levels]:
         mass *= prob
         levels.append(Level(mass, prob, 1))
         if not rule.goes_on(levels):
@@ -37,7 +29,7 @@ def grown(rule: Rule, probs: Sequence[float], num_behind: int = 1) -> int:
 
 
 def told(rule: Rule, num_levels: int, num_right: int, is_ended: bool = True) -> None:
-    rule.learn(Outcome([SURE] * num_levels, num_right, is_ended))
+    rule.learn([SURE] * num_levels, num_right, is_ended)
 
 
 @pytest.mark.parametrize(("length", "first", "more"), [("seed", 1, 1), ("heuristic", 20, 2)])
@@ -48,7 +40,7 @@ def test_k_grows_after_whole_drafts_and_shrinks_after_others(
     rng = np.random.default_rng(0)
     rule, k = rule_of(length), first
     for _ in range(300):
-        assert rule.begin(1) == k
+        assert rule.num_levels == k
         num_right = k if rng.random() < 0.6 else int(rng.integers(k))
         told(rule, k, num_right)
         k = min(64, k + more) if num_right == k else max(1, k - 1)
@@ -57,11 +49,11 @@ def test_k_grows_after_whole_drafts_and_shrinks_after_others(
 def test_a_draft_that_was_cut_tells_nothing() -> None:
     rule = rule_of("seed")
     told(rule, 1, 1)
-    assert rule.begin(1) == 2
+    assert rule.num_levels == 2
     told(rule, 2, 1, is_ended=False)
-    assert rule.begin(1) == 2
+    assert rule.num_levels == 2
     told(rule, 2, 0)
-    assert rule.begin(1) == 1
+    assert rule.num_levels == 1
 
 
 def test_a_constant_k_is_constant() -> None:
@@ -80,146 +72,65 @@ def test_confidence_ends_a_draft_with_its_first_unlikely_token() -> None:
     assert grown(rule_of("seed", confidence=0.4), [0.1]) == 1
 
 
-def steps(base: float, node: float = 0.0) -> StepSeconds:
-    """Return what is known after many steps that take so long."""
-    known = StepSeconds()
-    for num_nodes in [0, 2, 5, 9] * 100:
-        known.add(num_nodes, base + node * num_nodes)
-    return known
-
-
 def best_length(right: float, step: float, forward: float, node: float, most: int) -> int:
-    """Return how many levels give the most tokens per second, by trying all."""
+    """Return how many levels give the most tokens per second, by trying all; at least one."""
     speeds = [
         sum(right**depth for depth in range(num + 1)) / (step + num * (forward + node))
-        for num in range(most + 1)
+        for num in range(1, most + 1)
     ]
-    return int(np.argmax(speeds))
+    return 1 + int(np.argmax(speeds))
 
 
 @pytest.mark.parametrize("right", [0.3, 0.5, 0.7, 0.9, 0.97])
 @pytest.mark.parametrize("forward", [0.001, 0.01, 0.05, 0.2])
-def test_measured_drafts_are_as_long_as_is_fastest(right: float, forward: float) -> None:
-    """Where all levels are as likely and that is known, the best length is found by trying all."""
-    costs = MeasuredCosts(Mean(forward), Mean(0.001), steps(0.1, 0.002))
-    costs.tried, costs.right = [100_000.0] * 10, [100_000.0 * right] * 10
-    costs.newest_tried, costs.newest_right = 100_000.0, 100_000.0 * right
+@pytest.mark.parametrize("promised", [0.3, 0.7, 0.9])
+def test_measured_drafts_are_as_long_as_is_fastest(
+    right: float, forward: float, promised: float
+) -> None:
+    """Where levels are as likely, whatever is promised, the best length is found by trying all."""
+    forward_sec = Mean()
+    forward_sec.add(forward)
+    rule = Paying(20, 0.4, lambda num_nodes: 0.1 + 0.002 * num_nodes, forward_sec)
+    rng = np.random.default_rng(0)
+    lengths = []
+    for _ in range(600):
+        num = grown(rule, [promised] * 20)
+        lengths.append(num)
+        num_right = int(np.argmax(rng.random(num + 1) >= [*[right] * num, 0.0]))
+        levels = [Level(promised**depth, promised, 1) for depth in range(1, num + 1)]
+        rule.learn(levels, num_right, num_right < num)
     expected = best_length(right, 0.1, forward, 0.002, 20)
-    assert grown(rule_of("measured", costs), [right] * 30) == pytest.approx(expected, abs=1)
-    assert (expected == 0) == (grown(rule_of("measured", costs), [right] * 30) == 0)
+    assert np.mean(lengths[100:]) == pytest.approx(expected, rel=0.3, abs=1)
 
 
-def test_measured_drafts_rest_where_they_do_not_pay_and_are_tried_more_and_more_rarely() -> None:
-    """A level costs as much as a step and is never right: of 20,000 steps, few have a draft."""
-    costs = MeasuredCosts()
-    rule = rule_of("measured", costs)
-    tried: list[int] = []
-    num_behind, spent = 100, 0.0
-    for step in range(20_000):
-        num_levels = grown(rule, [0.5] * 20, num_behind)
-        if num_levels:
-            tried.append(step)
-            first_sec = 0.1 + 0.0001 * num_behind
-            costs.record_draft(num_behind, first_sec, [0.1] * (num_levels - 1))
-            told(rule, num_levels, 0)
-            spent += first_sec + 0.1 * (num_levels - 1)
-            num_behind = 0
-        costs.record_step(num_levels, 0.1 + 0.001 * num_levels)
-        num_behind += 1
-    assert 3 < len(tried) < 30
-    gaps = np.diff(tried)
-    assert gaps[-1] > 5 * gaps[0]
-    assert spent < 0.01 * 20_000 * 0.1
+def test_drafts_end_by_confidence_until_costs_are_known() -> None:
+    rule = Paying(20, 0.4, lambda num_nodes: 0.1, Mean())
+    assert grown(rule, [0.9, 0.5, 0.39, 0.9]) == 3
+    assert grown(Length("measured").rule(None), [0.9, 0.1, 0.9]) == 2
 
 
-def test_a_long_text_is_not_run_for_a_trial_alone() -> None:
-    """A token to catch up with costs more than a trial may, so only a new, short text is tried."""
-    costs = MeasuredCosts(Mean(0.1), Mean(0.01), steps(0.1))
-    costs.newest_tried = 50.0
-    rule = rule_of("measured", costs)
-    for step in range(5000):
-        assert rule.begin(100 + step) == 0
-        costs.record_step(0, 0.1)
-    assert rule.begin(20) == 3
-
-
-def test_two_wrong_levels_decide_nothing() -> None:
-    """A trial costs little beside a rest that holds for two per cent of the time."""
-    costs = MeasuredCosts()
-    rule = rule_of("measured", costs)
-    for is_right in (False, False, True, True, True, True, True, True):
-        num_levels = grown(rule, [0.9] * 20)
-        assert num_levels >= 3
-        costs.record_draft(1, 0.01, [0.01] * (num_levels - 1))
-        told(rule, num_levels, num_levels * is_right)
-        costs.record_step(num_levels, 0.1)
-
-
-def test_measured_drafts_come_back_where_they_begin_to_pay() -> None:
-    costs = MeasuredCosts(Mean(0.01), Mean(0.001), steps(0.1))
-    costs.newest_tried = 50.0
-    rule = rule_of("measured", costs)
-    assert rule.begin(1) == 0
-    num_drafts = 0
-    for _ in range(3000):
-        num_levels = grown(rule, [0.9] * 20)
-        if num_levels:
-            num_drafts += 1
-            costs.record_draft(1, 0.01, [0.01] * (num_levels - 1))
-            told(rule, num_levels, num_levels)
-        costs.record_step(num_levels, 0.1)
-    assert num_drafts > 1000
-
-
-def test_a_line_through_steps_follows_a_text_that_grows() -> None:
-    known = StepSeconds()
-    for _ in range(100):
-        for num_nodes in (3, 6, 9):
-            known.add(num_nodes, 0.030 + 0.001 * num_nodes)
-    assert known.base == pytest.approx(0.030, rel=0.02)
-    assert known.node == pytest.approx(0.001, rel=0.1)
-    for _ in range(40):  # a text that is much longer: all steps are slower, none by its draft
-        for num_nodes in (3, 6, 9):
-            known.add(num_nodes, 0.060 + 0.001 * num_nodes)
-    assert known.base == pytest.approx(0.060, rel=0.02)
-    assert known.node == pytest.approx(0.001, rel=0.1)
-    known.add(6, 30.0)  # a pause of the user's
-    assert known.base < 0.1
-
-
-def test_steps_alike_tell_little_of_a_draft_token() -> None:
-    known = StepSeconds()
-    assert known.node == 0.0
-    for _ in range(100):
-        known.add(0, 0.1)
-    assert known.base == pytest.approx(0.1)
-    assert known.node == pytest.approx(0.001)
+def test_how_often_levels_are_right_is_learned_of_late() -> None:
+    rule = Rule(5)
+    assert rule.mean_right == pytest.approx(0.7)
+    for _ in range(50):
+        told(rule, 5, 0)
+    assert rule.mean_right < 0.1
+    for _ in range(50):
+        told(rule, 5, 5)
+    assert rule.mean_right > 0.9
 
 
 def test_of_the_first_times_the_shortest_counts() -> None:
     """Libraries prepare kernels in a first forward; it may take seconds."""
-    mean = Mean(1.5)
-    for _ in range(10):
-        mean.add(0.02)
-    assert mean.sec == pytest.approx(0.02)
-    for _ in range(20):
-        mean.add(0.04)
-    assert mean.sec == pytest.approx(0.04, rel=0.1)
-
-
-def test_what_is_measured_is_kept_from_call_to_call() -> None:
-    length = Length("measured")
-    costs = length.begin_call()
-    costs.record_draft(1, 0.5, [0.5])
-    costs.record_step(0, 0.1)
-    costs.tried[3] = 7.0
-    assert length.begin_call().forward is None
-    length.end_call(costs)
-    costs.tried[3] = 9.0
-    known = length.begin_call()
-    assert known.tried[3] == 7.0
-    assert known.forward == Mean(0.5, 2)
-    assert known.step.base == pytest.approx(0.1)
+    mean = Mean()
+    for sec in (1.5, *[0.02] * 10):
+        mean.add_sec(sec)
+    assert mean.value == pytest.approx(0.02)
+    mean.add_sec(30.0)  # a pause of the user's
+    assert mean.value < 0.03
+    for _ in range(60):
+        mean.add_sec(0.04)
+    assert mean.value == pytest.approx(0.04, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import itertools
 import pickle
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ from lade.errors import DrafterWarning, UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.lade.drafters.simulation import a_call
+from tests.lade.drafting.test_call_drafters import Maker
+from tests.lade.drafting.test_drafters import (
+    LOOKED_AT,
+    OPTIONS,
+    SAMPLED,
+    Able,
+    Making,
+    Random,
+    compared,
+    one_warning,
+    shy,
+)
 from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, random_prompt, tiny_model
 
@@ -43,7 +56,7 @@ def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MergedDrafter, "observe", observe_later)
 
 
-class Guessing:
+class Guessing(lade.Drafter):
     """Drafts one known text, or guesses, whatever the sequence is."""
 
     name = "guessing"
@@ -209,11 +222,43 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
         ours(model, prompt, None, Merged([Failing(method), right]), max_new_tokens=24)
 
 
+@pytest.mark.parametrize("name", [*LOOKED_AT, "num_successors of -1"])
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+def test_a_part_that_raises_when_it_is_looked_at_is_dropped(
+    name: str, options: dict[str, Any]
+) -> None:
+    part = Able("", 0, None, None) if " " in name else shy(name)
+    vars(part).update({"num_successors": -1} if " " in name else {})
+    with one_warning("goes on without the drafter '.*': it failed"):
+        stats = compared(Merged([CallPool(), part]), {**options, "max_new_tokens": 40})
+    assert stats.sources["pool"].num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [MemoryError, ValueError])
+def test_a_part_that_cannot_be_made_is_dropped_unless_it_refuses(kind: type[Exception]) -> None:
+    def fail(call: Any, error: Exception) -> Any:
+        raise error
+
+    with one_warning(r"goes on without the drafter 'Maker': it failed"):
+        compared(Merged([CallPool(), Maker(partial(fail, error=kind("mine")))]), SAMPLED)
+    refusing = Maker(partial(fail, error=lade.UnsupportedOptionError("mine")))
+    with pytest.raises(ValueError, match="mine"):
+        compared(Merged([CallPool(), refusing]), SAMPLED)
+
+
+@pytest.mark.parametrize("drafter", [Random, Making])
+def test_a_part_that_draws_changes_no_text(drafter: Any) -> None:
+    for options in (OPTIONS, SAMPLED):
+        compared(Merged([CallPool(), drafter("", 0, None, None)]), options)
+
+
 # --- what parts may do besides ------------------------------------------------------------------
 
 
 class Learning(Guessing):
     """Harvests, explores and learns n-grams."""
+
+    learns_ngrams = True
 
     def __init__(self, num_successors: int) -> None:
         super().__init__()
@@ -242,7 +287,7 @@ def test_parts_harvest_as_much_as_each_asks_for_and_learn_ngrams() -> None:
     assert got.sequences.tolist() == answers_of(model, prompt, None, max_new_tokens=20).tolist()
     assert (few.shapes, many.shapes) == ({2}, {5})
     assert few.num_ngrams == many.num_ngrams > 0
-    with pytest.raises(UnsupportedOptionError, match="observe_ngrams"):
+    with pytest.raises(UnsupportedOptionError, match="learns_ngrams"):
         ours(model, prompt, None, Merged([Guessing()]), max_new_tokens=20, config=config)
 
 
@@ -253,15 +298,13 @@ def test_what_several_parts_explore_is_named_once_best_first() -> None:
     assert token_ids.tolist() == [7, 8]
     assert worths.tolist() == [0.5, 0.3]
     plain = Merged([Guessing()]).for_call(a_call())
-    assert not hasattr(plain, "explore")
-    assert not hasattr(plain, "harvest")
     assert plain.num_successors == 0
 
 
 # --- drawn drafts -------------------------------------------------------------------------------
 
 
-class Drawing:
+class Drawing(lade.Drafter):
     """Draws one token after the text, from a distribution of its own."""
 
     name = "drawing"
@@ -292,8 +335,11 @@ class Drawing:
 
 
 @pytest.mark.parametrize("with_pool", [False, True])
-def test_rejection_has_the_targets_distribution(with_pool: bool) -> None:
+def test_rejection_has_the_targets_distribution(
+    with_pool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A right scheme fails once in a million; with seeds fixed, always or never."""
+    monkeypatch.setattr("lade.budget.sources._LEAST_STEPS", 0.5)  # answers are that short
     model = tiny_model("llama", seed=3, vocab_size=8, eos_token_id=None)
     prompt = torch.tensor([[2, 3, 2, 3, 2]])
     options: dict[str, Any] = {
@@ -366,10 +412,8 @@ def test_parts_are_checked_flattened_and_named_apart() -> None:
     assert merged.names == ("guessing", "pool", "guessing_2", "pool_2", "pool_3")
     assert merged.takes_pool
     assert not inner.takes_pool
-    with pytest.raises(ValueError, match="expected from 1 to 8 drafters, got 0"):
+    with pytest.raises(ValueError, match="expected at least one drafter, got none"):
         Merged([])
-    with pytest.raises(ValueError, match="got 9"):
-        Merged([Guessing()] * 9)
     for wrong in (3, Guessing, None):
         with pytest.raises(TypeError, match="expected drafters or pools, got"):
             Merged([wrong])  # type: ignore[list-item]
@@ -379,7 +423,7 @@ def test_pickles_and_copies_leave_out_what_was_measured() -> None:
     merged = Merged([lade.NGramPool()])
     twin = pickle.loads(pickle.dumps(merged))
     assert twin.names == merged.names
-    assert copy.deepcopy(merged)._payoffs is not merged._payoffs
+    assert copy.deepcopy(merged)._costs[0] is not merged._costs[0]
 
 
 def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
@@ -401,7 +445,7 @@ def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
     assert not steps
 
 
-def test_threads_share_what_is_learned() -> None:
+def test_threads_share_a_drafter() -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     expected = answers_of(model, prompt, None, max_new_tokens=24).tolist()
@@ -422,7 +466,7 @@ def test_threads_share_what_is_learned() -> None:
     assert found == [expected] * 9
 
 
-# --- doors --------------------------------------------------------------------------------------
+# --- entry points ------------------------------------------------------------------------------
 
 
 def test_a_pool_goes_with_a_drafter_that_takes_it_and_no_other() -> None:

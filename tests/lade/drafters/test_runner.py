@@ -10,9 +10,9 @@ import torch
 
 import lade
 from lade.drafters.runner import ModelRunner, plan_for
-from lade.support.tiny import tiny_model as tiny_architecture
 from tests.grids import thinned
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 TREES = ["llama", "gpt2", "gemma3_text", "llama4_text", "deepseek_v3", "mixtral"]

@@ -11,11 +11,20 @@ import lade
 from lade.drafting.drafter import DraftingCall
 from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
-from tests.lade.drafting.test_drafters import OPTIONS, PROMPT, Faulty, ints
+from tests.lade.drafting.test_drafters import (
+    OPTIONS,
+    PROMPT,
+    SAMPLED,
+    Faulty,
+    UnspeakableError,
+    compared,
+    ints,
+    one_warning,
+)
 from tests.lade.tiny import tiny_model
 
 
-class Maker:
+class Maker(lade.Drafter):
     """Makes the drafters of calls."""
 
     def __init__(self, make: Callable[[DraftingCall], Any]) -> None:
@@ -77,7 +86,7 @@ def test_the_drafter_of_the_call_itself_can_be_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [lade.UnsupportedModelError("mine"), TypeError("mine"), ValueError("mine")]
+    "error", [lade.UnsupportedModelError("mine"), lade.UnsupportedOptionError("mine")]
 )
 def test_what_cannot_draft_for_a_call_ends_it_before_anything_is_generated(
     error: Exception,
@@ -91,23 +100,25 @@ def test_what_cannot_draft_for_a_call_ends_it_before_anything_is_generated(
     assert not seen
 
 
-def test_a_drafter_that_cannot_be_made_for_lack_of_memory_loses_no_text() -> None:
-    model = tiny_model("llama", seed=2)
-
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [MemoryError, TypeError, ValueError, KeyError, UnspeakableError])
+def test_a_drafter_that_cannot_be_made_loses_no_text(
+    kind: type[Exception], options: dict[str, Any]
+) -> None:
     def fail(call: DraftingCall) -> Any:
-        raise MemoryError("mine")
+        torch.rand(1)
+        raise kind("mine")
 
-    with pytest.warns(lade.DrafterWarning, match=r"Maker failed .*MemoryError: mine"):
-        got = lade.generate(model, PROMPT, drafter=Maker(fail), **OPTIONS)
-    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
-    with pytest.raises(MemoryError):
-        lade.generate(
-            model,
-            PROMPT,
-            drafter=Maker(fail),
-            config=lade.Config(strict_drafter=True),
-            **OPTIONS,
-        )
+    with one_warning(rf"goes on without drafts: Maker failed \({kind.__name__}"):
+        compared(Maker(fail), options)
+    with pytest.raises(kind):
+        compared(Maker(fail), options, config=lade.Config(strict_drafter=True))
+
+
+@pytest.mark.parametrize("made", [None, 3, Faulty])
+def test_what_is_made_and_is_no_drafter_is_told_once(made: Any) -> None:
+    with one_warning("goes on without drafts: .* failed"):
+        compared(Maker(lambda call: made), OPTIONS)
 
 
 def drawn(*token_ids: int) -> SampledDraft:

@@ -1,6 +1,8 @@
 """A drafter can never fail a call: what it raises, and what is no draft, costs the drafts alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,12 @@ import torch
 
 import lade
 from lade.drafting.drafts import checked
+from lade.drafting.guard import Guard, unchanged_generators
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.errors import in_one_line
+from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
+from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -19,9 +26,32 @@ OPTIONS: dict[str, Any] = {
     "max_new_tokens": 12,
     "pad_token_id": 0,
 }
+SAMPLED = {**OPTIONS, "do_sample": True, "temperature": 1.5}
 
 
-class Faulty:
+def compared(drafter: Any, options: dict[str, Any], **ours: Any) -> Any:
+    """Hold the text, and the random state at its end, against those of plain decoding."""
+    model = shared_model("llama", seed=2)
+    torch.manual_seed(7)
+    expected = model.generate(PROMPT, **options), torch.get_rng_state()
+    torch.manual_seed(7)
+    output = lade.generate(
+        model, PROMPT, drafter=drafter, return_dict_in_generate=True, **ours, **options
+    )
+    assert output.sequences.tolist() == expected[0].tolist()
+    assert torch.equal(torch.get_rng_state(), expected[1])
+    return output.stats
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    """Expect one warning of a drafter, and no other."""
+    with pytest.warns(lade.DrafterWarning, match=match) as told:
+        yield
+    assert len(told) == 1
+
+
+class Faulty(lade.Drafter):
     """Drafts a token or two, and fails in one method at one of its calls."""
 
     def __init__(self, method: str, at: int, answer: Any, error: BaseException | None) -> None:
@@ -108,6 +138,163 @@ def test_what_a_drafter_raises_is_told_once(method: str, error: Exception, num_r
     assert method == "close" or drafter.calls.count("draft") <= num_rows
 
 
+class Able(Faulty):
+    """Can do all that a drafter may, and nothing of it well."""
+
+    num_successors: Any = 2
+    draws = learns_ngrams = True
+    has_table = takes_pool = False
+    sources: Any = MappingProxyType({"mine": SourceStats()})
+
+    def sample(self, *_: Any) -> Any:
+        raise RuntimeError("not to be drawn from")
+
+    def harvest(self, *_: Any) -> None:
+        self._called("harvest")
+
+    def explore(self, sequence: int, excluded: Any, max_tokens: int) -> Any:
+        self._called("explore")
+        return ints(), np.empty(0)
+
+    def observe_ngrams(self, sequence: int, ngrams: Any) -> None:
+        self._called("observe_ngrams")
+
+
+def shy(*names: str, base: type = Able) -> Any:
+    """Return a drafter of which some attributes raise when they are looked at."""
+
+    def look(self: Any) -> Any:
+        raise RuntimeError("do not look")
+
+    return type("Shy", (base,), dict.fromkeys(names, property(look)))("", 0, None, None)
+
+
+LOOKED_AT = [
+    *("open", "draft", "observe", "close", "for_call", "takes_pool", "sources", "num_successors"),
+    *("harvest", "explore", "has_table", "draws"),
+]
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_what_raises_when_it_is_looked_at_is_told_once(name: str, options: dict[str, Any]) -> None:
+    with one_warning(r"goes on without drafts: Shy failed \(RuntimeError: do not look\)"):
+        compared(shy(name), options)
+    with pytest.raises(RuntimeError, match="do not look"):
+        compared(shy(name), options, config=lade.Config(strict_drafter=True))
+
+
+def test_what_raises_only_where_it_is_needed_is_told_there() -> None:
+    drawing = lade.Config(acceptance="rejection", max_draft_tokens=4)
+    with one_warning("do not look"):
+        lade.generate(shared_model(), PROMPT, drafter=shy("sample"), config=drawing, **SAMPLED)
+    with one_warning("do not look"):
+        compared(shy("observe_ngrams"), OPTIONS, config=lade.Config(lookahead=lade.Lookahead()))
+    with one_warning("do not look"):
+        compared(shy(*LOOKED_AT), OPTIONS)
+    with one_warning("do not look"):
+        compared(shy("takes_pool"), OPTIONS, pool=lade.NGramPool())
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("wanted", [-1, 1.5, "x", None, True, -(10**30)], ids=repr)
+def test_a_wrong_number_of_successors_is_told_once(wanted: Any, options: dict[str, Any]) -> None:
+    drafter = Able("", 0, None, None)
+    drafter.num_successors = wanted
+    with one_warning(r"Able failed \(.*expected num_successors"):
+        compared(drafter, options)
+
+
+@pytest.mark.parametrize("wanted", [0, np.int64(3), 10**6, 10**30], ids=repr)
+def test_any_number_of_successors_may_be_asked_for(wanted: Any) -> None:
+    drafter = Able("", 0, None, None)
+    drafter.num_successors = wanted
+    compared(drafter, OPTIONS)
+    assert ("harvest" in drafter.calls) == (wanted > 0)
+
+
+@pytest.mark.parametrize("sources", [3, {"mine": 3}, {3: SourceStats()}], ids=repr)
+def test_counts_that_are_none_are_left_out(sources: Any) -> None:
+    drafter = Able("", 0, None, None)
+    drafter.sources = sources
+    with one_warning("Able failed"):
+        assert compared(drafter, OPTIONS).as_dict()["sources"] == {}
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class UntoldError(Exception):
+    def __str__(self) -> Any:
+        return 3
+
+
+@pytest.mark.parametrize("error", [UnspeakableError(), UntoldError()])
+def test_an_error_without_a_message_is_told_by_its_name(error: Exception) -> None:
+    name = type(error).__name__
+    assert in_one_line(error).startswith(f"{name}, and ")
+    with one_warning(rf"Faulty failed \({name}, and \w+ for its message\)"):
+        compared(Faulty("draft", 2, None, error), OPTIONS)
+
+
+class Random(Able):
+    """Draws from torch's generator, or seeds it, in all that it does."""
+
+    @property
+    def num_successors(self) -> int:  # type: ignore[override]
+        self._called("num_successors")
+        return 2
+
+    @property
+    def sources(self) -> Any:
+        self._called("sources")
+        return {}
+
+    def _called(self, method: str) -> bool:
+        torch.manual_seed(3) if len(self.calls) % 2 else torch.rand(5)
+        return super()._called(method)
+
+
+class Making(Random):
+    @property
+    def takes_pool(self) -> bool:  # type: ignore[override]
+        return self._called("takes_pool")
+
+    def for_call(self, call: Any) -> Any:
+        self._called("for_call")
+        return Random("", 0, None, None)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", [Random, Making])
+def test_a_drafter_that_draws_changes_no_text(drafter: Any, options: dict[str, Any]) -> None:
+    compared(drafter("", 0, None, None), options)
+    config = lade.Config(lookahead=lade.Lookahead())
+    compared(drafter("", 0, None, None), options, config=config)
+
+
+def test_what_other_threads_draw_is_undone_by_no_drafter_of_lades_own() -> None:
+    before = torch.get_rng_state()
+    Guard(Random("", 0, None, None), "drafts").ask(lambda: torch.rand(1), None)
+    assert torch.equal(torch.get_rng_state(), before)
+    Guard(PoolDrafter(lade.NGramPool()), "drafts").ask(lambda: torch.rand(1), None)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_generator_of_a_gpu_is_put_back_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, device = {"cuda:1": 5}, torch.device("cuda", 1)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda of: states[str(of)])
+    monkeypatch.setattr("torch.cuda.set_rng_state", lambda to, of: states.update({str(of): to}))
+    before = torch.get_rng_state()
+    with unchanged_generators(device):
+        torch.rand(1)
+        states["cuda:1"] = 6
+    assert states == {"cuda:1": 5}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_an_interrupt_in_a_drafter_is_an_interrupt() -> None:
     model = tiny_model("llama", seed=2)
     drafter = Faulty("draft", 2, None, KeyboardInterrupt())
@@ -152,8 +339,8 @@ def test_a_drawn_draft_must_hold_what_was_drawn() -> None:
         ),
         ({"pool": lade.NGramPool}, "or a list of these, got <class"),
         ({"config": {"max_draft_tokens": 3}}, "expected config to be a lade.Config, got {"),
-        ({"drafter": 3}, "expected drafter to be a lade.Drafter, got 3, which has no open"),
-        ({"drafter": Faulty}, "expected drafter to be a lade.Drafter, got <class"),
+        ({"drafter": 3}, "expected drafter to be an object of a subclass of lade.Drafter, got 3"),
+        ({"drafter": Faulty}, "subclass of lade.Drafter, got <class"),
         ({"on_step": 3}, "expected on_step to be callable, got 3"),
     ],
 )

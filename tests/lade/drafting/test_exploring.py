@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import lade
 from lade.budget.budget import FixedBudget
-from lade.budget.trust import Outcome
+from lade.budget.calibration import Outcome
 from lade.drafting.drafts import exploring
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer

@@ -29,7 +29,7 @@ from tests.lade.tiny import VOCAB_SIZE, tiny_model
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
 
-class Listener:
+class Listener(lade.Drafter):
     """Drafts two tokens side by side, one of them right now and then, and keeps what it is told."""
 
     num_successors = 3
@@ -177,7 +177,9 @@ def test_logits_that_are_no_numbers_end_no_generation(value: float) -> None:
     handle.remove()
 
 
-def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same() -> None:
+def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every other time, four steps rest; the drafter still sees all tokens, in order."""
     model = tiny_model("llama")
     prompt = torch.arange(2, 12)[None]
@@ -210,7 +212,7 @@ def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same() -> N
 
     lade.probe(model)
     budget, drafter = Tired(3), Watched()
-    profile.profile_of(model).budgets["tree", "eager"] = budget
+    monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: budget)
     output = lade.generate(
         model,
         prompt,

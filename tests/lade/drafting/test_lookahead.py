@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 import lade
 from lade.budget.budget import FixedBudget, Probs
-from lade.drafting.drafter import NgramDrafter
 from lade.drafting.lookahead import Window
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.gpu.policy import DevicePolicy
 from lade.hf.generation import Generation
-from lade.probing.profile import profile_of
 from lade.targets.layout import tree_layout
 from lade.targets.trees import TreeTarget
 from lade.tree import ROOT, Tree
@@ -33,6 +31,8 @@ SIZES = [(1, 3), (5, 4), (7, 5), (2, 6)]
 
 class LearningDrafter(ScriptedDrafter):
     """A drafter that is often right, and keeps what the window came to."""
+
+    learns_ngrams = True
 
     def __init__(self, answer: Sequence[int], rng: np.random.Generator, accept: float) -> None:
         super().__init__(answer, rng, accept)
@@ -273,7 +273,7 @@ def test_ngrams_are_those_of_a_slow_jacobi_iteration(family: str, size: tuple[in
 def test_a_pool_learns_each_ngram_apart() -> None:
     pool = CountingPool()
     drafter = PoolDrafter(pool)
-    assert isinstance(drafter, NgramDrafter)
+    assert drafter.learns_ngrams
     sequence = drafter.open([1, 2, 3])
     drafter.observe_ngrams(sequence, np.array([[5, 6, 7], [7, 8, 9]], np.int32))
     drafter.observe(sequence, [4])
@@ -488,12 +488,13 @@ class KeepingBudget(FixedBudget):
         self.num_nodes_run.append(num_nodes)
 
 
-def test_the_budget_knows_how_large_a_forward_is() -> None:
+@pytest.mark.usefixtures("trusted")
+def test_the_budget_knows_how_large_a_forward_is(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = KeepingBudget()
     model = tiny_model("llama", seed=4)
     config = lade.Config(lookahead=lade.Lookahead(5, 4))
     with forwards_of(model) as forwards:
-        profile_of(model).budgets["tree", "eager"] = budget
+        monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: budget)
         got = lade.generate(
             model,
             **masked(torch.tensor([[5, 6, 7, 5, 6]])),
@@ -513,6 +514,7 @@ def test_the_budget_knows_how_large_a_forward_is() -> None:
     assert sum(widths) == len(widths) + stats.num_draft_tokens + stats.num_lookahead_tokens
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_measured_budget_drafts_beside_a_window() -> None:
     """It never sees a forward of one token."""
     model = tiny_model("llama", seed=4)
@@ -606,7 +608,7 @@ def test_a_window_of_a_model_that_no_tree_fits_is_refused_with_the_reason() -> N
 def test_a_window_for_a_drafter_that_learns_no_ngrams_is_refused() -> None:
     drafter = ScriptedDrafter([5, 6], np.random.default_rng(0), 1.0)
     config = lade.Config(lookahead=lade.Lookahead())
-    with pytest.raises(lade.UnsupportedOptionError, match="ScriptedDrafter has no method observe_"):
+    with pytest.raises(lade.UnsupportedOptionError, match="has learns_ngrams = False"):
         lade.generate(
             tiny_model("llama"),
             **masked(torch.tensor([[5, 6]])),

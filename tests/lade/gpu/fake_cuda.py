@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from lade.attention import tree as tree_attention
 from lade.decoder import Decoder
-from lade.gpu.graphs import Recording, Run
+from lade.gpu.graphs import Recording, StepCall
 from lade.gpu.policy import DevicePolicy
 
 DEVICE = torch.device("cuda", 0)
@@ -413,7 +413,7 @@ class OnlyRunning:
 
     max_bytes = 10**9
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: StepCall) -> Recording:
         output = run(is_recorded=True)
         return Recording(lambda: output.copy_(run(is_recorded=True)), output)
 

@@ -15,12 +15,12 @@ from lade.closeness import distance, limit_of
 from lade.gpu import dense, ops
 from lade.gpu.dense import dense_view
 from lade.probing.profile import profile_of
-from lade.support.tiny import VARIANTS, CannotBuild, causal_lm_types
-from lade.support.tiny import tiny_model as tiny_architecture
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both
+from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import FAMILIES, tiny_model
+from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
+from tests.support.tiny import tiny_model as tiny_architecture
 
 RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
@@ -292,6 +292,7 @@ def test_without_a_dense_mask_the_text_is_that_of_generate(
     assert any("attend" in names for names in recorder.operations)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_model_that_loses_what_nodes_see_is_given_a_dense_mask(
     recorder: CpuRecorder, with_kernels: None
 ) -> None:
@@ -316,10 +317,10 @@ def test_what_is_fused_wrongly_is_not_used_and_that_is_said_once(
         dense, "_activation_of", lambda module: "silu" if hasattr(module, "gate_proj") else None
     )
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
+    options: dict[str, Any] = {**GREEDY, "config": RECORDED, "return_dict_in_generate": False}
     with pytest.warns(lade.EagerExecutionWarning, match="not with fused ones: a recorded step dif"):
-        assert torch.equal(lade.generate(model, ONE, config=RECORDED, **GREEDY), expected)
-    assert torch.equal(lade.generate(model, ONE, config=RECORDED, **GREEDY), expected)
+        same_as_generate(model, ONE, **options)
+    same_as_generate(model, ONE, **options)
     assert recorder.num_replayed > 20
     assert "rotate" not in recorder.operations[-1]
 
@@ -331,20 +332,24 @@ def test_a_kernel_that_fails_is_not_used(
         raise OSError("no compiler")
 
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     monkeypatch.setattr(ops, "rotate", failing)
     monkeypatch.setattr(dense, "_rotates", lambda rotate: True)
     with pytest.warns(lade.EagerExecutionWarning, match=r"fused ones: .*OSError: no compiler"):
-        assert torch.equal(lade.generate(model, ONE, config=RECORDED, **GREEDY), expected)
+        same_as_generate(model, ONE, config=RECORDED, **GREEDY)
     assert recorder.num_replayed > 20
 
 
-def test_text_that_must_not_depend_on_drafts_has_nothing_fused(recorder: CpuRecorder) -> None:
+def test_text_that_must_not_depend_on_drafts_does_not_on_fusing_or_recording(
+    recorder: CpuRecorder,
+) -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     config = lade.Config(execution="graphs", stable_text=True)
     lade.generate(model, ONE, config=config, **GREEDY)
     assert recorder.num_replayed > 0
     assert not any("rotate" in names for names in recorder.operations)
+    (workspace,) = profile_of(model).workspace_store._kept
+    assert workspace.graphs is not None
+    assert workspace.graphs._limit == 0.0
 
 
 @pytest.mark.parametrize("is_inference", [False, True])

@@ -79,6 +79,7 @@ if not IS_NEWEST:  # older transformers look for padding themselves
 
 
 @pytest.mark.parametrize("name", thinned(PATHS, *QUICK))
+@pytest.mark.usefixtures("trusted")
 def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = PATHS[name]
     prompt = THREE if path.is_batch else ONE

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lade
 from lade.attention.tree import TREE_ATTENTION
-from lade.gpu.fixed import WIDTHS, FixedTarget
+from lade.gpu.fixed import WIDTHS, FixedTarget, StepSettings
 from lade.gpu.workspace import Shape, StaticInputs, WorkspaceStore, slots_for
 from lade.probing import selfcheck
 from lade.probing.plan import choose_verification
@@ -26,7 +26,7 @@ from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import tree_layout
 from lade.tree import Tree
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both
+from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.targets.test_tree import check_cache, make_draft, path_to, random_parents
 from tests.lade.tiny import FAMILIES, BatchDrafter, tiny_model
 
@@ -82,9 +82,7 @@ def test_rows_leave_and_come_back() -> None:
 
 def test_a_lookahead_window_and_rejection_sampling_run_in_fixed_shapes() -> None:
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
-    config = lade.Config(execution="fixed", lookahead=lade.Lookahead(3, 4))
-    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+    same(model, lade.Config(execution="fixed", lookahead=lade.Lookahead(3, 4)))
     options = {**GREEDY, "do_sample": True, "temperature": 0.2}
     texts = []
     for execution in ("eager", "fixed"):
@@ -106,7 +104,7 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(fam
     def check(steps: list[tuple[list[int], int]]) -> None:
         ids, layout = torch.tensor(prompts), tree_layout(model)
         target = FixedTarget(
-            model, ids, {"use_cache": True}, layout, 60, workspace_store=workspace_store
+            model, ids, {"use_cache": True}, layout, 60, settings=StepSettings(workspace_store)
         )
         target.prefill()
         committed = [[*prompt] for prompt in prompts]
@@ -135,6 +133,7 @@ def test_a_node_has_the_logits_of_its_path_and_a_commit_leaves_a_fresh_cache(fam
 # --- shapes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("trusted")
 def test_forwards_have_few_widths_and_are_filled_with_nodes() -> None:
     model = tiny_model("llama")
     seen = widths_of(model)
@@ -166,8 +165,7 @@ def test_widths_are_padded_up() -> None:
     model = tiny_model("llama")
     target = FixedTarget(
         *(model, ONE, {"use_cache": True}, tree_layout(model), 9),
-        workspace_store=WorkspaceStore(),
-        widths=(1, 4, 6),
+        settings=StepSettings(WorkspaceStore(), widths=(1, 4, 6)),
     )
     assert [target.width_of(n) for n in (1, 2, 4, 5, 6, 7, 13)] == [1, 4, 4, 6, 6, 12, 18]
 
@@ -181,6 +179,12 @@ def test_a_text_that_outgrows_its_memory_goes_on_in_more(monkeypatch: pytest.Mon
 # --- memory that is kept --------------------------------------------------------------------
 
 
+def same(model: Any, config: lade.Config = FIXED, **options: Any) -> Any:
+    """Compare the tokens of lade with those of `generate`; return lade's output."""
+    options = {**GREEDY, "return_dict_in_generate": False, **options}
+    return same_as_generate(model, ONE, config=config, **options)[1]
+
+
 def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
     return lade.generate(model, prompt, config=FIXED, **{**GREEDY, **options})
 
@@ -191,16 +195,15 @@ def kept(model: Any) -> Any:
 
 def test_the_next_call_uses_the_memory_of_the_last() -> None:
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
-    assert torch.equal(generate(model), expected)
+    same(model)
     first = kept(model)
     addresses = first.cache.addresses
-    assert torch.equal(generate(model), expected)
+    same(model)
     assert kept(model) is first
     assert first.cache.addresses == addresses
     generate(model, THREE)  # other rows
     assert kept(model) is not first
-    assert torch.equal(generate(model), expected)
+    same(model)
     assert kept(model) is first  # batch sizes that take turns keep theirs
     assert len(profile_of(model).workspace_store) == 2
 
@@ -253,8 +256,7 @@ def test_compiled_steps_take_no_spare_slots_that_they_would_attend_to(
     for call in (None, model):
         target = FixedTarget(
             *(model, ONE, {"use_cache": True}, tree_layout(model), 9),
-            workspace_store=WorkspaceStore(),
-            call=call,
+            settings=StepSettings(WorkspaceStore(), call=call),
         )
         target.prefill()
         rooms.append(target.cache.room)
@@ -315,12 +317,11 @@ def test_a_cache_that_is_returned_is_the_callers() -> None:
 
 def test_memory_taken_in_inference_mode_serves_outside_of_it() -> None:
     model = tiny_model("mistral")
-    expected = model.generate(ONE, **GREEDY)
     with torch.inference_mode():
-        assert torch.equal(generate(model), expected)
-    assert torch.equal(generate(model), expected)
+        same(model)
+    same(model)
     with torch.inference_mode():
-        assert torch.equal(generate(model), expected)
+        same(model)
 
 
 def test_calls_in_other_precisions_have_memory_of_their_own() -> None:
@@ -344,12 +345,11 @@ def test_what_is_told_the_device_stays_until_it_was_copied() -> None:
 def test_nothing_is_left_of_numbers_that_are_none() -> None:
     """What a mask hides is multiplied by 0, and NaN times 0 is NaN."""
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     generate(model)
     for store in kept(model).cache._storage:
         store.whole.fill_(float("nan"))
     kept(model).cache.reset()
-    assert torch.equal(generate(model), expected)
+    same(model)
 
 
 @pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
@@ -375,18 +375,15 @@ def test_what_has_no_fixed_shape_is_run_eagerly_and_said_once(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     model = tiny_model("llama", attention="eager")
-    options = {**GREEDY, "return_dict_in_generate": True, "output_attentions": True}
-    expected = model.generate(ONE, **options)
+    options = {**GREEDY, "output_attentions": True}
     with pytest.warns(lade.EagerExecutionWarning, match="attentions were asked for"):
-        got = lade.generate(model, ONE, config=FIXED, **options)
-    assert torch.equal(got.sequences, expected.sequences)
+        expected, got = same_as_generate(model, ONE, config=FIXED, **options)
     assert len(got.attentions) == len(expected.attentions)
-    lade.generate(model, ONE, config=FIXED, **options)  # another warning would be an error
+    same_as_generate(model, ONE, config=FIXED, **options)  # another warning would be an error
 
 
 def test_a_check_that_fails_leaves_trees_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     right = TreeCache.fix
 
     def wrong(self: TreeCache, slots: Any, length: Any = None) -> None:
@@ -396,8 +393,7 @@ def test_a_check_that_fails_leaves_trees_as_they_were(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(TreeCache, "fix", wrong)
     with pytest.warns(lade.EagerExecutionWarning, match="not of fixed shape: its logits differ"):
-        got = generate(model, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, expected)
+        same(model, return_dict_in_generate=True)
     chosen = choose_verification(model, execution="fixed")
     assert (chosen.verification, chosen.execution) == ("tree", "eager")
 
@@ -413,9 +409,8 @@ def test_graphs_are_refused_where_there_are_none() -> None:
 def test_other_ways_of_verifying_know_no_shapes() -> None:
     model = tiny_model("llama")
     config = lade.Config(execution="fixed", verification="chain")
-    expected = model.generate(ONE, **GREEDY)
     with pytest.warns(lade.EagerExecutionWarning, match="it verifies drafts by 'chain'"):
-        assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+        same(model, config)
 
 
 # --- out of memory --------------------------------------------------------------------------
@@ -439,11 +434,9 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_less_memory_is_taken_where_there_is_not_enough(little_memory: dict[str, int]) -> None:
     model = tiny_model("llama")
-    options = {**GREEDY, "max_new_tokens": 60, "eos_token_id": None}
-    expected = model.generate(ONE, **options)
     choose_verification(model, execution="fixed")
     little_memory["most"] = 80
-    assert torch.equal(generate(model, **options), expected)
+    same(model, max_new_tokens=60, eos_token_id=None)
     assert little_memory["refused"] > 2
 
 

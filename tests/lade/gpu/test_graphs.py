@@ -22,7 +22,7 @@ from lade.gpu.policy import DevicePolicy
 from lade.probing import factory
 from lade.probing.profile import profile_of
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both
+from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.recorder import CpuRecorder
 from tests.lade.tiny import FAMILIES, tiny_model
 
@@ -30,6 +30,12 @@ RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
 UNDRAFTED = lade.Config(execution="graphs", max_draft_tokens=0)
 LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
+
+
+def same(model: Any, config: lade.Config = RECORDED, prompt: Tensor = ONE, **options: Any) -> Any:
+    """Compare the tokens of lade with those of `generate`; return lade's output."""
+    options = {**GREEDY, "return_dict_in_generate": False, **options}
+    return same_as_generate(model, prompt, config=config, **options)[1]
 
 
 def generate(model: Any, prompt: Tensor = ONE, **options: Any) -> Any:
@@ -70,13 +76,8 @@ def test_experts_are_recorded_where_the_device_chooses_them(recorder: CpuRecorde
 
 def test_a_shape_is_recorded_when_it_comes_again_and_once(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
-    for num_replayed in (
-        37 + 1,
-        37 + 1 + 39,
-    ):  # of 39 steps the first is eager; a check is a replay
-        got = lade.generate(model, ONE, config=UNDRAFTED, **GREEDY)
-        assert torch.equal(got, expected)
+    for num_replayed in (37 + 1, 37 + 1 + 39):  # the first is eager; a check is a replay
+        same(model, UNDRAFTED)
         assert recorder.num_recorded == 1
         assert recorder.num_replayed == num_replayed
     assert len(graphs_of(model)) == 1
@@ -86,8 +87,7 @@ def test_recordings_outlive_longer_texts_and_other_lengths(recorder: CpuRecorder
     model = tiny_model("gemma3_text")
     for length in (3, 30, 11, 60):
         prompt = torch.arange(2, 2 + length)[None]
-        got = lade.generate(model, prompt, config=UNDRAFTED, **GREEDY)
-        assert torch.equal(got, model.generate(prompt, **GREEDY))
+        same(model, UNDRAFTED, prompt)
     assert recorder.num_recorded == 1
     assert recorder.num_replayed > 140
 
@@ -97,9 +97,7 @@ def test_keys_and_values_that_move_are_recorded_anew(
 ) -> None:
     monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama")
-    options = {**GREEDY, "max_new_tokens": 420}
-    got = lade.generate(model, ONE, config=UNDRAFTED, **options)
-    assert torch.equal(got, model.generate(ONE, **options))
+    same(model, UNDRAFTED, max_new_tokens=420)
     assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
 
 
@@ -127,11 +125,7 @@ def test_a_conversation_that_grows_is_recorded_once(
 def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorder) -> None:
     model = tiny_model("llama", max_position_embeddings=2048)
     for length in (600, 20, 600, 20, 600):
-        prompt = torch.arange(length)[None] % 80 + 2
-        lade.generate(model, prompt, config=UNDRAFTED, **GREEDY)
-        if length == 600:
-            expected = model.generate(prompt, **GREEDY)
-            assert torch.equal(lade.generate(model, prompt, config=UNDRAFTED, **GREEDY), expected)
+        same(model, UNDRAFTED, torch.arange(length)[None] % 80 + 2)
     assert recorder.num_recorded <= 3  # of two numbers of slots, and not in every call
 
 
@@ -149,9 +143,7 @@ def test_memory_that_was_planned_for_less_grows_in_steps(
         return real(self, shape, **more)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    options = {**GREEDY, "max_new_tokens": 700}
-    got = lade.generate(model, ONE, config=UNDRAFTED, **options)
-    assert torch.equal(got, model.generate(ONE, **options))
+    same(model, UNDRAFTED, max_new_tokens=700)
     assert 0 < len(taken) <= 8  # of keys and of values
 
 
@@ -161,7 +153,7 @@ def test_weights_that_move_are_recorded_anew(recorder: CpuRecorder) -> None:
     first = recorder.num_recorded
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.25
-    assert torch.equal(generate(model), model.generate(ONE, **GREEDY))
+    same(model)
     assert recorder.num_recorded > first
 
 
@@ -174,6 +166,7 @@ class Counting(LlamaForCausalLM):  # type: ignore[misc]
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_model_that_asks_for_the_length_of_its_cache_gets_it_at_every_replay(
     recorder: CpuRecorder,
 ) -> None:
@@ -206,15 +199,15 @@ class Waiting(LlamaForCausalLM):  # type: ignore[misc]
         return output
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_model_that_waits_for_its_device_is_run_eagerly(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
     model.__class__ = Waiting
-    expected = model.generate(ONE, **GREEDY)
     with pytest.warns(
         lade.EagerExecutionWarning, match="cannot be recorded .*waits for the device"
     ):
-        assert torch.equal(generate(model), expected)
-    assert torch.equal(generate(model), expected)  # said once; another warning is an error
+        same(model)
+    same(model)  # said once; another warning is an error
     assert recorder.num_replayed == 0
 
 
@@ -238,18 +231,19 @@ def _spread(model: Any) -> None:
         (_adapters, "adapters"),
     ],
 )
+@pytest.mark.usefixtures("trusted")
 def test_models_that_must_not_be_recorded_say_why(
     change: Callable[[Any], None], reason: str, recorder: CpuRecorder
 ) -> None:
     model = tiny_model("llama")
     assert why_not_recorded(model) is None
-    expected = model.generate(ONE, **GREEDY)
     change(model)
     with pytest.warns(lade.EagerExecutionWarning, match=f"not recorded: .*{reason}"):
-        assert torch.equal(generate(model), expected)
+        same(model)
     assert recorder.num_recorded == 0
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_hook_that_comes_later_is_called(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
     generate(model)
@@ -354,8 +348,7 @@ def test_weights_of_torchao_are_recorded(kind: str, recorder: CpuRecorder) -> No
     model = tiny_model("llama", dtype=torch.float32)
     torchao.quantize_(model, getattr(torchao, kind)())
     assert why_not_recorded(model) is None
-    expected = model.generate(ONE, **GREEDY)
-    assert torch.equal(generate(model), expected)
+    same(model)
     assert recorder.num_replayed > 0
     before = dependencies_of(model)
     weight = model.model.layers[0].mlp.up_proj.weight
@@ -393,11 +386,10 @@ def test_what_is_compiled_wrongly_is_not_used(
         return SimpleNamespace(logits=-model(**inputs).logits)
 
     monkeypatch.setattr(factory, "_compiled", lambda *_: compiled)
-    expected = model.generate(ONE, **GREEDY)
     config = lade.Config(execution="compiled", max_draft_tokens=7)
     with pytest.warns(lade.EagerExecutionWarning, match="a recorded step differs"):
-        assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
-    assert torch.equal(lade.generate(model, ONE, config=config, **GREEDY), expected)
+        same(model, config)
+    same(model, config)
 
 
 @pytest.mark.parametrize(
@@ -451,9 +443,8 @@ def test_a_recording_that_is_wrong_is_not_used(
 
     monkeypatch.setattr(CpuRecorder, "record", record)
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     with pytest.warns(lade.EagerExecutionWarning, match="a recorded step differs"):
-        assert torch.equal(generate(model), expected)
+        same(model)
     assert len(graphs_of(model)) == 0
 
 
@@ -477,8 +468,6 @@ def test_recordings_go_where_keys_and_values_need_their_memory(
 ) -> None:
     monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama")
-    options = {**GREEDY, "max_new_tokens": 420}
-    expected = model.generate(ONE, **options)
     made: list[Graphs] = []
 
     class Noted(Graphs):
@@ -496,23 +485,22 @@ def test_recordings_go_where_keys_and_values_need_their_memory(
         return real(self, shape, **more)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    assert torch.equal(lade.generate(model, ONE, config=UNDRAFTED, **options), expected)
+    same(model, UNDRAFTED, max_new_tokens=420)
     assert refused
 
 
 def test_recordings_take_so_much_memory_and_no_more(recorder: CpuRecorder) -> None:
     recorder.max_bytes = 1  # each takes one
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     lade.generate(model, ONE, config=UNDRAFTED, **GREEDY)  # steps of another width
-    assert torch.equal(generate(model), expected)
+    same(model)
     graphs = graphs_of(model)
     assert recorder.num_recorded > 1
     assert len(graphs) == 1
     recorder.max_bytes = 0
     lade.release(model)
     with pytest.warns(lade.EagerExecutionWarning, match="a recorded step takes 0 MiB"):
-        assert torch.equal(generate(model), expected)
+        same(model)
     assert len(graphs_of(model)) == 0
 
 
@@ -576,9 +564,8 @@ def test_memory_that_cannot_be_counted_is_a_reason_like_any_other(recorder: CpuR
 
     recorder.num_bytes = num_bytes  # type: ignore[method-assign]
     model = tiny_model("llama")
-    expected = model.generate(ONE, **GREEDY)
     with pytest.warns(lade.EagerExecutionWarning, match="cannot be recorded .*captures_underway"):
-        assert torch.equal(generate(model), expected)
+        same(model)
 
 
 def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder) -> None:
@@ -602,14 +589,6 @@ def test_a_step_that_is_prepared_does_not_teach_the_budget(recorder: CpuRecorder
         True,
         True,
     ]  # once eagerly; then eagerly, in rehearsal, and recorded
-
-
-def test_text_that_must_not_depend_on_drafts_must_not_on_recordings(recorder: CpuRecorder) -> None:
-    model = tiny_model("llama", dtype=torch.bfloat16)
-    config = lade.Config(execution="graphs", stable_text=True)
-    lade.generate(model, ONE, config=config, **GREEDY)
-    assert recorder.num_replayed > 0
-    assert graphs_of(model)._limit == 0.0
 
 
 def test_grouped_products_that_copy_to_the_host_are_not_recorded(

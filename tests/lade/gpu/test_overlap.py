@@ -85,6 +85,7 @@ def events_of(model: Any, **options: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("waits")
+@pytest.mark.usefixtures("trusted")
 def test_a_step_is_harvested_behind_the_next_forward_and_told_of_at_once() -> None:
     model = tiny_model("llama")
     lade.probe(model)
@@ -105,6 +106,7 @@ def test_a_step_is_harvested_behind_the_next_forward_and_told_of_at_once() -> No
     assert steps.count("told") == steps.count("forward")
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_cpu_does_everything_at_once() -> None:
     model = tiny_model("llama")
     lade.probe(model)

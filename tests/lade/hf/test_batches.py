@@ -1,5 +1,7 @@
 """Batches: rows that finish early, run ahead, wait for each other, and share one pool."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,14 @@ import lade
 from lade.budget.budget import FixedBudget
 from lade.compat import MARKS_CACHES
 from lade.drafting.drafts import chain
-from lade.probing.profile import profile_of
 from ngram_pool import Draft
-from tests.lade.both import THREE, ListStreamer, both
+from tests.lade.both import EIGHT, THREE, ListStreamer, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, BatchDrafter, random_prompt, tiny_model
+
+# An output of parts returns its cache, in which finished rows stay.
+TOKENS: dict[str, Any] = {"return_dict_in_generate": False}
+SIX = lade.Config(max_draft_tokens=6)
 
 
 def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +34,12 @@ def batch_of(rng: np.random.Generator, num_rows: int) -> tuple[torch.Tensor, tor
     return ids, mask
 
 
+def _after(begin: Callable[[], object], *args: Any, **options: Any) -> Any:
+    """Forget what plain `generate` has noted, and run lade."""
+    begin()
+    return lade.generate(*args, **options)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("num_rows", [2, 5, 9])
 def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: int) -> None:
@@ -39,8 +50,7 @@ def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: 
     options |= {"max_new_tokens": 40, "pad_token_id": 0}
     pool = lade.NGramPool()
     for _ in range(2):  # a second time, with all answers in the pool
-        config = lade.Config(max_draft_tokens=6)
-        got = lade.generate(model, ids, attention_mask=mask, pool=pool, config=config, **options)
+        got = lade.generate(model, ids, attention_mask=mask, pool=pool, config=SIX, **options)
         for row in range(num_rows):
             prompt = ids[row : row + 1, mask[row] == 1]
             alone = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
@@ -52,6 +62,7 @@ def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: 
     assert list(pool._sequences) == [0]
 
 
+@pytest.mark.usefixtures("trusted")
 def test_finished_rows_leave_the_forward() -> None:
     model = shared_model("llama", seed=5)
     free = model.generate(THREE, attention_mask=(THREE != 0).long(), max_new_tokens=30)
@@ -64,14 +75,10 @@ def test_finished_rows_leave_the_forward() -> None:
 
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)
     both(model, THREE, do_sample=False, eos_token_id=ends)  # with all outputs: all rows stay
-    sizes.clear()
-    options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": ends, "do_sample": False}
-    options["pad_token_id"] = 0
-    config = lade.Config(max_draft_tokens=0)
-    got = lade.generate(model, THREE, attention_mask=(THREE != 0).long(), config=config, **options)
+    by = partial(_after, sizes.clear)
+    options: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": ends, **TOKENS}
+    same_as_generate(model, THREE, config=lade.Config(max_draft_tokens=0), by=by, **options)
     handle.remove()
-    expected = model.generate(THREE, attention_mask=(THREE != 0).long(), **options)
-    assert got.tolist() == expected.tolist()
     if MARKS_CACHES:  # else the cache may be the caller's, who gets all of it
         assert sizes[0] == (1, int((THREE != 0).sum()))  # the prompts, without their padding
     rows = [shape[0] for shape in sizes[1:]]
@@ -97,28 +104,9 @@ def test_streamers_get_each_column_once_all_rows_have_it(options: dict[str, Any]
     model = shared_model("llama", seed=1)
     for accept in (0.0, 0.6, 1.0):
         theirs, mine = ListStreamer(), ListStreamer()
-        common: dict[str, Any] = {"eos_token_id": [*range(0, 97, 5)], "do_sample": False, **options}
-        mask = (THREE != 0).long()
-        torch.manual_seed(1)
-        expected = model.generate(
-            THREE, attention_mask=mask, streamer=theirs, max_new_tokens=24, pad_token_id=0, **common
-        )
-        answers = [
-            row[int((m == 0).sum()) :] for row, m in zip(expected.tolist(), mask, strict=True)
-        ]
-        drafter = BatchDrafter(answers, np.random.default_rng(0), accept)
-        torch.manual_seed(1)
-        lade.generate(
-            model,
-            THREE,
-            attention_mask=mask,
-            streamer=mine,
-            max_new_tokens=24,
-            pad_token_id=0,
-            drafter=drafter,
-            config=lade.Config(max_draft_tokens=6),
-            **common,
-        )
+        fresh = partial(next, iter([{"streamer": each} for each in (theirs, mine)]))
+        common: dict[str, Any] = {"eos_token_id": [*range(0, 97, 5)], "seed": 1, **options}
+        same_as_generate(model, THREE, accept=accept, config=SIX, fresh=fresh, **common)
         assert mine.events == theirs.events
         assert mine.events[-1] == "end"
 
@@ -173,17 +161,8 @@ def test_a_row_waits_rather_than_hold_too_much_noise(monkeypatch: pytest.MonkeyP
         if step.row == 2:  # the last to be told of a step
             leads.append(max(lengths) - min(lengths))
 
-    torch.manual_seed(0)
-    got = lade.generate(
-        model,
-        THREE,
-        attention_mask=mask,
-        drafter=drafter,
-        config=lade.Config(max_draft_tokens=8),
-        on_step=watch,
-        **options,
-    )
-    assert got.tolist() == expected.tolist()
+    by = partial(lade.generate, on_step=watch)
+    same_as_generate(model, THREE, drafter=drafter, config=EIGHT, by=by, **options)
     assert 2 <= max(leads) <= 3
 
 
@@ -210,7 +189,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
     monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
     lade.probe(model, num_rows=3)  # which runs the model, too
-    profile_of(model).budgets["tree", "eager"] = Watching(30)
+    monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Watching(30))
     widths.clear()
     got = lade.generate(model, THREE, drafter=drafter, **options)
     assert got.tolist() == expected.tolist()
@@ -220,23 +199,12 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
 
 def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
     model = shared_model("llama", seed=1)
-    expected = model.generate(
-        THREE, attention_mask=(THREE != 0).long(), do_sample=False, max_new_tokens=12
-    )
     for token_ids in ([5, -7, 5], [5] * 200, [5, 10**6]):
         drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
         drafter.draft = lambda *args, ids=token_ids: chain(ids)  # type: ignore[method-assign]
-        out = lade.generate(
-            model,
-            THREE,
-            attention_mask=(THREE != 0).long(),
-            drafter=drafter,
-            config=lade.Config(max_draft_tokens=2),
-            do_sample=False,
-            max_new_tokens=12,
-            return_dict_in_generate=True,
+        _, out = same_as_generate(
+            model, THREE, drafter=drafter, config=lade.Config(max_draft_tokens=2)
         )
-        assert out.sequences.tolist() == expected.tolist()
         assert out.stats.draft_tokens_per_step <= 2
 
 
@@ -260,6 +228,7 @@ def test_a_broken_row_closes_the_sequences_of_all() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("trusted")
 def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model = tiny_model("llama", seed=seed)
@@ -267,33 +236,25 @@ def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:
     for row, length in enumerate((300, 7, 12, 180)):
         text = np.tile(rng.integers(2, VOCAB_SIZE, 6), 50)[:length]
         ids[row, 300 - length :] = torch.from_numpy(text)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-    expected = model.generate(**inputs, **options)
     shapes: list[list[int]] = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: shapes.append([*args[0].shape])
     )
     lade.probe(model, num_rows=4)  # which runs the model, too
-    shapes.clear()
-    got = lade.generate(model, **inputs, **options)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(model, ids, by=partial(_after, shapes.clear), **TOKENS)
     assert shapes[0] == ([1, 499] if MARKS_CACHES else [4, 300])
     assert shapes[1][0] == shapes[2][0] == 1  # later, rows that are left may be of about one length
 
 
+@pytest.mark.usefixtures("trusted")
 def test_samples_of_one_prompt_share_its_prefill() -> None:
     model = tiny_model("llama", seed=1)
     prompt = random_prompt(np.random.default_rng(3)).repeat(1, 3)
-    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 20}
-    torch.manual_seed(3)
-    expected = model.generate(prompt, **options)
     shapes: list[list[int]] = []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, args: shapes.append([*args[0].shape])
     )
     lade.probe(model, num_rows=5)  # which runs the model, too
-    shapes.clear()
-    torch.manual_seed(3)
-    assert lade.generate(model, prompt, **options).tolist() == expected.tolist()
+    by = partial(_after, shapes.clear)
+    same_as_generate(model, prompt, by=by, do_sample=True, num_return_sequences=5, **TOKENS)
     assert shapes[0] == [1, prompt.shape[1]]

@@ -7,15 +7,13 @@ host for each forward and are `meta` in between, so that `model.device` may be n
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM
 
-import lade
-from tests.lade.both import THREE, both
-from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.lade.both import EIGHT, THREE, both, same_as_generate
+from tests.lade.tiny import tiny_model
 
 # transformers 5.15 warns that the prompt is not on `meta`.
 pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
@@ -82,15 +80,12 @@ def test_a_model_offloaded_as_a_whole_answers_as_plainly(place: str, tmp_path: P
 
 def test_a_spread_model_goes_on_in_its_cache(tmp_path: Path) -> None:
     model = on_disk(ON_DISK["the first layers"], tmp_path)
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 16}
 
     def second_turn() -> dict[str, Any]:
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 16}
         first = model.generate(THREE[1:2], return_dict_in_generate=True, **options)
         ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-        return {"input_ids": ids, "past_key_values": first.past_key_values}
+        mask = torch.ones_like(ids)
+        return {"input_ids": ids, "attention_mask": mask, "past_key_values": first.past_key_values}
 
-    expected = model.generate(**second_turn(), **options)
-    drafter = BatchDrafter(expected.tolist(), np.random.default_rng(0), 0.7)
-    config = lade.Config(max_draft_tokens=8)
-    got = lade.generate(model, **second_turn(), drafter=drafter, config=config, **options)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(model, fresh=second_turn, accept=0.7, config=EIGHT, eos_token_id=None)

@@ -10,11 +10,11 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
-from lade.support.tiny import tiny_model as tiny_architecture
 from tests.grids import thinned
-from tests.lade.both import ListStreamer
+from tests.lade.both import EIGHT, ListStreamer, same_as_generate
 from tests.lade.targets.test_ties import TYPES
 from tests.lade.tiny import tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 OPTIONS: dict[str, Any] = {
@@ -40,20 +40,24 @@ def _wrapped(model: Any, *args: Any, **options: Any) -> Any:
         lade.unwrap(model)
 
 
-def adapted(kind: str) -> Any:
+def _config_of(kind: str) -> Any:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    if kind == "lora":
+        return peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
+    of_kind = peft.PromptTuningConfig if kind == "prompt" else peft.PrefixTuningConfig
+    return of_kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def adapted(kind: str, of: type = LlamaForCausalLM) -> Any:
     """Return a model with adapters of PEFT, whose weights are not the identity."""
     peft = pytest.importorskip("peft", reason="needs peft")
     model = tiny_model("llama", seed=1, dtype=torch.float32)
+    model.__class__ = of
     model.generation_config.eos_token_id = None
-    configs = {
-        "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
-        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1)
-        return peft.get_peft_model(model, configs[kind]()).eval()
+        return peft.get_peft_model(model, _config_of(kind)).eval()
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt", "prefix"])
@@ -76,12 +80,7 @@ def test_adapters_added_to_a_model_that_was_used_count(kind: str) -> None:
     base.generation_config.eos_token_id = None
     lade.wrap(base)
     base.generate(PROMPT, **OPTIONS)
-    configs = {
-        "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False),
-        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    }
-    model = peft.get_peft_model(base, configs[kind]()).eval()
+    model = peft.get_peft_model(base, _config_of(kind)).eval()
     got = [
         model.generate(input_ids=PROMPT, **OPTIONS).tolist(),  # through the wrapped base
         lade.generate(model, PROMPT, **OPTIONS).tolist() if kind == "lora" else None,
@@ -90,6 +89,31 @@ def test_adapters_added_to_a_model_that_was_used_count(kind: str) -> None:
     lade.unwrap(base)
     expected = model.generate(input_ids=PROMPT, **OPTIONS).tolist()
     assert all(each in (expected, None) for each in got)
+
+
+class NamesNothing(LlamaForCausalLM):  # type: ignore[misc]
+    """A model whose methods take whatever comes, so that `generate` refuses `input_ids=`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", ["lora", None])
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_names_no_arguments_takes_its_prompt_by_place(
+    kind: str | None, door: Callable[..., Any]
+) -> None:
+    model = tiny_model("llama", seed=1) if kind is None else adapted(kind, NamesNothing)
+    if kind is None:
+        model.__class__ = NamesNothing
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+    with pytest.raises(ValueError, match="input_ids"):
+        model.generate(input_ids=PROMPT, **options)
+    assert door(model, PROMPT, **options).tolist() == model.generate(PROMPT, **options).tolist()
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]
@@ -177,28 +201,27 @@ def test_another_custom_generate_of_a_wrapped_model_is_the_callers_choice() -> N
     assert model.generate(PROMPT, custom_generate=mine, **OPTIONS).tolist() == (PROMPT + 1).tolist()
 
 
-def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does() -> None:
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_prompt_that_a_processor_writes_into_is_returned_as_generate_does(num_rows: int) -> None:
     class Writing(LogitsProcessor):  # type: ignore[misc]
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             input_ids[:, 1] = 9
             return scores
 
     model = tiny_model("llama", seed=1)
-    for num_rows in (1, 2):
-        prompt = PROMPT.repeat(num_rows, 1)
-        options = OPTIONS | {"attention_mask": torch.ones_like(prompt)}
-        expected = model.generate(prompt.clone(), logits_processor=[Writing()], **options)
-        assert expected[0, 1] == 9
-        got = lade.generate(model, prompt.clone(), logits_processor=[Writing()], **options)
-        assert got.tolist() == expected.tolist()
+    prompt = PROMPT.repeat(num_rows, 1)
+    expected, _ = same_as_generate(
+        model,
+        fresh=lambda: {"input_ids": prompt.clone(), "logits_processor": [Writing()]},
+        attention_mask=torch.ones_like(prompt),
+    )
+    assert expected.sequences[0, 1] == 9
 
 
 def test_lengths_may_be_floats_as_in_generate() -> None:
     model = tiny_model("llama", seed=1)
     for length in (4.0, 4.5):
-        options = OPTIONS | {"max_new_tokens": length}
-        expected = model.generate(PROMPT, **options)
-        assert lade.generate(model, PROMPT, **options).tolist() == expected.tolist()
+        same_as_generate(model, PROMPT, max_new_tokens=length)
 
 
 def test_a_text_that_outgrows_its_model_is_reminded_of_as_in_generate(
@@ -223,12 +246,9 @@ def test_what_is_no_number_leaves_the_window() -> None:
     model = tiny_model("mistral", seed=1, attention="eager", sliding_window=4)
     model.generation_config.eos_token_id = None
     prompt = torch.tensor([[0, 0, 5, 6, 7, 5, 6, 7], [5, 6, 7, 5, 6, 7, 5, 6]])
-    options = OPTIONS | {"attention_mask": (prompt != 0).long(), "max_new_tokens": 30}
-    pool = lade.NGramPool()
-    expected = model.generate(prompt, **options)
-    pool.observe(expected[0].tolist())
-    got = lade.generate(model, prompt, pool=pool, config=lade.Config(max_draft_tokens=4), **options)
-    assert got.tolist() == expected.tolist()
+    pool, config = lade.NGramPool(), lade.Config(max_draft_tokens=4)
+    for _ in range(2):  # the second time, the pool knows the answer
+        same_as_generate(model, prompt, pool=pool, config=config, max_new_tokens=30)
 
 
 @pytest.mark.parametrize(
@@ -243,18 +263,9 @@ def test_sparse_attention_that_ties_is_exact_or_plain(name: str, num_heads: int)
     generator = torch.Generator().manual_seed(2)
     for seed in range(3):
         prompt = torch.randint(2, 90, (1, 84), generator=generator)
-        given: dict[str, Any] = {
-            "attention_mask": torch.ones_like(prompt),
-            "do_sample": False,
-            "max_new_tokens": 24,
-            "pad_token_id": 0,
-        }
-        expected = model.generate(prompt, **given)
         pool = lade.NGramPool()
-        pool.observe(expected[0].tolist())
+        pool.observe(model.generate(prompt, **OPTIONS | {"attention_mask": prompt * 0 + 1})[0])
         pool.observe([*range(2, 90)] * (1 + seed))
-        config = lade.Config(max_draft_tokens=8)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-            got = lade.generate(model, prompt, pool=pool, config=config, **given)
-        assert got.tolist() == expected.tolist()
+            same_as_generate(model, prompt, pool=pool, config=EIGHT)

@@ -7,7 +7,6 @@ processor is needed.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import lade
 from tests.grids import thinned
-from tests.lade.both import both
-from tests.lade.tiny import COMMON, BatchDrafter
+from tests.lade.both import EIGHT, same_as_generate
+from tests.lade.tiny import COMMON
 
 IMAGE_TOKEN_ID = 90
 _BEGIN, _END = 91, 92  # of an image
@@ -197,12 +196,9 @@ def _prompt(name: str, num_images: int) -> list[int]:
 
 def compare(model: Any, inputs: dict[str, Any], **options: Any) -> None:
     """Compare lade with plain `generate`, random state included, and see that drafts helped."""
-    _, got = both(model, **{"prompt": inputs["input_ids"], **_rest(inputs), **options})
+    options = {"accept": 0.7, "config": EIGHT, "do_sample": True, **options}
+    _, got = same_as_generate(model, **inputs, **options)
     assert got.stats.mean_accepted_tokens > 1.2
-
-
-def _rest(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != "input_ids"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -227,18 +223,7 @@ def test_rows_with_images_finish_one_by_one(name: str) -> None:
     mask = inputs["attention_mask"]
     free = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None)
     ends = [int(free[0, mask.shape[1] + 4]), int(free[1, mask.shape[1] + 12])]
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": ends}
-    expected = model.generate(**inputs, **options)
-    answers = [
-        [*ids[seen.bool()].tolist(), *answer.tolist()]
-        for ids, seen, answer in zip(
-            inputs["input_ids"], mask, expected[:, mask.shape[1] :], strict=True
-        )
-    ]
-    drafter = BatchDrafter(answers, np.random.default_rng(0), 0.7)
-    config = lade.Config(max_draft_tokens=8)
-    got = lade.generate(model, **inputs, drafter=drafter, config=config, **options)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(model, **inputs, accept=0.7, config=EIGHT, eos_token_id=ends)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -265,16 +250,11 @@ def test_another_image_in_the_same_text_has_its_own_answer(name: str) -> None:
     """The pool sees tokens and no pixels: it drafts the answer to the first image."""
     model, inputs = tiny_vlm(name)
     others = {**inputs, "pixel_values": inputs["pixel_values"].flip(-1)}
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    options["return_dict_in_generate"] = True
-    pool = lade.NGramPool()
-    config = lade.Config(max_draft_tokens=8)
+    options: dict[str, Any] = {"pool": lade.NGramPool(), "config": EIGHT, "eos_token_id": None}
     answers = set()
     for images in (inputs, others, inputs):
-        expected = model.generate(**images, **options).sequences.tolist()
-        got = lade.generate(model, **images, pool=pool, config=config, **options)
-        assert got.sequences.tolist() == expected
-        answers.add(tuple(expected[0]))
+        _, got = same_as_generate(model, **images, **options)
+        answers.add(tuple(got.sequences[0].tolist()))
     assert len(answers) == 2
     assert got.stats.mean_accepted_tokens > 1.2  # the third answer is the first one
 
@@ -296,13 +276,14 @@ def test_a_conversation_about_an_image_goes_on_in_its_cache(name: str) -> None:
     def first_turn() -> Any:
         return model.generate(**inputs, max_new_tokens=6, return_dict_in_generate=True, **options)
 
-    turn = second_turn(first_turn())
-    expected = model.generate(**turn, max_new_tokens=16, **options)
-    turn = second_turn(first_turn())
-    drafter = BatchDrafter(expected.tolist(), np.random.default_rng(0), 0.7)
-    config = lade.Config(max_draft_tokens=8)
-    got = lade.generate(model, **turn, drafter=drafter, config=config, max_new_tokens=16, **options)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(
+        model,
+        fresh=lambda: second_turn(first_turn()),
+        accept=0.7,
+        config=EIGHT,
+        max_new_tokens=16,
+        **options,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # lade's, and one of transformers 5.15 about itself
@@ -313,9 +294,4 @@ def test_layers_that_attend_to_images_alone_change_no_answer(
 ) -> None:
     """Whether mllama is sped up or decoded plainly, with a warning, is left open here."""
     model, inputs = tiny_vlm("mllama", num_images)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": None}
-    torch.manual_seed(0)
-    expected = model.generate(**inputs, **options)
-    torch.manual_seed(0)
-    got = lade.generate(model, **inputs, config=lade.Config(max_draft_tokens=8), **options)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(model, **inputs, config=EIGHT, do_sample=do_sample, eos_token_id=None)

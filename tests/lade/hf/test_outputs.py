@@ -1,6 +1,7 @@
 """What `generate` returns and takes besides the text: scores, states, caches, embeddings, masks."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 import lade
-from tests.lade.both import ONE, THREE, both
+from tests.lade.both import EIGHT, ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
 
+SIX = lade.Config(max_draft_tokens=6)
 ALL_OUTPUTS: dict[str, Any] = {
     "output_scores": True,
     "output_logits": True,
@@ -129,21 +131,13 @@ def test_a_chat_goes_on_from_the_cache_of_the_turn_before(
         mask = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1]).long()], dim=1)
         passed = ids if whole else ids[:, caches[0].get_seq_length() :]
         options: dict[str, Any] = {"attention_mask": mask, "do_sample": do_sample}
-        options |= {"max_new_tokens": 12, "return_dict_in_generate": True}
-        outs = []
-        for generate, cache in ((model.generate, caches[0]), (wrapped(model), caches[1])):
-            torch.manual_seed(turn)
-            outs.append(generate(passed, past_key_values=cache, **options))
-        assert outs[1].sequences.tolist() == outs[0].sequences.tolist()
+        options |= {"max_new_tokens": 12}
+        fresh = partial(next, iter([{"past_key_values": cache} for cache in caches]))
+        outs = same_as_generate(model, passed, seed=turn, config=SIX, fresh=fresh, **options)
         assert outs[1].past_key_values is caches[1]  # filled in place, as `generate` does
         assert_same_cache(caches[1], caches[0], mask)
         sequences = torch.cat([ids[:, : ids.shape[1] - passed.shape[1]], outs[0].sequences], dim=1)
         caches = [caches[1], caches[0]]  # each goes on from what the other left
-
-
-def wrapped(model: Any) -> Any:
-    config = lade.Config(max_draft_tokens=6)
-    return lambda ids, **options: lade.generate(model, ids, config=config, **options)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -232,25 +226,14 @@ def test_chunked_prefill_gives_the_same(chunk: int) -> None:
 def test_embeddings_give_the_tokens_of_generate(prompt: torch.Tensor, with_ids: bool) -> None:
     model = shared_model("llama", seed=2)
     embeds = model.get_input_embeddings()(prompt) * 1.01  # like no token's own
-    mask = (prompt != 0).long()
+    options: dict[str, Any] = {"inputs_embeds": embeds, "attention_mask": (prompt != 0).long()}
+    if with_ids:
+        options |= {"input_ids": prompt, "repetition_penalty": 1.1}
     for do_sample in (False, True):
-        options: dict[str, Any] = {"attention_mask": mask, "do_sample": do_sample}
-        options |= {"max_new_tokens": 20, "inputs_embeds": embeds}
-        if with_ids:
-            options |= {"input_ids": prompt, "repetition_penalty": 1.1}
-        torch.manual_seed(0)
-        expected = model.generate(**options)
-        torch.manual_seed(0)
         pool = lade.NGramPool()
-        config = lade.Config(max_draft_tokens=6)
-        got = lade.generate(model, pool=pool, config=config, **options)
-        assert got.tolist() == expected.tolist()
-        # A second time, with the whole answer in the pool.
-        torch.manual_seed(0)
-        options["return_dict_in_generate"] = True
-        again = lade.generate(model, pool=pool, config=config, **options)
-        assert again.sequences.tolist() == expected.tolist()
-        assert again.stats.num_accepted_tokens > 0
+        for _ in range(2):  # a second time, with the whole answer in the pool
+            _, got = same_as_generate(model, pool=pool, config=SIX, do_sample=do_sample, **options)
+        assert got.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -283,10 +266,10 @@ def test_generation_configs_of_model_and_call_are_both_honoured() -> None:
     ):
         for prompt in (ONE, THREE):
             results = []
-            for generate in (model.generate, wrapped(model)):
+            for generate in (type(model).generate, partial(lade.generate, config=SIX)):
                 torch.manual_seed(3)
                 mask = (prompt != 0).long()
-                out = generate(prompt, generation_config=of_call, attention_mask=mask)
+                out = generate(model, prompt, generation_config=of_call, attention_mask=mask)
                 results.append(out if torch.is_tensor(out) else out.sequences)
             assert results[0].tolist() == results[1].tolist()
 
@@ -309,14 +292,11 @@ def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int
         options["generation_config"] = GenerationConfig(stop_strings=stop, do_sample=False)
     else:
         options["stop_strings"] = stop
-    expected = model.generate(prompt, **options)
-    assert expected.shape[1] < free.shape[1] or num_rows > 1
     drafter = None
     if num_rows == 1:
         drafter = ScriptedDrafter(free[0].tolist(), np.random.default_rng(0), 1.0)
-    config = lade.Config(max_draft_tokens=8)
-    got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
-    assert got.tolist() == expected.tolist()
+    expected, _ = same_as_generate(model, prompt, drafter=drafter, config=EIGHT, **options)
+    assert expected.sequences.shape[1] < free.shape[1] or num_rows > 1
     own = stop if place == "model" else None
     assert model.generation_config.stop_strings == own
     seen = []

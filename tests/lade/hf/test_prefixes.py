@@ -7,9 +7,11 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
@@ -19,12 +21,15 @@ from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, decode_plainly
 from lade.decoder import VerificationError
 from lade.errors import VerificationWarning
 from lade.probing.profile import Profiles
-from lade.support.tiny import tiny_model as tiny_architecture
+from lade.probing.values import switches_of
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 from tests.grids import thinned
+from tests.lade.both import same_as_generate
+from tests.lade.hf.test_outputs import assert_same
 from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, byte_tokenizer, tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 KEPT = lade.Config(reuses_prefix=True, max_draft_tokens=6)
 OPENING = [5, 6, 7, 8, 9, 5, 6, 7, 8, 5, 3]
@@ -48,8 +53,7 @@ class Chat:
         self.model = model
         self.config = config
         self.pool = lade.NGramPool() if pool is None else pool
-        self.options = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0, **options}
-        self.options.setdefault("eos_token_id", None)
+        self.options = {"max_new_tokens": 9, "eos_token_id": None, **options}
         self.ids: list[int] = []
         self.num_calls = 0
 
@@ -58,24 +62,10 @@ class Chat:
         return self.ask([*self.ids, *token_ids])
 
     def ask(self, token_ids: list[int]) -> int:
-        prompt = torch.tensor([token_ids])
-        options = {"attention_mask": torch.ones_like(prompt), **self.options}
         self.num_calls += 1
-        torch.manual_seed(self.num_calls)
-        expected = self.model.generate(prompt, **options)
-        state = torch.get_rng_state()
-        torch.manual_seed(self.num_calls)
-        got = lade.generate(
-            self.model,
-            prompt,
-            config=self.config,
-            pool=self.pool,
-            return_dict_in_generate=True,
-            **options,
-        )
-        assert got.sequences.tolist() == expected.tolist()
-        assert torch.equal(torch.get_rng_state(), state)
-        self.ids = expected[0].tolist()
+        options = {"seed": self.num_calls, "config": self.config, "pool": self.pool, **self.options}
+        _, got = same_as_generate(self.model, torch.tensor([token_ids]), **options)
+        self.ids = got.sequences[0].tolist()
         num_reused: int = got.stats.num_reused_tokens
         return num_reused
 
@@ -128,23 +118,18 @@ def test_in_float32_the_text_is_the_same_too(is_sampled: bool) -> None:
         assert reused == [0, 19, 32, 45]
 
 
-def test_a_model_that_goes_on_wrongly_is_asked_anew() -> None:
-    model = tiny_architecture("recurrent_gemma", seed=0, attention=None, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        chat = Chat(model)
-        assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
-    (profile,) = Profiles.of(model)
-    assert "differ from those of the whole text" in str(profile.why_not_continued[0])
-    assert len(kept_of(model)) == 0
-
-
-def test_a_model_whose_forwards_draw_is_asked_anew() -> None:
-    model = model_of(attention_dropout=0.5).train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        chat = Chat(model)
-        assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+@pytest.mark.parametrize("why", ["goes on wrongly", "draws"])
+@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")
+def test_a_model_that_cannot_go_on_is_asked_anew(why: str) -> None:
+    if why == "draws":
+        model = model_of(attention_dropout=0.5).train()
+    else:
+        model = tiny_architecture("recurrent_gemma", seed=0, attention=None, dtype=torch.float64)
+    chat = Chat(model)
+    assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
+    if why == "goes on wrongly":
+        (profile,) = Profiles.of(model)
+        assert "differ from those of the whole text" in str(profile.why_not_continued)
     assert len(kept_of(model)) == 0
 
 
@@ -303,23 +288,12 @@ def test_named_pools_are_told_apart_by_folder_and_name(tmp_path: Path) -> None:
 
 
 def test_drafters_are_told_apart() -> None:
-    import numpy as np
-
     model, prompt = model_of(), torch.tensor([SECRET])
     answer = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5)
     drafters = [BatchDrafter(answer.tolist() * 2, np.random.default_rng(0), 0.8) for _ in range(2)]
     reused = []
     for drafter in (drafters[0], drafters[1], drafters[0]):
-        got = lade.generate(
-            model,
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            drafter=drafter,
-            config=KEPT,
-            max_new_tokens=5,
-            return_dict_in_generate=True,
-        )
-        assert got.sequences.tolist() == answer.tolist()
+        _, got = same_as_generate(model, prompt, drafter=drafter, config=KEPT, max_new_tokens=5)
         reused.append(got.stats.num_reused_tokens)
     assert reused == [0, 0, len(SECRET) - 1]
 
@@ -368,10 +342,6 @@ def _replaced(model: Any) -> None:
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.9)
 
 
-def _hooked(model: Any) -> None:
-    model.model.layers[1].register_forward_hook(lambda *call: call[-1] * 1.1)
-
-
 def _converted(model: Any) -> None:
     model.float()
 
@@ -382,7 +352,11 @@ def _trained(model: Any) -> None:
     torch.optim.SGD(model.parameters(), lr=0.5).step()
 
 
-CHANGES = [_in_place, _through_data, _loaded, _replaced, _hooked, _converted, _trained]
+def _told_otherwise(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.5
+
+
+CHANGES = [_in_place, _through_data, _loaded, _replaced, _told_otherwise, _converted, _trained]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -410,6 +384,38 @@ def test_each_adapter_has_texts_of_its_own() -> None:
     assert chat.ask(OPENING) == len(OPENING) - 1
     layer._disable_adapters = True
     assert chat.ask(OPENING) == 0
+
+
+def test_rows_of_other_adapters_are_another_setting() -> None:
+    model = model_of()
+    model._hf_peft_config_loaded = True
+    layer = model.model.layers[0].mlp.up_proj
+    settings = []
+    for names in (["a"], ["b"], ["a"]):
+        hook = partial(_with_adapters, adapter_names=names)  # as PEFT does for a call
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+        settings.append(switches_of(model))
+        handle.remove()
+    assert settings[0] == settings[2] != settings[1]
+
+
+def _with_adapters(module: Any, args: Any, kwargs: Any, adapter_names: list[str]) -> Any:
+    return args, kwargs | {"adapter_names": adapter_names}
+
+
+def test_peft_goes_on_from_no_other_adapters_keys() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_of(), config, "first")
+    model.add_adapter("second", config)
+    model.double().eval()
+    shared, num_reused = lade.NGramPool(), []
+    for name in ("first", "first", "second", "__base__", "first"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lade.PlainDecodingWarning)
+            chat = Chat(model, lade.Config(reuses_prefix=True), pool=shared, adapter_names=[name])
+            num_reused.append(chat.ask(OPENING))
+    assert num_reused == [0, len(OPENING) - 1, 0, 0, len(OPENING) - 1]
 
 
 def test_a_new_check_begins_with_no_text() -> None:
@@ -467,7 +473,7 @@ def test_drafts_that_fail_on_the_way_leave_nothing(
 
     def fail(self: Decoder, emitting: Any) -> None:
         if self.stats.num_steps == 1:
-            raise VerificationError("planted", is_doubt=True)
+            raise VerificationError("planted")
         step(self, emitting)
 
     with monkeypatch.context() as patch:
@@ -487,7 +493,7 @@ def test_weights_that_cannot_be_read_cost_the_reuse_and_nothing_else(
     def fail(_: Any) -> None:
         raise NotImplementedError("no such values")
 
-    monkeypatch.setattr("lade.hf.prefixes.stamp_of", fail)
+    monkeypatch.setattr("lade.probing.values._stamp_of", fail)
     chat = Chat(model_of())
     with pytest.warns(RuntimeWarning, match="reuses no prefix of this model .*no such values"):
         num_reused = chat.say(*OPENING)
@@ -619,19 +625,10 @@ def test_stop_strings_go_with_it() -> None:
 def test_scores_are_those_of_plain_decoding() -> None:
     model, prompt = shared_model(seed=1), torch.tensor([[*OPENING, *NEXT]])
     pool = lade.NGramPool()
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(prompt),
-        "do_sample": False,
-        "max_new_tokens": 6,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-    }
-    expected = model.generate(prompt, **options)
     for _ in range(2):
-        got = lade.generate(model, prompt, pool=pool, config=KEPT, **options)
-        assert len(got.scores) == len(expected.scores)
-        for mine, plain in zip(got.scores, expected.scores, strict=True):
-            torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+        options: dict[str, Any] = {"max_new_tokens": 6, "output_scores": True}
+        expected, got = same_as_generate(model, prompt, pool=pool, config=KEPT, **options)
+        assert_same(got.scores, expected.scores)
     assert got.stats.num_reused_tokens == prompt.shape[1] - 1
 
 
@@ -674,76 +671,44 @@ def test_without_the_option_nothing_is_kept() -> None:
     assert len(kept_of(model)) == 0
 
 
-def _two_rows(model: Any) -> dict[str, Any]:
-    ids = torch.tensor([OPENING, OPENING])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+IDS = torch.tensor([OPENING])
+# What is made anew for each call.
+AS_EVER: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "two rows": lambda model: {"input_ids": IDS.repeat(2, 1), "attention_mask": None},
+    "samples": lambda model: {"num_return_sequences": 2, "do_sample": True},
+    "padding": lambda model: {
+        "input_ids": torch.tensor([[0, 0, *OPENING]]),
+        "attention_mask": torch.tensor([[0, 0, *(1 for _ in OPENING)]]),
+    },
+    "positions": lambda model: {"position_ids": torch.arange(len(OPENING))[None] + 2},
+    "embeddings": lambda model: {
+        "input_ids": None,
+        "inputs_embeds": model.get_input_embeddings()(IDS).detach(),
+    },
+    "own cache": lambda model: {"past_key_values": DynamicCache(config=model.config)},
+    "static cache": lambda model: {
+        "past_key_values": StaticCache(config=model.config, max_cache_len=40)
+    },
+    "no cache": lambda model: {"use_cache": False},
+    "hidden states": lambda model: {"output_hidden_states": True},
+}
 
 
-def _samples(model: Any) -> dict[str, Any]:
-    return {**_ordinary(model), "num_return_sequences": 2, "do_sample": True}
-
-
-def _ordinary(model: Any) -> dict[str, Any]:
-    ids = torch.tensor([OPENING])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _padded(model: Any) -> dict[str, Any]:
-    ids = torch.tensor([[0, 0, *OPENING]])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
-
-
-def _moved(model: Any) -> dict[str, Any]:
-    return {**_ordinary(model), "position_ids": torch.arange(len(OPENING))[None] + 2}
-
-
-def _embedded(model: Any) -> dict[str, Any]:
-    embeds = model.get_input_embeddings()(torch.tensor([OPENING])).detach()
-    return {"inputs_embeds": embeds, "attention_mask": torch.ones(1, len(OPENING)).long()}
-
-
-def _in_own_cache(model: Any) -> dict[str, Any]:
-    return {**_ordinary(model), "past_key_values": DynamicCache(config=model.config)}
-
-
-def _in_static_cache(model: Any) -> dict[str, Any]:
-    cache = StaticCache(config=model.config, max_cache_len=40)
-    return {**_ordinary(model), "past_key_values": cache}
-
-
-def _without_cache(model: Any) -> dict[str, Any]:
-    return {**_ordinary(model), "use_cache": False}
-
-
-def _with_states(model: Any) -> dict[str, Any]:
-    return {**_ordinary(model), "output_hidden_states": True}
-
-
-AS_EVER = [
-    *(_two_rows, _samples, _padded, _moved, _embedded, _in_own_cache, _in_static_cache),
-    *(_without_cache, _with_states),
-]
-
-
-@pytest.mark.parametrize("asked", AS_EVER, ids=lambda asked: asked.__name__)
-def test_other_calls_are_decoded_as_without_the_option(asked: Callable[[Any], Any]) -> None:
-    model = shared_model(seed=1)
+@pytest.mark.parametrize("asked", AS_EVER)
+def test_other_calls_are_decoded_as_without_the_option(asked: str) -> None:
+    model, pool = shared_model(seed=1), lade.NGramPool()
     Chat(model, pool=None).ask(OPENING)
-    pool = lade.NGramPool()
     Chat(model, pool=pool).ask(OPENING)
-    options: dict[str, Any] = {
-        "max_new_tokens": 6,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-        "do_sample": False,
-    }
-    torch.manual_seed(0)
-    expected = model.generate(**options | asked(model))
-    torch.manual_seed(0)
-    got = lade.generate(model, pool=pool, config=KEPT, **options | asked(model))
-    assert got.sequences.tolist() == expected.sequences.tolist()
+    expected, got = same_as_generate(
+        model,
+        IDS,
+        fresh=lambda: AS_EVER[asked](model),
+        pool=pool,
+        config=KEPT,
+        max_new_tokens=6,
+    )
     # Elsewhere a cache of the caller's cannot be told from one that generate made.
-    if MARKS_CACHES or asked is not _in_own_cache:
+    if MARKS_CACHES or asked != "own cache":
         assert got.stats.num_reused_tokens == 0
         assert (got.past_key_values is None) == (expected.past_key_values is None)
     if expected.hidden_states is not None:

@@ -2,9 +2,9 @@
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -12,15 +12,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import lade
 from lade.errors import VerificationWarning
 from lade.gpu.fixed import FixedTarget
-from lade.support.tiny import tiny_model as tiny_architecture
 from lade.targets.paths import ChainTarget
 from lade.targets.trees import TreeTarget
 from tests.grids import thinned
-from tests.lade.both import ListStreamer
-from tests.lade.tiny import BatchDrafter, tiny_model
-
-ONE = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
-THREE = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [5, 6, 7, 5, 6, 7, 5], [0, 9, 9, 9, 9, 9, 9]])
+from tests.lade.both import ONE, THREE, ListStreamer, same_as_generate
+from tests.lade.tiny import tiny_model
+from tests.support.tiny import tiny_model as tiny_architecture
 
 
 class CallsProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -54,50 +51,36 @@ def failing(
         monkeypatch.setattr(kind, method, fail)
 
 
-def compared(model: Any, prompt: torch.Tensor, config: lade.Config, **options: Any) -> Any:
+def compared(
+    model: Any, prompt: torch.Tensor, config: lade.Config, joint: bool = False, **options: Any
+) -> Any:
     """Run plain and lade, whose target fails on the way; compare all that can be seen."""
-    options = {
-        "attention_mask": (prompt != 0).long(),
-        "max_new_tokens": 20,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-        **options,
-    }
-
-    def run(call: Any, **ours: Any) -> tuple[Any, list[Any], list[int], torch.Tensor]:
-        streamer, processor = ListStreamer(), CallsProcessor()
-        given = {"streamer": streamer} | ours
-        if options.get("joint"):
-            given["logits_processor"] = LogitsProcessorList([processor])
-        rest = {name: value for name, value in options.items() if name != "joint"}
-        torch.manual_seed(3)
-        output = call(prompt, **rest, **given)
-        return output, streamer.events, processor.lengths, torch.get_rng_state()
-
-    expected, events, lengths, state = run(model.generate)
-    masks = options["attention_mask"].tolist()
-    answers = [
-        [*(t for t, m in zip(row, mask, strict=False) if m), *row[len(mask) :]]
-        for row, mask in zip(expected.sequences.tolist(), masks, strict=True)
-    ]
-    drafter = BatchDrafter(answers, np.random.default_rng(0), accept=0.7)
+    streamers = [ListStreamer(), ListStreamer()]
+    processors = [CallsProcessor(), CallsProcessor()]
+    made: list[dict[str, Any]] = [{"streamer": each} for each in streamers]
+    if joint:
+        for each, processor in zip(made, processors, strict=True):
+            each["logits_processor"] = LogitsProcessorList([processor])
     told: dict[int, list[int]] = {}
 
     def on_step(step: Any) -> None:
         told.setdefault(step.row, []).extend(step.token_ids)
 
+    by = partial(lade.generate, on_step=on_step)
+    options = {"max_new_tokens": 20, "do_sample": None, **options}
     with pytest.warns(VerificationWarning, match="what no check has seen"):
-        got, mine, calls, after = run(
-            lambda *args, **given: lade.generate(model, *args, **given),
-            drafter=drafter,
+        expected, got = same_as_generate(
+            model,
+            prompt,
+            accept=0.7,
             config=config,
-            on_step=on_step,
+            may_fail=True,
+            fresh=partial(next, iter(made)),
+            by=by,
+            **options,
         )
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    assert mine == events
-    assert calls == lengths
-    assert torch.equal(after, state)
-    assert drafter.closed == len(answers) or not drafter._rows
+    assert streamers[1].events == streamers[0].events
+    assert processors[1].lengths == processors[0].lengths
     for row, answer in enumerate(expected.sequences.tolist()):
         new = answer[prompt.shape[1] :]
         assert new[: len(told[row])] == told[row]
@@ -182,39 +165,31 @@ def test_a_chat_goes_on_in_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         ONE, attention_mask=torch.ones_like(ONE), max_new_tokens=5, return_dict_in_generate=True
     )
     longer = torch.cat([first.sequences, ONE], dim=1)
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(longer),
-        "do_sample": False,
-        "max_new_tokens": 12,
-    }
-    expected = model.generate(longer, **options)
     for verification in ("tree", "chain"):
         model = tiny_model("llama", seed=1)
         config = lade.Config(max_draft_tokens=4, verification=verification)
         lade.generate(model, ONE, config=config, max_new_tokens=2)
-        given = copy.deepcopy(first.past_key_values)
+        caches = [{"past_key_values": copy.deepcopy(first.past_key_values)} for _ in range(2)]
         with monkeypatch.context() as patch:
             failing(patch, "commit", 2)
             with pytest.warns(VerificationWarning):
-                got = lade.generate(model, longer, past_key_values=given, config=config, **options)
-        assert got.tolist() == expected.tolist()
-        assert given.get_seq_length() == expected.shape[1] - 1
+                _, got = same_as_generate(
+                    model, longer, fresh=partial(next, iter(caches)), config=config
+                )
+        assert got.past_key_values is caches[1]["past_key_values"]
+        assert got.past_key_values.get_seq_length() == got.sequences.shape[1] - 1
 
 
 def test_embeddings_go_on_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", seed=1)
     embeds = model.get_input_embeddings()(ONE) * 0.9
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-    mask = torch.ones_like(ONE)
-    expected = model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
     config = lade.Config(max_draft_tokens=4)
     lade.generate(model, ONE, config=config, max_new_tokens=2)
     failing(monkeypatch, "commit", 3)
     with pytest.warns(VerificationWarning):
-        got = lade.generate(
-            model, inputs_embeds=embeds, attention_mask=mask, config=config, **options
+        same_as_generate(
+            model, inputs_embeds=embeds, attention_mask=torch.ones_like(ONE), config=config
         )
-    assert got.tolist() == expected.tolist()
 
 
 def test_what_plain_raises_too_is_raised() -> None:
@@ -243,42 +218,31 @@ def test_what_a_callback_raises_is_raised() -> None:
         lade.generate(model, ONE, on_step=fail, max_new_tokens=8)
 
 
-def test_a_way_that_fails_twice_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "num_times"), [(RuntimeError, 2), (torch.OutOfMemoryError, 3)])
+def test_a_way_that_fails_twice_is_not_taken_again_unless_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], num_times: int
+) -> None:
     model = tiny_model("llama", seed=1)
     config = lade.Config(max_draft_tokens=4)
     lade.generate(model, ONE, config=config, max_new_tokens=2)
-    for _ in range(2):
+    for _ in range(num_times):
         with monkeypatch.context() as patch:
-            failing(patch, "commit", 2)
+            failing(patch, "forward", 3, error)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", VerificationWarning)
                 lade.generate(model, ONE, config=config, max_new_tokens=12)
-        reasons = lade.probe(model).reasons
-    assert "what no check has seen" in reasons["tree"]
-
-
-def test_memory_that_runs_out_on_the_way_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", seed=1)
-    config = lade.Config(max_draft_tokens=4)
-    lade.generate(model, ONE, config=config, max_new_tokens=2)
-    for _ in range(3):
-        with monkeypatch.context() as patch:
-            failing(patch, "forward", 3, torch.OutOfMemoryError)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", VerificationWarning)
-                lade.generate(model, ONE, config=config, max_new_tokens=12)
-    assert lade.probe(model).verification == "tree"
+        found = lade.probe(model)
+    if error is torch.OutOfMemoryError:
+        assert found.verification == "tree"
+    else:
+        assert "what no check has seen" in found.reasons["tree"]
 
 
 def test_a_check_that_breaks_is_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", seed=1)
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
-    expected = model.generate(ONE, **options)
 
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a config like no other")
 
-    monkeypatch.setattr("lade.hf.generation.examine", broken)
-    with pytest.warns(lade.PlainDecodingWarning, match="a config like no other"):
-        got = lade.generate(model, ONE, **options)
-    assert got.tolist() == expected.tolist()
+    monkeypatch.setattr("lade.hf.generation.requirements_of", broken)
+    same_as_generate(model, ONE, plainly="a config like no other")

@@ -4,7 +4,6 @@ The default one is fetched once from the package index. Gemma is run where its u
 since that means to agree to its terms.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import lade
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.models import embedded
 from lade.models.loading import LoadedModel, encode, load
-from tests.lade.both import random_state
+from tests.lade.both import same_as_generate
 from tests.lade.devices import CPU_AND_CUDA
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_model")]
@@ -62,14 +61,8 @@ def test_float32_samples_are_those_of_plain_generate_alone_and_in_a_batch(device
     for rows, row_masks in batches:
         warpers: list[dict[str, Any]] = [{"temperature": 0.7, "top_p": 0.9}, {"top_k": 0}]
         for options in warpers:
-            results = []
-            for generate in (loaded.model.generate, partial(lade.generate, loaded.model)):
-                torch.manual_seed(5)
-                tokens = generate(
-                    rows, attention_mask=row_masks, do_sample=True, max_new_tokens=24, **options
-                )
-                results.append((tokens.tolist(), random_state(loaded.model.device).tolist()))
-            assert results[0] == results[1]
+            options |= {"attention_mask": row_masks, "do_sample": True, "seed": 5}
+            same_as_generate(loaded.model, rows, **options)
 
 
 @pytest.mark.exhaustive

@@ -346,9 +346,23 @@ def test_pip_is_the_installed_one_and_reads_relative_paths(
     assert not (tmp_path / "planted").exists()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bad tensor")])
-def test_an_interrupted_conversion_leaves_nothing_half_made(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+        (RuntimeError("bad tensor"), RuntimeError, "bad tensor"),
+        (FULL_DISK, ModelFetchError, r"could not be stored in .*about 600 MB"),
+    ],
+)
+def test_a_conversion_that_fails_leaves_nothing_half_made(
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    raised: type[BaseException],
+    said: str | None,
 ) -> None:
     def convert(
         model: embedded.EmbeddedModel, source: Path, checkpoint: Path, report: embedded.Progress
@@ -359,7 +373,7 @@ def test_an_interrupted_conversion_leaves_nothing_half_made(
 
     with monkeypatch.context() as patch:
         patch.setattr(embedded, "_convert", convert)
-        with pytest.raises(type(error)):
+        with pytest.raises(raised, match=said):
             embedded.default_model()
     assert_only_complete_or_nothing(cache)
     assert not (cache / embedded.DEFAULT_MODEL).exists()
@@ -383,21 +397,6 @@ def test_a_full_disk_is_named_before_the_download(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**6))
     with pytest.raises(ModelFetchError, match=r"No space left on device.*about 600 MB are needed"):
-        embedded.default_model()
-    assert_only_complete_or_nothing(cache)
-
-
-def test_a_disk_that_fills_up_meanwhile_is_named(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def convert(
-        model: embedded.EmbeddedModel, source: Path, checkpoint: Path, report: embedded.Progress
-    ) -> None:
-        checkpoint.mkdir()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(embedded, "_convert", convert)
-    with pytest.raises(ModelFetchError, match=r"could not be stored in .*about 600 MB"):
         embedded.default_model()
     assert_only_complete_or_nothing(cache)
 

@@ -10,6 +10,7 @@ import torch
 
 import lade
 from lade.budget.budget import MeasuredBudget
+from lade.budget.costs import ForwardCosts
 from lade.prewarming import costs
 from lade.prewarming.costs import first_costs_of, read_costs, write_costs
 from lade.probing import timing
@@ -173,15 +174,14 @@ def test_the_first_step_knows_the_costs(folder: Path) -> None:
     model = tiny_model("llama")
     config = lade.Config(verification="tree")
     lade.generate(model, PROMPT, config=config, do_sample=False, max_new_tokens=1)
-    budget = profile_of(model).budgets["tree", "eager"]
-    assert isinstance(budget, MeasuredBudget)
-    assert not budget._costs[1].are_unknown
-    assert budget._costs[1].num[:10].sum() >= 4
+    costs = profile_of(model).costs["tree", "eager"].of(1)
+    assert not costs.are_unknown
+    assert costs.num[:10].sum() >= 4
 
 
 def test_first_costs_decide_and_steps_correct_them() -> None:
     """Measured when the machine was twice as fast, and wrong about eight tokens."""
-    budget = MeasuredBudget({1: 0.015, 8: 0.045, 32: 0.060})
+    budget = MeasuredBudget(ForwardCosts({1: 0.015, 8: 0.045, 32: 0.060}))
     sure = [[0.8] * 7]
     assert budget.num_nodes(sure, 0) == 7  # at once
     sizes = []

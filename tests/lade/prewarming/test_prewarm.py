@@ -1,7 +1,5 @@
 """Tables of a model's own successors: what they hold, how they go on, what is left untouched."""
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from typer.testing import CliRunner
 
@@ -28,7 +25,6 @@ from lade.prewarming.tables import (
     read_table,
     table_for,
     tables_folder,
-    write_table,
 )
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import VOCAB_SIZE, byte_tokenizer, tiny_model
@@ -464,14 +460,6 @@ def test_quantized_weights_have_a_fingerprint() -> None:
 # --- files ----------------------------------------------------------------------------------
 
 
-def change(path: Path, **changes: Any) -> None:
-    """Write a file again, with other metadata."""
-    with safetensors.safe_open(path, framework="numpy") as file:
-        described = json.loads(file.metadata()["lade_table"])
-    arrays = safetensors.numpy.load_file(path)
-    safetensors.numpy.save_file(arrays, path, {"lade_table": json.dumps(described | changes)})
-
-
 def test_a_table_comes_back_from_its_file(written: SimpleNamespace) -> None:
     stored = read_table(written.path, written.model, 128)
     assert stored.effort == written.effort
@@ -479,60 +467,6 @@ def test_a_table_comes_back_from_its_file(written: SimpleNamespace) -> None:
     token_ids, probs = stored.table.get(4, 5) or ((), ())
     assert [*token_ids] == [8, 9]
     np.testing.assert_allclose(probs, [0.75, 0.125], rtol=1e-3)
-
-
-def damage(path: Path, kind: str) -> None:
-    arrays = safetensors.numpy.load_file(path)
-    if kind == "cut":
-        path.write_bytes(path.read_bytes()[:-9])
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "foreign":
-        safetensors.numpy.save_file({"weights": np.zeros(3)}, path)
-    elif kind == "of a newer lade":
-        change(path, format=3)
-    elif kind == "of another model":
-        change(path, fingerprint="0" * 64)
-    elif kind == "with other fields":
-        change(path, effort={"hours": 3})
-    elif kind == "with impossible tokens":
-        arrays["token_ids"][0, 0] = VOCAB_SIZE
-        with safetensors.safe_open(path, framework="numpy") as file:
-            metadata = file.metadata()
-        safetensors.numpy.save_file(arrays, path, metadata)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("cut", "empty", "foreign", "of a newer lade", "of another model", "with other fields"),
-        "with impossible tokens",
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named_and_left(written: SimpleNamespace, kind: str) -> None:
-    damage(written.path, kind)
-    content = written.path.read_bytes()
-    with pytest.raises(ValueError, match="remove it to begin anew") as raised:
-        lade.prewarm(written.model, 1, folder=written.path.parent)
-    assert str(written.path) in str(raised.value)
-    with pytest.warns(UserWarning, match="does not use its table for LlamaForCausalLM"):
-        assert table_for(written.model, written.path.parent) is None
-    assert written.path.read_bytes() == content
-
-
-def test_a_table_is_written_whole_or_not_at_all(
-    written: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = written.path.read_bytes()
-
-    def fail(*args: Any) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="no room"):
-        write_table(written.path, written.model, StoredTable(written.table, Effort()))
-    assert [*written.path.parent.iterdir()] == [written.path]
-    assert written.path.read_bytes() == content
 
 
 def test_where_there_are_no_tables_nothing_is_computed(

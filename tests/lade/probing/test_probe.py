@@ -23,6 +23,7 @@ from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.grids import thinned
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import BLOOM, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
 
 MAMBA = {"state_size": 8}
@@ -39,33 +40,19 @@ def model_of(family: str, seed: int = 1, **options: Any) -> Any:
     return tiny_model(family, seed, attention="eager" if family in EAGER else "sdpa", **options)
 
 
-def plain(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
-    mask = torch.ones_like(prompt)
-    ids: torch.Tensor = model.generate(prompt, attention_mask=mask, do_sample=False, **options)
-    return ids
-
-
 def check_text(
-    model: Any, verification: str | None, seed: int = 0, num_new: int = 40, accept: float = 0.7
+    model: Any, verification: Any, accept: float = 0.7, plainly: str | None = None
 ) -> lade.DecodeStats:
-    """Greedy text of a few prompts is that of plain `generate`; return what was counted."""
-    rng = np.random.default_rng(seed)
+    """Compare greedy text of a few prompts with plain `generate`; return what was counted."""
+    rng = np.random.default_rng(0)
     total = lade.DecodeStats()
-    for _ in range(3):
-        prompt = random_prompt(rng)
-        expected = plain(model, prompt, max_new_tokens=num_new)
-        output = lade.generate(
-            model,
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=num_new,
-            drafter=ScriptedDrafter(expected[0].tolist(), rng, accept),
-            config=lade.Config(verification=verification, max_draft_tokens=9),  # type: ignore[arg-type]
-            return_dict_in_generate=True,
-        )
-        assert output.sequences.tolist() == expected.tolist()
-        total.add(output.stats)
+    config = lade.Config(verification=verification, max_draft_tokens=9)
+    for seed in range(3):
+        options: dict[str, Any] = {"accept": accept, "seed": seed, "max_new_tokens": 40}
+        if plainly is not None:  # which is said once
+            options |= {"accept": None, "plainly": plainly if seed == 0 else None}
+        _, got = same_as_generate(model, random_prompt(rng), config=config, **options)
+        total.add(got.stats)
     return total
 
 
@@ -119,8 +106,7 @@ def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
         assert reason in found.reasons[name]  # type: ignore[index]
     assert str(found).startswith(f"{found.model} verifies drafts by: {verification}")
     if verification == "plain":
-        with pytest.warns(lade.PlainDecodingWarning, match="logits differ"):
-            stats = check_text(model, None)
+        stats = check_text(model, None, plainly="logits differ")
         assert stats.num_draft_tokens == 0
         assert stats.mean_accepted_tokens == 1.0
     else:
@@ -162,7 +148,7 @@ def test_rows_verify_several_paths_at_once() -> None:
     """The right token is the second of two at every step: one path alone would be wrong."""
     model = model_of("bloom", **BLOOM)
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    answer = plain(model, prompt, max_new_tokens=30)[0].tolist()
+    answer = model.generate(prompt, do_sample=False, max_new_tokens=31)[0].tolist()
 
     class Second(ScriptedDrafter):
         def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
@@ -173,17 +159,11 @@ def test_rows_verify_several_paths_at_once() -> None:
 
     expected = {"rows": 2.0, "chain": 1.0}
     for verification, most in expected.items():
-        output = lade.generate(
-            model,
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=30,
-            drafter=Second([], np.random.default_rng(0), 0.0),
-            config=lade.Config(verification=verification, max_draft_tokens=2),  # type: ignore[arg-type]
-            return_dict_in_generate=True,
+        drafter = Second([], np.random.default_rng(0), 0.0)
+        config = lade.Config(verification=verification, max_draft_tokens=2)  # type: ignore[arg-type]
+        _, output = same_as_generate(
+            model, prompt, drafter=drafter, config=config, max_new_tokens=30
         )
-        assert output.sequences[0].tolist() == answer
         assert output.stats.mean_accepted_tokens == pytest.approx(most, abs=0.1)
 
 
@@ -259,8 +239,7 @@ def test_a_state_that_starts_anew_in_every_longer_forward_is_caught() -> None:
     found = lade.probe(model)
     assert found.verification == "plain"
     assert "logits differ" in found.reasons["snapshot"]
-    with pytest.warns(lade.PlainDecodingWarning):
-        check_text(model, None)
+    check_text(model, None, plainly="")
 
 
 def test_a_state_kept_outside_of_the_cache_is_caught() -> None:
@@ -296,15 +275,10 @@ def test_a_check_that_fails_altogether_never_loses_the_generation() -> None:
 
     model.model.forward = wants_long_prompts
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5, 6, 7]])
-    expected = plain(model, prompt, max_new_tokens=9)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
-            mask = torch.ones_like(prompt)
-            got = lade.generate(
-                model, prompt, attention_mask=mask, do_sample=False, max_new_tokens=9
-            )
-            assert got.tolist() == expected.tolist()
+            same_as_generate(model, prompt, max_new_tokens=9)
     said = [one for one in warned if one.category is lade.PlainDecodingWarning]
     assert len(said) == 1  # once
     assert "too short for me" in str(said[0].message)
@@ -472,6 +446,7 @@ AttentionInterface.register("blind", blind)
 AttentionMaskInterface.register("blind", lambda *args, **kwargs: None)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> None:
     model = tiny_model("llama", seed=3)
     model.set_attn_implementation("blind")
@@ -496,26 +471,13 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     assert model.config._attn_implementation == "blind"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")  # of torch, about how transformers compiles it
-def test_flex_attention_prefills_and_another_one_verifies() -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch, about flex attention that is not compiled
+def test_flex_attention_prefills_and_another_one_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # two minutes
     model = tiny_model("llama", seed=3, head_dim=16, dtype=torch.float32)
     model.set_attn_implementation("flex_attention")
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    try:
-        expected = plain(model, prompt, max_new_tokens=12)
-    except Exception as failure:  # it compiles, and not every machine has a compiler
-        pytest.skip(f"flex attention does not run here: {type(failure).__name__}")
-    output = lade.generate(
-        model,
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=12,
-        drafter=ScriptedDrafter(expected[0].tolist(), np.random.default_rng(0), 1.0),
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == expected.tolist()
+    _, output = same_as_generate(model, prompt, accept=1.0, max_new_tokens=12)
     assert output.stats.num_accepted_tokens > 3
     assert lade.probe(model).attention == "sdpa"
     assert model.config._attn_implementation == "flex_attention"

@@ -18,9 +18,9 @@ import lade
 from lade.errors import VerificationWarning
 from lade.probing.profile import Profiles, profile_of
 from lade.probing.structure import Structure
-from lade.probing.watch import Watch
 from tests.grids import thinned
-from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.lade.both import same_as_generate
+from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 OPTIONS: dict[str, Any] = {
@@ -119,22 +119,6 @@ def forward_on_the_instance(model: Any) -> Any:
 
     layer.forward = types.MethodType(forward, layer)
     return model
-
-
-def edited_in_place(model: Any) -> Any:
-    """What nobody can see from outside: an attribute of a layer, read by code that was there."""
-    model.model.layers[1].mlp.act_fn.is_on = True
-    return model
-
-
-class Switchable(nn.Module):
-    """An activation that can be told to treat the newest token of a forward apart."""
-
-    is_on = False
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        made = nn.functional.silu(states)
-        return on_the_last_position(self, (), made) if self.is_on else made
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -286,34 +270,16 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     thinned(CHANGES.values(), hook_last, quantize_torch, forward_on_the_instance),
     ids=CHANGES,
 )
-def test_the_watch_catches_what_the_structure_does_not(change: Callable[[Any], Any]) -> None:
+def test_a_spot_check_catches_what_the_structure_does_not(change: Callable[[Any], Any]) -> None:
     model = llama()
     assert lade.probe(model).verification == "tree"
     known = Profiles.of(model)
     model = change(model)
     model._lade_profiles = known  # also of a copy
-    profile_of(model).watch = Watch(first=1, last=1)
+    profile_of(model).first_check = 0
     with pytest.warns(VerificationWarning, match="differ from those for the same token alone"):
-        assert [differs(model, seed) for seed in range(3)]
+        assert not differs(model)  # nothing wrong was emitted
     assert not any(differs(model, seed) for seed in range(3))  # it was checked anew
-
-
-def test_a_model_edited_in_place_is_noticed_by_itself_and_by_recheck() -> None:
-    model = llama()
-    for layer in model.model.layers:
-        layer.mlp.act_fn = Switchable()
-    assert lade.probe(model).verification == "tree"
-    edited_in_place(model)
-    assert lade.probe(model).verification == "tree"  # nobody can know
-    assert lade.recheck(model).verification != "tree"
-    assert not any(differs(model, seed) for seed in range(3))
-    model.model.layers[1].mlp.act_fn.is_on = False
-    assert lade.recheck(model).verification == "tree"
-    profile_of(model).watch = Watch(first=1, last=1)
-    edited_in_place(model)
-    with pytest.warns(VerificationWarning):
-        differs(model)
-    assert lade.probe(model).verification != "tree"
 
 
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_text"]
@@ -322,58 +288,49 @@ FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_te
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
 @pytest.mark.parametrize("verification", ["tree", "rows", "chain"])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_watch_at_every_step_changes_nothing(
-    family: str, verification: Any, num_rows: int
-) -> None:
+def test_checks_of_any_step_change_nothing(family: str, verification: Any, num_rows: int) -> None:
     model = tiny_model(family, seed=1)
+    if num_rows == 1:
+        model.generation_config.eos_token_id = None  # a text of one token has no steps
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5], [9, 9, 9, 9, 9, 9, 9], [0, 0, 5, 6, 5, 6, 5]])
     prompt = prompt[:num_rows]
-    options = OPTIONS | {
-        "attention_mask": (prompt != 0).long(),
-        "do_sample": True,
-        "return_dict_in_generate": True,
-    }
-    torch.manual_seed(1)
-    expected = model.generate(prompt, **options)
-    answers = [
-        [token for token, m in zip(row, [*mask, *[1] * 40], strict=False) if m]
-        for row, mask in zip(
-            expected.sequences.tolist(), options["attention_mask"].tolist(), strict=True
-        )
-    ]
-    outputs = []
-    for first in (1, 10**9):
-        profile_of(model).watch = Watch(first=first, last=first)
-        drafter = BatchDrafter(answers, np.random.default_rng(0), accept=0.7)
-        torch.manual_seed(1)
-        config = lade.Config(max_draft_tokens=8, verification=verification)
-        outputs.append(lade.generate(model, prompt, drafter=drafter, config=config, **options))
-    watched, unwatched = outputs
-    assert watched.sequences.tolist() == expected.sequences.tolist()
-    assert watched.stats.num_steps == unwatched.stats.num_steps
-    for mine, theirs in zip(watched.past_key_values, unwatched.past_key_values, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine[:2], theirs[:2], strict=True))
+    config = lade.Config(max_draft_tokens=8, verification=verification)
+    num_steps = []
+    for first in (0, 3, 10**9):
+        profile_of(model).first_check = first
+        options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 40, "config": config}
+        expected, output = same_as_generate(model, prompt, accept=0.7, seed=1, **options)
+        num_steps.append(output.stats.num_steps)
+        for mine, theirs in zip(output.past_key_values, expected.past_key_values, strict=True):
+            for a, b in zip(mine[:2], theirs[:2], strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert num_steps[1] > num_steps[2]
 
 
-def test_looks_are_rare_and_rarer() -> None:
-    watch = Watch()
-    looks: list[int] = []
-    steps = 0
-    while len(looks) < 8:
-        steps += 1
-        if watch.is_due():
-            looks.append(steps)
-            assert not watch.is_wrong(0.0, 1.0, is_exact=True)
-    between = np.diff([0, *looks])
-    assert between[0] >= 1 / 0.003  # a look is about a step
-    assert (np.diff(between) >= 0).all()
-    assert between[-1] == 4096
-
-
-def test_one_look_condemns_where_text_is_exact_and_three_do_in_half_precision() -> None:
-    watch = Watch(first=10, last=10)
-    assert watch.is_wrong(1.0, 0.3, is_exact=True)
-    assert not watch.is_wrong(1.0, 0.3, is_exact=False)
-    assert watch.is_due()  # at once again
-    assert not watch.is_wrong(0.1, 0.3, is_exact=False)  # by chance
-    assert [watch.is_wrong(1.0, 0.3, is_exact=False) for _ in range(3)] == [False, False, True]
+@pytest.mark.parametrize(
+    ("dtype", "acceptance", "is_checked"),
+    [
+        (torch.float32, "exact", True),
+        (torch.float32, "rejection", False),
+        (torch.bfloat16, "exact", False),
+    ],
+)
+def test_a_step_is_checked_without_a_reason_only_where_no_text_can_change(
+    dtype: torch.dtype, acceptance: Any, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(dtype=dtype)
+    config = lade.Config(max_draft_tokens=4, acceptance=acceptance)
+    texts = []
+    for num_calls in (10**9, 10**9, 1):
+        monkeypatch.setattr("lade.hf.generation._CALLS_BETWEEN_CHECKS", num_calls)
+        torch.manual_seed(0)
+        options = OPTIONS | {
+            "do_sample": True,
+            "return_dict_in_generate": True,
+            "max_new_tokens": 12,
+        }
+        output = lade.generate(model, PROMPT, pool=lade.NGramPool(), config=config, **options)
+        texts.append((output.sequences.tolist(), output.stats.num_steps))
+    assert texts[0] == texts[1]
+    assert (texts[1] != texts[2]) == is_checked  # more steps
+    assert texts[1][0] == texts[2][0]

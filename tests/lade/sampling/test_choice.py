@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lade.drafting.drafts import chain
-from lade.sampling.exact import ChoiceAtOnce, Likeliest, ProcessedChoice, Race
+from lade.sampling.exact import ChoiceAtOnce, Likeliest, NoiseRace, ProcessedChoice
 from lade.sampling.greedy import GreedyChoice
 from lade.sampling.processors import Processors
 from lade.tree import Tree
@@ -56,7 +56,7 @@ def test_trees_one_after_the_other_get_the_tokens_of_padded_ones(kind: str) -> N
         if kind in ("processed", "at once"):
             torch.manual_seed(1)
             of_kind = ChoiceAtOnce if kind == "at once" else ProcessedChoice
-            choice = of_kind(text, processors, Race(7, 50, CPU, ahead=kind == "at once"), CPU)
+            choice = of_kind(text, processors, NoiseRace(7, 50, CPU, ahead=kind == "at once"), CPU)
         choice.look_at(logits, trees)
         choice.wait()
         chosen: list[int] = choice.tokens_at(places)
@@ -144,7 +144,7 @@ def test_a_race_is_multinomial_column_by_column(num_rows: int, ahead: bool) -> N
     expected = [torch.multinomial(c.softmax(-1), 1)[:, 0].tolist() for c in columns]
     state = torch.get_rng_state()
     torch.manual_seed(5)
-    race = Race(num_rows, 30, CPU, ahead)
+    race = NoiseRace(num_rows, 30, CPU, ahead)
     got: dict[int, list[int]] = {}
     for row in range(num_rows):  # one row after the other: as ragged as can be
         picked = [race(c[row : row + 1], [row], [time]) for time, c in enumerate(columns)]
@@ -159,12 +159,12 @@ def test_a_race_is_multinomial_column_by_column(num_rows: int, ahead: bool) -> N
 
 
 def test_a_race_forgets_what_is_behind_and_limits_what_is_ahead() -> None:
-    race = Race(8, 49_152, CPU, ahead=True)
+    race = NoiseRace(8, 49_152, CPU, ahead=True)
     assert race.max_lead == 42
-    assert Race(64, 200_000, CPU, ahead=True).max_lead == 8
-    assert Race(1, 200_000, CPU, ahead=True).max_lead is None
+    assert NoiseRace(64, 200_000, CPU, ahead=True).max_lead == 8
+    assert NoiseRace(1, 200_000, CPU, ahead=True).max_lead is None
     for ahead in (True, False):
-        small = Race(2, 5, CPU, ahead=ahead)
+        small = NoiseRace(2, 5, CPU, ahead=ahead)
         small(torch.zeros(2, 5), [0, 1], [9, 9])
         small.begin_step(first_time=7)
         assert list(small._noise) == [7, 8, 9]
@@ -178,7 +178,7 @@ def test_sampling_what_has_no_distribution_raises_as_multinomial_does(kind: Any)
     logits[0, 1] = float("nan")
     logits[0, 2, 3] = float("inf")
     logits[0, 3] = float("-inf")
-    choice = kind(text_of([1]), Processors([], 1), Race(1, 4, CPU, kind is ChoiceAtOnce), CPU)
+    choice = kind(text_of([1]), Processors([], 1), NoiseRace(1, 4, CPU, kind is ChoiceAtOnce), CPU)
     look(choice, logits)
     choice.tokens_at([(0, 0)])
     for node in (1, 2, 3):
@@ -202,7 +202,7 @@ def test_all_at_once_chooses_what_one_by_one_chooses() -> None:
         text = text_of([3, 1], [4, 1])
         text.append(1, 9)  # ahead by one
         recorded: list[Any] = []
-        race = Race(2, 40, CPU, ahead=kind is ChoiceAtOnce)
+        race = NoiseRace(2, 40, CPU, ahead=kind is ChoiceAtOnce)
         choice = kind(
             text,
             Processors(warpers, 2),

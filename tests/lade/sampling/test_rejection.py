@@ -570,111 +570,50 @@ def changed(name: str, index: tuple[int, ...], value: float) -> dict[str, Tensor
     return arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (
-            valid() | {"target_probs": torch.full((2, 3, 5), 0.2)},
-            ValueError,
-            r"expected target_probs of shape \[2, 4, vocab_size\], got \[2, 3, 5\]",
-        ),
-        (
-            valid() | {"target_probs": torch.full((2, 4, 5), 0.2, dtype=torch.bfloat16)},
-            TypeError,
-            "expected target_probs of dtype torch.float32 or torch.float64, got torch.bfloat16",
-        ),
-        (
-            valid() | {"draft_token_ids": torch.ones((2, 3))},
-            TypeError,
-            "expected draft_token_ids of dtype torch.int64, got torch.float32",
-        ),
-        (
-            valid() | {"draft_token_ids": torch.ones(3, dtype=torch.int64)},
-            ValueError,
-            r"expected draft_token_ids of shape \[rows, num_draft\], got \[3\]",
-        ),
-        (
-            valid() | {"parents": torch.tensor([[-1, 0, 0]])},
-            ValueError,
-            r"expected parents of shape \[2, 3\], got \[1, 3\]",
-        ),
-        (
-            valid() | {"draft_probs": torch.full((2, 3, 4), 0.25)},
-            ValueError,
-            r"expected draft_probs of shape \[2, 3, 5\], got \[2, 3, 4\]",
-        ),
-        (
-            valid() | {"num_nodes": torch.tensor([3])},
-            ValueError,
-            r"expected num_nodes of shape \[2\], got \[1\]",
-        ),
-        (
-            valid() | {"support_token_ids": torch.zeros((2, 3, 4), dtype=torch.int64)},
-            ValueError,
-            r"expected draft_probs of shape \[2, 3, 4\], got \[2, 3, 5\]",
-        ),
-        (
-            valid() | {"support_token_ids": torch.full((2, 3, 5), 9)},
-            ValueError,
-            "expected support_token_ids from 0 to 4, got 9",
-        ),
-        (
-            valid() | {"draft_probs": None, "support_token_ids": torch.zeros((2, 3, 4))},
-            ValueError,
-            "expected draft_probs along with support_token_ids, got None",
-        ),
-        (
-            changed("target_probs", (0, 1, 2), -0.1),
-            ValueError,
-            "expected target_probs of at least 0, got -0.1",
-        ),
-        (
-            changed("target_probs", (0, 0, 2), float("nan")),
-            ValueError,
-            "expected target_probs of at least 0, got nan",
-        ),
-        (
-            changed("target_probs", (0, 0, 2), 0.3),
-            ValueError,
-            "expected target_probs to sum to 1, got 1.1",
-        ),
-        (
-            changed("draft_probs", (1, 0, 2), 0.0),
-            ValueError,
-            "expected draft_probs to sum to 1, got 0.8",
-        ),
-        (
-            changed("draft_token_ids", (0, 0), 5),
-            ValueError,
-            "expected draft_token_ids from 0 to 4, got 5",
-        ),
-        (
-            changed("draft_token_ids", (0, 0), -1),
-            ValueError,
-            "expected draft_token_ids from 0 to 4, got -1",
-        ),
-        (
-            changed("parents", (1, 1), 1),
-            ValueError,
-            "expected parents before their children, got 1 for node 1 of row 1",
-        ),
-        (
-            changed("parents", (0, 0), -2),
-            ValueError,
-            "expected parents before their children, got -2 for node 0 of row 0",
-        ),
-        (
-            changed("num_nodes", (0,), 4),
-            ValueError,
-            r"expected num_nodes from 0 to 3, got \[4, 2\]",
-        ),
-    ],
-)
-def test_what_does_not_fit_raises(
-    arguments: dict[str, Tensor | None], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        verify_tree(**arguments, generators=None)  # type: ignore[arg-type]
+NO_IDS = torch.zeros((2, 3, 4), dtype=torch.int64)
+OTHERS: list[tuple[dict[str, Tensor | None], str]] = [
+    (
+        {"target_probs": torch.full((2, 3, 5), 0.2)},
+        r"target_probs of shape \[2, 4, vocab_size\], g",
+    ),
+    (
+        {"target_probs": torch.full((2, 4, 5), 0.2, dtype=torch.bfloat16)},
+        "target_probs of dtype torch.float32 or torch.float64, got torch.bfloat16",
+    ),
+    ({"draft_token_ids": torch.ones((2, 3))}, "draft_token_ids of dtype torch.int64, got torch.f"),
+    (
+        {"draft_token_ids": torch.ones(3, dtype=torch.int64)},
+        r"draft_token_ids of shape \[rows, num_draft\], got \[3\]",
+    ),
+    ({"parents": torch.tensor([[-1, 0, 0]])}, r"parents of shape \[2, 3\], got \[1, 3\]"),
+    (
+        {"draft_probs": torch.full((2, 3, 4), 0.25)},
+        r"draft_probs of shape \[2, 3, 5\], got \[2, 3, 4\]",
+    ),
+    ({"num_nodes": torch.tensor([3])}, r"num_nodes of shape \[2\], got \[1\]"),
+    ({"support_token_ids": NO_IDS}, r"draft_probs of shape \[2, 3, 4\], got \[2, 3, 5\]"),
+    ({"support_token_ids": torch.full((2, 3, 5), 9)}, "support_token_ids from 0 to 4, got 9"),
+    (
+        {"draft_probs": None, "support_token_ids": NO_IDS},
+        "draft_probs along with support_token_ids, got None",
+    ),
+    (changed("target_probs", (0, 1, 2), -0.1), "target_probs of at least 0, got -0.1"),
+    (changed("target_probs", (0, 0, 2), float("nan")), "target_probs of at least 0, got nan"),
+    (changed("target_probs", (0, 0, 2), 0.3), "target_probs to sum to 1, got 1.1"),
+    (changed("draft_probs", (1, 0, 2), 0.0), "draft_probs to sum to 1, got 0.8"),
+    (changed("draft_token_ids", (0, 0), 5), "draft_token_ids from 0 to 4, got 5"),
+    (changed("draft_token_ids", (0, 0), -1), "draft_token_ids from 0 to 4, got -1"),
+    (changed("parents", (1, 1), 1), "parents before their children, got 1 for node 1 of row 1"),
+    (changed("parents", (0, 0), -2), "parents before their children, got -2 for node 0 of row 0"),
+    (changed("num_nodes", (0,), 4), r"num_nodes from 0 to 3, got \[4, 2\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), OTHERS, ids=[text[:40] for _, text in OTHERS])
+def test_what_does_not_fit_raises(change: dict[str, Tensor | None], text: str) -> None:
+    error = TypeError if "of dtype" in text else ValueError
+    with pytest.raises(error, match=f"expected {text}"):
+        verify_tree(**valid() | change, generators=None)  # type: ignore[arg-type]
 
 
 def test_a_token_that_cannot_have_been_drawn_raises() -> None:

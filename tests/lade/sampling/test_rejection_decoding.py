@@ -10,7 +10,7 @@ import lade
 from lade.drafting.drafts import chain
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both
+from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 
 REJECTION = lade.Config(max_draft_tokens=5, acceptance="rejection")
@@ -86,11 +86,7 @@ def test_a_seed_repeats_a_call_and_rows_do_not_depend_on_each_other() -> None:
 def test_greedy_text_is_the_same_with_both_verifiers() -> None:
     model = shared_model("llama", seed=1)
     for prompt in (ONE, THREE):
-        mask = (prompt != 0).long()
-        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20}
-        expected = model.generate(prompt, do_sample=False, **options)
-        got = lade.generate(model, prompt, do_sample=False, config=REJECTION, **options)
-        assert got.tolist() == expected.tolist()
+        same_as_generate(model, prompt, config=REJECTION)
 
 
 def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
@@ -99,7 +95,7 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
     expected, _ = both(model, ONE % VOCAB_SIZE, do_sample=False, attention_mask=ONE * 0 + 1)
     answer = expected.sequences[0].tolist()
 
-    class Sure:
+    class Sure(lade.Drafter):
         """Has the likeliest answer and nothing else."""
 
         def open(self, prompt_ids: Any) -> int:

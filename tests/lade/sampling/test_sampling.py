@@ -1,5 +1,6 @@
 """Sampling gives, seed for seed, the tokens and the random state of plain `generate`."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from transformers import (
 )
 
 import lade
-from lade.sampling.exact import Race
-from tests.lade.both import ONE, THREE, both
+from lade.sampling.exact import NoiseRace
+from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
 
@@ -103,17 +104,9 @@ def test_the_measured_budget_and_any_pool_give_the_same_samples() -> None:
     model = shared_model("llama", seed=2)
     pool = lade.NGramPool()
     pool.observe(list(range(2, VOCAB_SIZE)) * 5)
-    options: dict[str, Any] = {
-        "attention_mask": (THREE != 0).long(),
-        "do_sample": True,
-        "temperature": 0.5,
-        "max_new_tokens": 40,
-    }
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "max_new_tokens": 40}
     for seed in range(4):
-        torch.manual_seed(seed)
-        expected = model.generate(THREE, **options)
-        torch.manual_seed(seed)
-        assert lade.generate(model, THREE, pool=pool, **options).tolist() == expected.tolist()
+        same_as_generate(model, THREE, pool=pool, seed=seed, **options)
 
 
 class Noisy(LogitsProcessor):  # type: ignore[misc]
@@ -148,25 +141,18 @@ def test_user_processors_and_criteria_see_exactly_what_generate_shows_them(
     model = tiny_model("llama", seed=1)
     model.generation_config.eos_token_id = eos_token_id
     for do_sample in (True, False):
-        seen = []
-        for generate in (model.generate, lade.generate):
-            processor, criterion = Noisy(), EveryThird()
-            torch.manual_seed(0)
-            args = (prompt,) if generate == model.generate else (model, prompt)
-            out = generate(
-                *args,
-                attention_mask=(prompt != 0).long(),
-                do_sample=do_sample,
-                temperature=0.5 if do_sample else None,
-                max_new_tokens=30,
-                logits_processor=[processor],
-                stopping_criteria=[criterion],
-            )
-            seen.append(
-                (out.tolist(), processor.seen, criterion.seen, torch.get_rng_state().tolist())
-            )
-        assert seen[0] == seen[1]
-        assert len(seen[0][1]) > 2
+        processors, criteria = (Noisy(), Noisy()), (EveryThird(), EveryThird())
+        made = [
+            {"logits_processor": [processor], "stopping_criteria": [criterion]}
+            for processor, criterion in zip(processors, criteria, strict=True)
+        ]
+        options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 30}
+        if do_sample:
+            options["temperature"] = 0.5
+        same_as_generate(model, prompt, fresh=partial(next, iter(made)), **options)
+        assert processors[0].seen == processors[1].seen
+        assert criteria[0].seen == criteria[1].seen
+        assert len(processors[0].seen) > 2
 
 
 def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
@@ -194,12 +180,12 @@ def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
 def test_noise_of_many_places_is_gathered_on_a_device_in_one_go() -> None:
     """What runs on accelerators, on a device that holds numbers as a CPU does."""
     torch.manual_seed(0)
-    race = Race(3, 50, torch.device("cpu"), ahead=True)
+    race = NoiseRace(3, 50, torch.device("cpu"), ahead=True)
     places = [(0, 2), (2, 0), (1, 1), (0, 0), (2, 2)]
     rows, times = [row for row, _ in places], [time for _, time in places]
     one_by_one = race._noise_of(rows, times, 50)
     torch.manual_seed(0)
-    other = Race(3, 50, torch.device("cpu"), ahead=True)
+    other = NoiseRace(3, 50, torch.device("cpu"), ahead=True)
     drawn = [other._noise_at(time, 50) for time in range(3)]
     other._device = torch.device("meta")  # anything but a CPU; the noise is there already
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 
 from lade.server import upstream
-from lade.server.limits import Limits
+from lade.server.limits import RequestLimits
 from lade.server.options import ServerOptions
 from tests.lade.server.serving import NAME, loaded_model
 
@@ -62,7 +62,7 @@ def test_handlers_that_some_versions_lack_are_left_out(
     monkeypatch.setattr(upstream, "build_server", build)
     loaded = loaded_model()
     pieces: Callable[[], list[bytes]] = list
-    upstream.build_app(loaded, NAME, Limits(loaded.model, ServerOptions()), pieces)
+    upstream.build_app(loaded, NAME, RequestLimits(loaded.model, ServerOptions()), pieces)
     assert given.keys() | {"model_manager", "enable_cors"} == kept.keys()
     assert given["chat_handler"].pieces is pieces
 

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from lade.compat import INDEXERS_TAKE_MASKS, attention_of
-from lade.support.tiny import causal_lm_types, tiny_model
 from lade.targets.ties import TieWatch, applies, num_chosen, ties_at_last_place
+from tests.support.tiny import causal_lm_types, tiny_model
 
 TYPES = [
     name

@@ -1,0 +1,178 @@
+"""The arena: methods that decode the same texts live, at equal numbers of draft tokens.
+
+In half precision the texts of two methods soon differ, and with them what can be drafted. So
+`generate` writes each answer first, and every method then has to write just that. What it drafts,
+and what it learns from the logits of draft tokens, rejected ones too, is all its own. Next file:
+`replay_report.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from benchmarks.methods import METHODS as ALL_METHODS
+from benchmarks.points import as_json, plot, points, table
+from benchmarks.rivals.catalogue import RIVALS
+from lade.bench.baselines import Given, Method, plain
+from lade.bench.batches import encode_batch, find_pad_token_id
+from lade.bench.prompts import Prompt
+from lade.bench.run import ends_in_loop
+from lade.bench.settings import BenchSettings
+from lade.cli.bench import (
+    Chosen,
+    ResultFiles,
+    describe_model,
+    keeping,
+    progress_bar,
+    say_written,
+)
+from lade.cli.prompting import check_prompts
+from lade.config import Config
+from lade.models.loading import LoadedModel
+from lade.prewarming.tables import table_for
+from lade.probing.report import probe
+from lade.stats import DecodeStats
+
+#: The methods that draft nothing but what they verify; without a table, two of lade's are the same.
+METHODS = {
+    name: ALL_METHODS[name]
+    for name in (
+        *("lade", "lade_untabled", "lade_fresh"),
+        *(name for name, rival in RIVALS.items() if rival.lookahead is None),
+    )
+}
+
+
+class Entry(NamedTuple):
+    """One answer of one method with one draft size."""
+
+    prompt: Prompt
+    loops: bool  # whether the text ends in a loop
+    method: str
+    max_draft_tokens: int
+    stats: DecodeStats
+    num_pass: int = 0
+
+    @property
+    def category(self) -> str:
+        """The category of the prompt."""
+        return self.prompt.category
+
+
+class SameText:
+    """A logits processor that leaves one token possible at each place: that of a given text."""
+
+    def __init__(self, num_prompt_tokens: int, token_ids: Sequence[int]) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._token_ids = token_ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores of which all are -inf but that of the text's token."""
+        token_id = self._token_ids[input_ids.shape[1] - self._num_prompt_tokens]
+        only = torch.full_like(scores, -torch.inf)
+        only[:, token_id] = 0.0
+        return only
+
+
+def run_arena(
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+    draft_sizes: Sequence[int],
+    settings: BenchSettings,
+    config: Config,
+    *,
+    entries: list[Entry],
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Let every method write every text with every draft size, appending to `entries`.
+
+    Each method starts afresh with every draft size, and keeps what it has learned from prompt to
+    prompt where it keeps anything. The entries of a prompt are appended together.
+
+    Raises:
+        RuntimeError: a method wrote another text, which only a bug can cause.
+    """
+    assert settings.num_rows == 1
+    pad_token_id = find_pad_token_id(loaded)
+    options = settings.options(pad_token_id)
+    running: dict[tuple[str, int], Method] = {
+        (name, size): METHODS[name].make(Given(replace(config, max_draft_tokens=size)))
+        for size in draft_sizes
+        for name in methods
+    }
+    for prompt in prompts:
+        inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
+        (text,) = plain(loaded.model, inputs, options).rows
+        same = LogitsProcessorList([SameText(inputs["input_ids"].shape[1], text)])
+        forced = {**options, "max_new_tokens": len(text), "logits_processor": same}
+        done = []
+        for (name, size), method in running.items():
+            answer = method(loaded.model, inputs, forced)
+            if answer.rows != [text] or answer.stats is None:
+                raise RuntimeError(f"expected {name} to write the text of generate")
+            done.append(Entry(prompt, ends_in_loop(text), name, size, answer.stats))
+            on_answer()
+        entries += done
+
+
+def steps_by_prompt(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return for each prompt its tokens and the steps of every method, ready for JSON."""
+    by_prompt: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        known = by_prompt.setdefault(
+            entry.prompt.id,
+            {
+                "id": entry.prompt.id,
+                "category": entry.category,
+                "loops": entry.loops,
+                "num_tokens": entry.stats.num_tokens,
+                "num_steps": {},
+            },
+        )
+        of_method = known["num_steps"].setdefault(entry.method, {})
+        of_method[str(entry.max_draft_tokens)] = entry.stats.num_steps
+    return [*by_prompt.values()]
+
+
+def run(
+    loaded: LoadedModel,
+    chosen: Chosen,
+    methods: Sequence[str],
+    draft_sizes: Sequence[int],
+    settings: BenchSettings,
+    files: ResultFiles,
+) -> None:
+    """Run the arena; print and write the results, even after an interruption."""
+    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
+    num_answers = len(chosen.prompts) * len(methods) * len(draft_sizes)
+    prewarmed = table_for(loaded.model)
+    entries: list[Entry] = []
+    with keeping(entries) as stopped, progress_bar() as bars:
+        task = bars.add_task("answering", total=num_answers)
+        run_arena(
+            *(loaded, chosen.prompts, methods, draft_sizes, settings, Config()),
+            entries=entries,
+            on_answer=lambda: bars.advance(task),
+        )
+    described: dict[str, Any] = {
+        **describe_model(loaded),
+        **asdict(settings),
+        "prompts": chosen.described,
+        "methods": {name: METHODS[name].description for name in methods},
+        "draft_sizes": [*draft_sizes],
+        "num_table_contexts": None if prewarmed is None else len(prewarmed),
+        "verification": probe(loaded.model).verification,
+        "interrupted": stopped.by is not None,
+    }
+    measured = points(entries)
+    stopped.tell(f"stopped after {len(entries)} of {num_answers} answers")
+    content = {**as_json(measured, described), "prompts": steps_by_prompt(entries)}
+    files.show(content, table(measured, "All methods write the texts of generate.", "Live"))
+    if files.plot is not None:
+        say_written(plot(files.plot, "arena", measured))
+    stopped.pass_on()

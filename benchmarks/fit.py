@@ -1,0 +1,191 @@
+"""Fit a pool's first weights: decode live once, and let new pools learn from that again and again.
+
+Nothing is fitted but by the pool's own learning (`ngram_pool/_kernels.py`), at higher rates and
+over several passes: by turns with a pool that is kept from prompt to prompt and with a new one for
+each, with a table of prewarmed successors, if there is one, and without.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lade.bench.batches import encode_batch, find_pad_token_id
+from lade.bench.environment import environment
+from lade.bench.methods import Lade
+from lade.bench.prompts import Prompt
+from lade.bench.run import ends_in_loop
+from lade.bench.settings import BenchSettings
+from lade.cli.bench import Chosen, ResultFiles, describe_model, progress_bar
+from lade.cli.loading import console
+from lade.cli.prompting import check_prompts
+from lade.config import Config
+from lade.drafting.pool_drafter import PoolDrafter
+from lade.drafting.successors import Successors
+from lade.models.loading import LoadedModel
+from lade.prewarming.tables import table_for
+from ngram_pool import NGramPool, SuccessorTable, _kernels
+
+_MAX_DRAFT_TOKENS = 16  # of the steps that are learned from
+# Rates of the passes. Pools themselves learn at 0.003.
+RATES = (0.02, 0.014, 0.01, 0.007, 0.005, 0.0035, 0.0025)
+
+
+class Harvested(NamedTuple):
+    """Nodes of one step and what the target found likely after them."""
+
+    committed: Sequence[int]  # the last tokens up to the first node
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+    successors: Successors
+
+
+class Lesson(NamedTuple):
+    """All that a drafter was told of one prompt and its answer, in order."""
+
+    prompt_ids: list[int]
+    told: list[list[int] | Harvested]  # committed tokens, or what was harvested
+
+
+class Recorder(PoolDrafter):
+    """A drafter that keeps all that it is told."""
+
+    def __init__(self, pool: NGramPool, prewarmed: SuccessorTable | None) -> None:
+        super().__init__(pool, prewarmed=prewarmed)
+        self.lessons: list[Lesson] = []
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin a lesson."""
+        self.lessons.append(Lesson([*prompt_ids], []))
+        return super().open(prompt_ids)
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Keep committed tokens, and feed them."""
+        self.lessons[-1].told.append([*token_ids])
+        super().observe(sequence, token_ids)
+
+    def harvest(
+        self,
+        sequence: int,
+        committed: Sequence[int],
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        successors: Successors,
+    ) -> None:
+        """Keep what was harvested, and feed it."""
+        nodes = [*token_ids], [*parents]
+        self.lessons[-1].told.append(Harvested([*committed[-2:]], *nodes, successors))
+        super().harvest(sequence, committed, token_ids, parents, successors)
+
+
+def record_lessons(
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: BenchSettings,
+    config: Config,
+    prewarmed: SuccessorTable | None,
+    *,
+    lessons: list[Lesson],
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
+    drafter = Recorder(NGramPool(seed=0), prewarmed)
+    method = Lade(config, drafter=drafter)
+    pad_token_id = find_pad_token_id(loaded)
+    for prompt in prompts:
+        inputs: dict[str, Any] = encode_batch(loaded, [prompt.text], pad_token_id)
+        answer = method(loaded.model, inputs, settings.options(pad_token_id))
+        if not ends_in_loop(answer.rows[0]):
+            lessons.append(drafter.lessons[-1])
+        on_answer()
+
+
+def fit(
+    lessons: Sequence[Lesson],
+    weights: NDArray[np.float64],
+    prewarmed: SuccessorTable | None,
+    rates: Sequence[float] = RATES,
+) -> NDArray[np.float64]:
+    """Return weights after some passes over the lessons, each at its own rate."""
+    weights = weights.copy()
+    tables = (None,) if prewarmed is None else (None, prewarmed)
+    for rate in rates:
+        for table in tables:
+            kept = learner(weights, rate)
+            for lesson in lessons:
+                for pool in (kept, learner(weights, rate)):
+                    teach(PoolDrafter(pool, prewarmed=table), lesson)
+    return weights
+
+
+def learner(weights: NDArray[np.float64], rate: float) -> NGramPool:
+    """Return a new pool that moves these very weights, at this rate.
+
+    Pools have no such options: fitting is the only use for them.
+    """
+    pool = NGramPool(seed=0)
+    pool._weights, pool._learning_rate = weights, rate
+    return pool
+
+
+def teach(drafter: PoolDrafter, lesson: Lesson) -> None:
+    """Tell a drafter all of a lesson."""
+    sequence = drafter.open(lesson.prompt_ids)
+    for told in lesson.told:
+        if isinstance(told, Harvested):
+            drafter.harvest(sequence, *told)
+        else:
+            drafter.observe(sequence, told)
+    drafter.close(sequence)
+
+
+def crude_weights() -> NDArray[np.float64]:
+    """Return weights that nothing was fitted to, the same for all contexts.
+
+    A token of the text alone gets the text's probability; each table counts a third of that.
+    """
+    weights = np.zeros((_kernels.NUM_WEIGHT_ROWS, _kernels.NUM_WEIGHTS))
+    of_matches = weights[: _kernels.ORIGIN_ROW]
+    of_matches[:, : _kernels.NUM_TABLE_SOURCES] = 0.3
+    of_matches[:, _kernels.TEXT] = 1.0
+    of_matches[:, _kernels.BIAS] = _kernels.LEAST_LOG_PROB
+    return weights
+
+
+def as_source(weights: NDArray[np.float64]) -> str:
+    """Return weights in hundredths, as lines of `ngram_pool/weights.py`; layers' are not fitted."""
+    rows = np.round(100 * weights[: _kernels.LAYER_ROW]).astype(int).tolist()
+    return "\n".join(f"    ({', '.join(map(str, row))})," for row in rows)
+
+
+def run(loaded: LoadedModel, chosen: Chosen, settings: BenchSettings, files: ResultFiles) -> None:
+    """Answer the prompts, fit weights to what pools were told meanwhile, print and write them."""
+    config = Config(max_draft_tokens=_MAX_DRAFT_TOKENS)
+    check_prompts(loaded, [prompt.text for prompt in chosen.prompts], settings.max_new_tokens)
+    prewarmed = table_for(loaded.model)
+    if prewarmed is None:
+        console.print("without a table (lade prewarm), the weights of tables are not fitted")
+    lessons: list[Lesson] = []
+    with progress_bar() as bars:
+        task = bars.add_task("answering", total=len(chosen.prompts))
+        record_lessons(
+            *(loaded, chosen.prompts, settings, config, prewarmed),
+            lessons=lessons,
+            on_answer=lambda: bars.advance(task),
+        )
+    with console.status(f"learning from {len(lessons)} answers"):
+        weights = fit(lessons, crude_weights(), prewarmed)
+    print(as_source(weights))
+    described = {
+        **describe_model(loaded),
+        **asdict(settings),
+        "max_draft_tokens": config.max_draft_tokens,
+        "prompts": chosen.described,
+        "num_answers": len(lessons),
+        "num_table_contexts": None if prewarmed is None else len(prewarmed),
+        "rates": [*RATES],
+    }
+    content = {"environment": environment(), "settings": described}
+    files.show({**content, "weights": weights.round(4).tolist()})

@@ -1,0 +1,33 @@
+"""Halves of prompt files: one to fit weights to, and one to measure them on."""
+
+from enum import StrEnum
+from pathlib import Path
+from zlib import crc32
+
+from lade.bench.prompts import read_prompts, spread
+from lade.cli.bench import Chosen, fingerprint
+
+
+class Half(StrEnum):
+    """One half of a file."""
+
+    fit = "fit"
+    publish = "publish"
+
+    @classmethod
+    def of(cls, prompt_id: str) -> "Half":
+        """Return the half of a prompt: by its id alone, whatever else is in its file."""
+        return cls.publish if crc32(prompt_id.encode()) % 2 else cls.fit
+
+
+def choose(path: Path, limit: int | None, half: Half | None) -> Chosen:
+    """Read a prompt file, or a half of it.
+
+    Raises:
+        ValueError: it cannot be read, or has no such prompt.
+    """
+    prompts = [each for each in read_prompts(path) if half in (None, Half.of(each.id))]
+    if not prompts:
+        raise ValueError(f"expected prompts in the {half} half of {path.name}, found none")
+    kept = spread(prompts, limit)
+    return Chosen(kept, {**fingerprint(path), "limit": limit, "half": half, "num": len(kept)})

@@ -1,0 +1,359 @@
+"""The entry points `generate`, `decode`, `wrap` and `unwrap`: our loop inside `model.generate`.
+
+All preparation (configs, masks, processors, criteria) is left to transformers.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from lade.compat import Model, takes_ids_by_name, without_compiler
+from lade.config import Config
+from lade.drafting.drafter import Drafter
+from lade.hf.arguments import Arguments, OnStep, takes_pool
+from lade.hf.assistance import drafter_of, take_assistant
+from lade.hf.call import Call
+from lade.hf.generation import Generation
+from lade.hf.options import (
+    refuse_unsupported_arguments,
+    refuse_unsupported_options,
+    take_stop_strings,
+)
+from lade.hf.pools import Pools, pools_of
+from lade.prewarming.learning import Learner
+from lade.probing.profile import Profiles
+from lade.probing.rules import refuse_encoder_decoder
+from ngram_pool import NGramPool
+
+_AnyModel = TypeVar("_AnyModel")
+_TYPES_OF_IDS = (torch.int64, torch.int32)  # which torch's embeddings take, so plain decoding does
+
+
+def generate(
+    model: Model,
+    input_ids: Tensor | None = None,
+    *,
+    pool: Pools | None = None,
+    drafter: Drafter | None = None,
+    config: Config | None = None,
+    on_step: OnStep | None = None,
+    **generate_kwargs: Any,
+) -> Any:
+    """Generate as `model.generate(input_ids, **generate_kwargs)` does, with fewer forwards.
+
+    Args:
+        model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
+        input_ids: int64 [rows, num_tokens], batches padded on the left.
+        pool: learns the prompt and the answer, and drafts from everything it has learned; pass the
+            same pool again to reuse it. A pool that is only read drafts and learns nothing. A named
+            pool of a store is opened for the length of the call. A list is drafted from all at
+            once: at most one of its pools learns, any number are only read. Where none learns, a
+            new one does, for this call alone.
+        drafter: drafts instead of a pool, or makes a drafter for the call.
+        config: overrides what is automatic otherwise.
+        on_step: called with a `lade.stats.Step` after each step, once for each row.
+        generate_kwargs: anything that `model.generate` takes, including `streamer`. With
+            `assistant_model` or `assistant_early_exit`, the pool and that model, or the first
+            layers, draft together (`lade.drafters`).
+
+    Returns:
+        What `generate` returns; with `return_dict_in_generate=True`, with an extra field `stats`.
+
+    Raises:
+        TypeError: `model` cannot generate, or another argument has a wrong type.
+        ValueError: more than one pool learns.
+        UnsupportedModelError: the model cannot verify drafts by the method that `config` asks for.
+        UnsupportedOptionError: an option is not supported; nothing was generated.
+    """
+    arguments = Arguments(pool, drafter, config, on_step)
+    inner = _generating(model)
+    args: tuple[Any, ...] = ()
+    # Prompt learning of PEFT takes a prompt by name alone, a class of nameless arguments by place.
+    if input_ids is not None and takes_ids_by_name(inner):
+        generate_kwargs["input_ids"] = input_ids
+    elif input_ids is not None:
+        args = (input_ids,)
+    return _generate(inner, arguments, args, generate_kwargs)
+
+
+def decode(
+    model: Model,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    pool: Pools | None = None,
+    drafter: Drafter | None = None,
+    config: Config | None = None,
+    on_step: OnStep | None = None,
+    token_streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode inside `model.generate(..., custom_generate=lade.decode)`.
+
+    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate`, and are passed to
+    `model.generate`; so is `token_streamer`, which gets the emitted tokens and the end. A
+    `streamer` passed to `model.generate` gets only the prompt, and an `assistant_model` is not
+    used, which nobody can tell here: transformers drops both before it calls a custom function.
+    Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
+    have this limitation.
+    """
+    arguments = Arguments(pool, drafter_of(model, drafter, generation_config), config, on_step)
+    arguments.check()
+    prepared = (logits_processor, stopping_criteria, generation_config)
+    return _run(Call(model, input_ids, *prepared, model_kwargs, arguments, token_streamer))
+
+
+def _run(call: Call) -> Any:
+    """Decode, once the model and the options of `generate` have passed."""
+    refuse_encoder_decoder(call.model)
+    refuse_unsupported_options(call.model, call.options)
+    if call.input_ids.dtype not in _TYPES_OF_IDS:
+        raise TypeError(f"expected input_ids of int64 or int32, got {call.input_ids.dtype}")
+    return Generation(call).run()
+
+
+def wrap(
+    model: _AnyModel,
+    *,
+    pool: Pools | None = None,
+    drafter: Drafter | None = None,
+    config: Config | None = None,
+    shares_text: bool = False,
+    learns: bool = False,
+) -> _AnyModel:
+    """Make `model.generate`, and everything that calls it, decode with lade; return the model.
+
+    `model.generate` then also takes `pool`, `drafter`, `config` and `on_step`, each for one call.
+    Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
+
+    Text is private to its call: each call has a pool of its own. The speed of an answer reveals
+    what its pool has seen, so a pool shared by strangers reveals to each what the others wrote.
+
+    Args:
+        model: a transformers causal LM, possibly wrapped by PEFT or `torch.compile`.
+        pool: shared by all calls that bring no pool or drafter of their own; also a list of pools,
+            as for `generate`.
+        drafter: drafts for all calls that bring no pool or drafter of their own. Copies of the
+            model are left without it, for it may hold text.
+        config: of all calls that bring none of their own.
+        shares_text: whether all calls share a new pool, as suits a machine with one user, where
+            later answers benefit from earlier ones.
+        learns: whether to add to the model's table for good, as `lade.prewarm` does, after calls
+            and for 2 % of their time. It holds what the model itself finds likely, and nothing of
+            any prompt or answer.
+
+    Raises:
+        TypeError: `model` cannot generate, or another argument has a wrong type.
+        ValueError: `learns` is set, and `config` leaves the table out; or `drafter` is given beside
+            pools that it does not use.
+    """
+    inner = _generating(model)
+    Arguments(pool, drafter, config).check()
+    if drafter is not None and shares_text and not takes_pool(drafter):
+        raise ValueError("expected shares_text=True without a drafter, which drafts by no pool")
+    if learns and config is not None and not config.uses_table:
+        raise ValueError("expected learns=True without Config(uses_table=False)")
+    if pool is None and shares_text:
+        pool = NGramPool()
+    before = vars(inner).get("generate")
+    if isinstance(before, _WrappedGenerate):
+        before = before.before
+    learner = Learner() if learns else None
+    inner.generate = _WrappedGenerate(inner, pool, config, before, learner, drafter)
+    return model
+
+
+def unwrap(model: _AnyModel) -> _AnyModel:
+    """Give a wrapped model its own `generate` back; return the model.
+
+    Raises:
+        ValueError: the model is not wrapped.
+    """
+    inner = without_compiler(model)
+    wrapped = getattr(inner, "__dict__", {}).get("generate")
+    if not isinstance(wrapped, _WrappedGenerate):
+        raise ValueError(
+            f"expected a model that lade.wrap was called on, got {type(inner).__name__}"
+        )
+    if wrapped.before is None:
+        del inner.generate
+    else:
+        inner.generate = wrapped.before
+    return model
+
+
+class _WrappedGenerate:
+    """The `generate` of a wrapped model, copied and pickled with the model.
+
+    Args:
+        model: the wrapped model.
+        pool: shared by its calls, or None.
+        config: of its calls.
+        before: the model's own instance attribute `generate`, or None if it had none.
+        learner: learns after calls; None for nothing.
+        drafter: of its calls, or None.
+    """
+
+    is_lades = True  # how other code recognises it
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pools | None,
+        config: Config | None,
+        before: Callable[..., Any] | None,
+        learner: Learner | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.pool = pool
+        self.drafter = drafter
+        self.config = config
+        self.before = before
+        self._model = model
+        self._learner = learner
+
+    def __call__(
+        self,
+        *args: Any,
+        pool: Pools | None = None,
+        drafter: Drafter | None = None,
+        config: Config | None = None,
+        on_step: OnStep | None = None,
+        **generate_kwargs: Any,
+    ) -> Any:
+        """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
+        if generate_kwargs.get("custom_generate") is not None:
+            # The caller has chosen a decoding function, possibly `lade.decode`.
+            if (
+                generate_kwargs["custom_generate"] is decode
+                and "assistant_model" in generate_kwargs
+            ):
+                # Which would never know of it.
+                drafter = take_assistant(self._model, drafter, generate_kwargs)
+            mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
+            generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
+            return _generate_of(self._model)(*args, **generate_kwargs)
+        if pool is None and drafter is None:
+            pool, drafter = self.pool, self.drafter
+        config = self.config if config is None else config
+        start = perf_counter()
+        output = _generate(
+            self._model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
+        )
+        if self._learner is not None:
+            self._learner.after_call(self._model, perf_counter() - start)
+        return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out all text: the user of a copy may be somebody else.
+
+        A pool that learns becomes an empty one; named pools, those that are only read, and drafters
+        are left to the original.
+        """
+        own = [each for each in pools_of(self.pool) if isinstance(each, NGramPool)]
+        emptied = [
+            NGramPool(pool.capacity_tokens, pool.max_ngram_size)
+            for pool in own
+            if not pool.is_read_only
+        ]
+        return {**vars(self), "pool": emptied[0] if emptied else None, "drafter": None}
+
+
+def _generating(model: Model) -> Model:
+    """Return the model without its `torch.compile` wrapper, or raise if it cannot generate."""
+    inner = without_compiler(model)
+    can_generate = callable(getattr(type(inner), "generate", None))
+    if not (isinstance(inner, nn.Module) and can_generate and hasattr(inner, "config")):
+        got = repr(inner) if isinstance(inner, str) else type(inner).__name__
+        raise TypeError(
+            f"expected a transformers causal LM, which has a method generate, got {got[:100]}"
+        )
+    return inner
+
+
+def _generate(
+    model: Model, arguments: Arguments, args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+) -> Any:
+    """Call the model's own `generate` with our decoding function."""
+    if getattr(generate_kwargs.get("custom_generate"), "is_lades", False):
+        # The model's own generate has called us again: our function is already in place.
+        return type(model).generate(model, *args, **generate_kwargs)
+    arguments.check()
+    own = _generate_of(model)
+    args, generate_kwargs = _by_name(own, args, generate_kwargs)
+    refuse_unsupported_arguments(model, generate_kwargs)
+    Profiles.of(model)  # made here, for a twin of the model to share
+    drafter = take_assistant(model, arguments.drafter, generate_kwargs)
+    arguments = arguments._replace(drafter=drafter)
+    twin = take_stop_strings(model, generate_kwargs)
+    if twin is not model:
+        own = _generate_of(twin)
+    streamer = generate_kwargs.get("streamer")
+
+    def strategy(
+        model: Model,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        # Decode with the model passed in: the outer one may be PEFT's wrapper.
+        prepared = (logits_processor, stopping_criteria, generation_config)
+        return _run(Call(model, input_ids, *prepared, model_kwargs, arguments, streamer))
+
+    strategy.is_lades = True  # type: ignore[attr-defined]
+    return own(*args, custom_generate=strategy, **generate_kwargs)
+
+
+def _generate_of(model: Model) -> Callable[..., Any]:
+    """Return the `generate` that a model would have without lade."""
+    own: Callable[..., Any] | None = vars(model).get("generate")
+    if isinstance(own, _WrappedGenerate):
+        own = own.before
+    return partial(type(model).generate, model) if own is None else own
+
+
+def _by_name(
+    own: Callable[..., Any], args: tuple[Any, ...], generate_kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn positional arguments into keyword arguments where possible, so they can be inspected.
+
+    Positional arguments that `own` takes as `*args`, as PEFT's `generate` does, get the names of
+    transformers' own `generate`, except the first, which stays positional.
+    """
+    try:
+        taken = [*inspect.signature(own).parameters.values()]
+    except (TypeError, ValueError):  # not a Python function
+        return args, generate_kwargs
+    by_place = [each for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
+    takes_more = any(each.kind is each.VAR_POSITIONAL for each in taken)
+    usual = [*inspect.signature(GenerationMixin.generate).parameters][1:]
+    in_place, named = [], {}
+    for place, value in enumerate(args):
+        if place < len(by_place):
+            if by_place[place].kind is inspect.Parameter.POSITIONAL_ONLY:
+                in_place.append(value)
+            else:
+                named[by_place[place].name] = value
+        elif takes_more and 0 < place < len(usual):
+            named |= {} if value is None else {usual[place]: value}
+        else:
+            in_place.append(value)
+    twice = named.keys() & generate_kwargs.keys()
+    if twice:
+        raise TypeError(f"generate() got multiple values for argument {min(twice)!r}")
+    return tuple(in_place), generate_kwargs | named

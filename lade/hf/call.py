@@ -1,0 +1,58 @@
+"""One call of `generate`, as transformers has prepared it for a decoding function."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from lade.compat import Model
+from lade.config import Config
+from lade.hf.arguments import Arguments
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is decoded, and how.
+
+    Attributes:
+        model: the target.
+        input_ids: int64 or int32 [rows, num_tokens].
+        processors, criteria, options: of `generate`.
+        model_kwargs: model inputs of the prefill.
+        arguments: lade's own arguments.
+        streamer: gets the emitted tokens and the end.
+    """
+
+    model: Model
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    options: GenerationConfig
+    model_kwargs: dict[str, Any]
+    arguments: Arguments
+    streamer: BaseStreamer | None
+
+    @cached_property
+    def config(self) -> Config:
+        """The config given, or that of defaults."""
+        return self.arguments.config or Config()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def returns_dict(self) -> bool:
+        """Whether the result has more than the tokens."""
+        return bool(self.options.return_dict_in_generate)
+
+    @property
+    def wanted_outputs(self) -> list[str]:
+        """Names of the outputs that the result has for each token."""
+        names = ("scores", "logits", "hidden_states", "attentions")
+        wanted = [name for name in names if getattr(self.options, f"output_{name}")]
+        return wanted if self.returns_dict else []

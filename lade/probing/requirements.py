@@ -1,0 +1,219 @@
+"""Which verification methods a call rules out, by its inputs, its cache and its lengths."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from lade.compat import Model, attention_of, mesh_of
+from lade.config import SPECULATING, Verification
+from lade.probing.plan import WITHOUT_CACHE
+from lade.probing.profile import CacheKind, Profile
+from lade.probing.rules import (
+    Lengths,
+    longest_draft,
+    why_no_snapshot,
+    why_no_tree,
+    why_not_speculate,
+)
+from lade.probing.selfcheck import has_usual_outputs
+from lade.targets import ties
+from lade.targets.inputs import num_slots_of
+from lade.targets.kv_memory import kind_of
+from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
+from lade.targets.trees import MASK_IS_ADDED
+
+# Model inputs that every verification method continues after the prompt.
+_CONTINUED = {
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+}
+# Inputs that say how positions were counted in the prompt; every forward gets its positions.
+_OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+
+
+class Requirements(NamedTuple):
+    """What a call requires, and what it rules out."""
+
+    excluded: dict[Verification, str]  # methods ruled out, and why
+    cache: CacheKind
+    is_padded: bool  # whether rows have padding, or may come to differ in length
+    num_new: int  # maximum number of tokens to emit
+    max_length: int  # maximum total length a draft may reach, prompt included
+    why_eager: str | None = None  # why its steps cannot be of fixed shape
+
+
+def requirements_of(
+    model: Model,
+    profile: Profile,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    own_code: str | None = None,
+) -> Requirements:
+    """Return the methods that a call prepared by `generate` rules out, and what it requires.
+
+    Args:
+        model, profile: the target.
+        input_ids, config, model_kwargs: of the call.
+        own_code: what of the user's own code runs in forwards, or None.
+    """
+    excluded: dict[Verification, str] = {}
+
+    def exclude(reason: str | None, *verifications: Verification) -> None:
+        for verification in verifications if reason is not None else ():
+            excluded.setdefault(verification, str(reason))
+
+    lengths = lengths_of(input_ids, config, model_kwargs)
+    exclude(why_not_speculate(model, lengths), *SPECULATING)
+    exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
+    exclude(why_no_tree(model, lengths), "tree")
+    exclude(why_no_snapshot(model, lengths), "snapshot")
+    text_config = model.config.get_text_config(decoder=True)
+    cache = cache_in(model_kwargs)
+    kind: CacheKind = "static" if type(cache) is StaticCache else "dynamic"
+    if cache is None and not model_kwargs.get("use_cache", True):
+        kind = "none"
+        for verification, reason in WITHOUT_CACHE.items():
+            exclude(reason, verification)
+    elif type(cache) is not DynamicCache:
+        exclude(f"its cache is a {type(cache).__name__}", "tree")
+    elif any(kind_of(layer) is None for layer in cache.layers):
+        exclude("its cache has layers that a tree cannot be kept in", "tree")
+    elif cache.offloading:
+        exclude("its cache is offloaded", "tree")
+    if cache is not None and type(cache) not in (DynamicCache, StaticCache):
+        exclude(f"past_key_values is a {type(cache).__name__}", *SPECULATING)
+    elif cache is not None and not _is_default(model, cache):
+        exclude(why_not_croppable(cache), "rows", "chain")
+        exclude(why_not_savable(cache), "snapshot")
+    if kind == "static":
+        exclude("a static cache has room for the rows of the batch alone", "rows")
+        if "local" in (getattr(text_config, "attention_layers", None) or ()):
+            exclude("its local layers mask by the size of a static cache", *SPECULATING)
+    if cache is not None and not model_kwargs.get("use_cache", True):
+        exclude("a cache was passed, and use_cache=False", *SPECULATING)
+    _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
+    longest = math.ceil(config.max_length)  # `generate` also takes a float
+    limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
+    if isinstance(cache, StaticCache):
+        whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
+        sizes = [layer.max_cache_len for layer in whole if hasattr(layer, "max_cache_len")]
+        limits += [input_ids.shape[1] + size - lengths.num_slots for size in sizes]
+    is_padded = lengths.is_padded or lengths.num_rows > 1
+    num_new = longest - input_ids.shape[1]
+    why_eager = _why_eager(model, model_kwargs)
+    if own_code is not None:
+        own = f"code of one's own runs in its forwards ({own_code})"
+        why_eager = why_eager or own
+        if mesh_of(model) is not None:
+            exclude(f"{own}, and several processes run it together", *SPECULATING)
+        if (attention_of(model) or "eager") not in MASK_IS_ADDED:
+            exclude(f"{own}, and its attention may be that code", "tree")
+    return Requirements(excluded, kind, is_padded, num_new, min(limits), why_eager)
+
+
+def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
+    """Return why steps cannot be of fixed shape, or None."""
+    for name in ("hidden_states", "attentions"):
+        if model_kwargs.get(f"output_{name}"):
+            return f"{name.replace('_', ' ')} were asked for"
+    if mesh_of(model) is not None:
+        return "several processes run it together"
+    if ties.applies(model):
+        return "how its sparse attention chooses keys is watched"
+    places = (getattr(model, "hf_device_map", None) or {}).values()
+    if len({str(place).removeprefix("cuda:") for place in places}) > 1:
+        return "its layers are on several devices"
+    return None
+
+
+def _exclude_by_outputs(
+    model: Model,
+    profile: Profile,
+    cache: Any,
+    kind: CacheKind,
+    model_kwargs: dict[str, Any],
+    exclude: Callable[..., None],
+) -> None:
+    """Exclude methods whose hidden states or attentions differ from those of plain decoding."""
+    names = ("hidden_states", "attentions")
+    wanted = [name for name in names if model_kwargs.get(f"output_{name}")]
+    if not wanted:
+        return
+    what = " and ".join(wanted).replace("_", " ")
+    if kind == "none":
+        exclude(f"{what} of whole texts were asked for", *SPECULATING)
+    elif not has_usual_outputs(model, profile, wanted):
+        exclude(f"{what} were asked for, of which it has others", *SPECULATING)
+    if "attentions" in wanted:
+        exclude("attentions were asked for, one path at a time has others", "rows", "snapshot")
+        is_windowed = isinstance(cache, Cache) and any(cache.is_sliding)
+        if is_windowed or kind == "static":
+            exclude("attentions were asked for, of layers with fixed numbers of keys", *SPECULATING)
+
+
+def lengths_of(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Lengths:
+    """Return the extent of a call prepared by `generate`."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    num_slots = num_slots_of(input_ids, config, model_kwargs)
+    first = num_slots if positions is None else int(positions[..., -1].max()) + 1
+    num_new = math.ceil(config.max_length) - input_ids.shape[1]
+    is_padded = mask is not None and not bool(mask.all())
+    if positions is not None and not is_padded:  # positions other than slots count as padding
+        cache = cache_in(model_kwargs)
+        num_cached = (0 if cache is None else length_of(cache)) or 0
+        lasts = {num_slots, num_cached + positions.shape[-1]}  # of whole texts, or of the new part
+        in_order = bool((positions.diff(dim=-1) == 1).all())
+        is_padded = not in_order or not {*(positions[..., -1] + 1).flatten().tolist()} <= lasts
+    return Lengths(input_ids.shape[0], first, num_slots, num_new, is_padded)
+
+
+def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Return a reason if every forward, not only the prefill, needs some model input, or None."""
+    unknown = {
+        name: value
+        for name, value in model_kwargs.items()
+        if name not in _CONTINUED | _OF_PROMPT and not _is_nothing(value)
+    }
+    if not unknown or input_ids.shape[1] == 0:
+        return f"the model input {next(iter(unknown))}" if unknown else None
+    known = {name: value for name, value in model_kwargs.items() if name in _CONTINUED}
+    known.pop("inputs_embeds", None)
+    try:
+        later = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, is_first_iteration=False, **known, **unknown
+        )
+    except Exception as failure:
+        return f"its inputs cannot be told apart ({type(failure).__name__}: {failure})"
+    for name in unknown:
+        if not _is_nothing(later.get(name)):
+            return f"every forward takes the model input {name}"
+    return None
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether an input is absent: None, or an empty dict of encoded images."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def _is_default(model: Model, cache: Any) -> bool:
+    """Return whether a cache is like those that `generate` makes, which the self-check covers."""
+    if type(cache) is not DynamicCache:
+        return False
+    made = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return not cache.offloading and [*map(type, cache.layers)] == [*map(type, made.layers)]

@@ -1,0 +1,119 @@
+"""What a model's layers hold besides their structure: weights, plain attributes, adapters in use.
+
+`structure.py` notices other objects in place of these; this file, other values in the same place.
+No value of theirs changes how a layer of torch or transformers treats one token beside others, but
+a check may have been blind to what was zero then: so a spot check follows. What was computed with
+them, such as keys and values, is no more true at all.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lade.compat import Model, has_adapters
+from lade.probing.own_code import PLAIN, state_of_partials
+from lade.probing.structure import UNRELATED
+
+_NUM_PLACES = 16  # of each weight; who writes past torch's own count mostly writes to all of it
+# Of layers of PEFT: what `set_adapter`, `disable_adapter` and `scale_layer` set.
+_SWITCHES: tuple[str, ...] = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+_APART = {"_disable_adapters", "training"}  # that `switches_of` and `structure.py` look at
+
+
+class Values(NamedTuple):
+    """What differs once values have changed."""
+
+    weights: Hashable  # how often they were written to, and some values of each
+    attributes: Hashable  # numbers and texts that modules hold, and how many attributes
+    working: Hashable  # what small buffers and other tensors hold, which some forwards set
+
+    @classmethod
+    def of(cls, model: Model) -> "Values":
+        """Return the present values; takes some microseconds for each weight.
+
+        Torch counts writes to a tensor, but not those through `.data`. So some values of each
+        weight are compared, too; a write through `.data` that misses all of them is not seen.
+        """
+        large = [buffer for buffer in model.buffers() if not _is_small(buffer)]
+        weights = _stamp_of([*model.parameters(), *large])
+        return cls(weights, attributes_of(model), _working_values_of(model))
+
+    def may_be_news(self, known: "Values | None") -> bool:
+        """Return whether a check with other values may have been blind to what these do."""
+        return known is None or self[:2] != known[:2]
+
+
+def values_of(model: Model) -> Values | None:
+    """Return the present values of a model; None where they cannot be read."""
+    try:
+        return Values.of(model)
+    except Exception:  # weights of unusual classes
+        return None
+
+
+def attributes_of(model: Model) -> Hashable:
+    """Return the plain attributes of a model's modules, in the model's order."""
+    return tuple(
+        (
+            len(vars(module).keys() - UNRELATED) if module is model else len(vars(module)),
+            *(value for name, value in vars(module).items() if _is_plain(name, value)),
+        )
+        for module in model.modules()
+    )
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return type(value) in PLAIN and name not in _APART
+
+
+def _working_values_of(model: Model) -> Hashable:
+    held = [vars(module) for module in model.modules()]
+    tensors = [value for each in held for value in each.values() if isinstance(value, Tensor)]
+    return _some_values_of([*[each for each in model.buffers() if _is_small(each)], *tensors])
+
+
+def _is_small(buffer: Tensor) -> bool:
+    """Return whether a buffer may be a new one after each forward, of frequencies say."""
+    return buffer.dim() <= 1
+
+
+def _stamp_of(weights: Sequence[Tensor]) -> Hashable:
+    writes = tuple(each._version for each in weights if not each.is_inference())
+    return writes, _some_values_of(weights)
+
+
+def _some_values_of(weights: Sequence[Tensor]) -> tuple[bytes, ...]:
+    values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for weight in weights:
+        plain = weight.detach()
+        # Tensors of other classes can only be read as a whole.
+        is_plain = type(plain) is Tensor and plain.layout == torch.strided
+        if is_plain and not (plain.is_quantized or plain.is_meta) and plain.numel():
+            values.setdefault((plain.device, plain.dtype), []).append(_some_values(plain))
+    read = [torch.cat(pieces).view(torch.uint8).cpu() for pieces in values.values()]
+    return tuple(piece.numpy().tobytes() for piece in read)
+
+
+def _some_values(weight: Tensor) -> Tensor:
+    if not weight.is_contiguous():
+        return weight[(0,) * (weight.dim() - 1)][:_NUM_PLACES]
+    # An odd step, so that the values of a matrix come from different columns.
+    step = max(1, weight.numel() // _NUM_PLACES - 1 | 1)
+    return weight.as_strided((min(_NUM_PLACES, -(-weight.numel() // step)),), (step,))
+
+
+def switches_of(model: Model) -> Hashable:
+    """Return which of a model's adapters are in use, how much of each, and for which rows."""
+    if not has_adapters(model):
+        return None
+    modules = [*model.named_modules()]
+    switches: Mapping[tuple[str, str], str] = {
+        (name, attribute): repr(vars(module).get(attribute))
+        for name, module in modules
+        for attribute in _SWITCHES
+        if attribute in vars(module)
+    }
+    hooks = [hook for _, module in modules for hook in module._forward_pre_hooks.values()]
+    return tuple(switches.items()), state_of_partials(hooks)

@@ -1,0 +1,48 @@
+"""What of a result file goes into the repository, and what code it says that it is of."""
+
+import json
+from pathlib import Path
+
+from benchmarks.publish import publish
+from lade.bench.environment import code
+
+
+def test_totals_stand_for_the_answers_of_a_result(tmp_path: Path) -> None:
+    entries = [{"num_steps": 3, "sec": 0.25, "overhead": 0.1, "same_text": True}]
+    entries += [{**entries[0], "num_steps": 4, "overhead": 0.3}]
+    prompts = [{"id": str(i), "loops": False, "lade": entry} for i, entry in enumerate(entries)]
+    prompts += [{"id": "2", "loops": True, "lade": entries[0]}]
+    result = {"environment": {"gpu": None}, "summary": {"x": 1 / 3}, "prompts": prompts}
+    source, out = tmp_path / "result.json", tmp_path / "published.json"
+    source.write_text(json.dumps(result))
+    publish(source, out)
+    assert json.loads(out.read_text()) == {
+        "environment": {"gpu": None},
+        "summary": {"x": 0.333333},
+        "prompts": [
+            {
+                "loops": False,
+                "num_prompts": 2,
+                "lade": {"num_steps": 7, "sec": 0.5, "overheads": [0.1, 0.3]},
+            },
+            {
+                "loops": True,
+                "num_prompts": 1,
+                "lade": {"num_steps": 3, "sec": 0.25, "overheads": [0.1]},
+            },
+        ],
+    }
+
+
+def test_the_digest_is_of_the_source_alone(tmp_path: Path) -> None:
+    (tmp_path / "lade" / "hf").mkdir(parents=True)
+    path = tmp_path / "lade" / "hf" / "api.py"
+    path.write_text("one")
+    before = code(tmp_path)
+    (tmp_path / "lade" / "notes.txt").write_text("no code")
+    assert code(tmp_path) == before
+    path.write_text("two")
+    assert code(tmp_path) != before
+    path.rename(path.with_name("call.py"))
+    assert code(tmp_path) != before
+    assert len(code()) == 12

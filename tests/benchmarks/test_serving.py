@@ -1,0 +1,159 @@
+"""`python -m benchmarks serve`, against servers whose answers are written down."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.serving import Reply, ask_all, summarise, table
+from lade.bench.prompts import Prompt
+from lade.errors import LadeError
+
+
+def chunk(**content: Any) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def delta(text: str | None) -> str:
+    return chunk(choices=[{"index": 0, "delta": {} if text is None else {"content": text}}])
+
+
+USAGE = chunk(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 4})
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request with the same stream, and keeps what it was asked."""
+
+    def __init__(self, stream: str, status: int) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.stream, self.status = stream, status
+        self.asked: list[dict[str, Any]] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/chat/completions"
+        size = int(self.headers["Content-Length"])
+        self.server.asked.append(json.loads(self.rfile.read(size)))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.stream.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def serving(*parts: str, status: int = 200) -> Iterator[Server]:
+    with Server("".join(parts), status) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_every_server_gets_all_turns_with_its_own_answers() -> None:
+    prompts = [Prompt("1", "a", "Hi", ("And?",)), Prompt("2", "a", "Ho")]
+    with (
+        serving(delta(None), delta("A"), delta("b"), USAGE, "data: [DONE]\n\n") as one,
+        serving(delta("C"), USAGE) as two,
+    ):
+        replies = [*ask_all({"one": one.address, "two": f"{two.address}/"}, prompts, 7)]
+    order = [(reply.prompt_id, reply.turn, reply.server) for reply in replies]
+    assert order == [
+        *(("1", 0, "one"), ("1", 0, "two"), ("1", 1, "one"), ("1", 1, "two")),
+        *(("2", 0, "two"), ("2", 0, "one")),
+    ]
+    assert [reply.text for reply in replies] == ["Ab", "C", "Ab", "C", "C", "Ab"]
+    assert {reply[3:5] for reply in replies} == {(9, 4)}
+    assert all(0 < reply.first_token_sec <= reply.sec for reply in replies)
+    said = [[(each["role"], each["content"]) for each in body["messages"]] for body in one.asked]
+    assert said == [
+        [("user", "Hi")],
+        [("user", "Hi"), ("assistant", "Ab"), ("user", "And?")],
+        [("user", "Ho")],
+    ]
+    assert two.asked[1]["messages"][1] == {"role": "assistant", "content": "C"}
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 7 for body in one.asked)
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "message"),
+    [
+        ([delta("A"), chunk(error="no memory")], 200, "'one' answered no memory"),
+        (['{"error": "no model"}'], 503, "'one' answered 503: .*no model"),
+        ([delta("A")], 200, "'one' does not say how many tokens"),
+    ],
+)
+def test_what_a_server_refuses_is_said(parts: list[str], status: int, message: str) -> None:
+    with serving(*parts, status=status) as server, pytest.raises(LadeError, match=message):
+        list(ask_all({"one": server.address}, [Prompt("1", "a", "Hi")], 7))
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with serving() as server:
+        address = server.address
+    with pytest.raises(LadeError, match=f"'one' at {address} cannot be asked"):
+        list(ask_all({"one": address}, [Prompt("1", "a", "Hi")], 7))
+
+
+def test_servers_are_compared_with_the_first() -> None:
+    replies = [
+        Reply("one", "a", 0, 5, 10, 1.0, 2.0, "x"),
+        Reply("two", "a", 0, 5, 12, 0.5, 1.0, "x"),
+        Reply("one", "a", 1, 9, 10, 3.0, 3.0, "y"),
+        Reply("two", "a", 1, 9, 12, 0.1, 1.0, "z"),
+    ]
+    one, two = (summarise(replies, name, "one") for name in ("one", "two"))
+    assert (one.num_tokens, one.tokens_per_sec, one.same_text) == (20, 4.0, 1.0)
+    assert (two.num_tokens, two.tokens_per_sec, two.same_text) == (24, 12.0, 0.5)
+    assert (one.first_token_sec, one.last_turn_first_token_sec) == (2.0, 3.0)
+    assert (two.first_token_sec, two.last_turn_first_token_sec) == (0.3, 0.1)
+    (rows,) = table(replies, "title").sections
+    assert [row[:3] for row in rows] == [["one", "4.0", "1.00x"], ["two", "12.0", "3.00x"]]
+
+
+def test_results_are_shown_and_written_without_text(tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "r.json"
+    prompts.write_text(json.dumps({"question_id": "q", "turns": ["Hi", "And?"]}) + "\n")
+    with serving(delta("secret"), USAGE) as one, serving(delta("secret"), USAGE) as two:
+        command = ["serve", f"a={one.address}", f"b={two.address}"]
+        command += ["--prompts", str(prompts), "--json", str(path)]
+        result = CliRunner().invoke(app, command, env={"COLUMNS": "120"}, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "100%" in result.stdout
+    content = json.loads(path.read_text())
+    assert [*content["summary"]] == ["a", "b"]
+    assert len(content["replies"]) == 4
+    assert content["settings"]["prompts"]["name"] == "p.jsonl"
+    assert "secret" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        (["plain"], "NAME=http://HOST:PORT, got 'plain'"),
+        (["=http://a"], "got '=http://a'"),
+        (["a=ftp://b"], "got 'a=ftp://b'"),
+        (["a=http://b", "a=http://c"], "'a' twice"),
+    ],
+)
+def test_servers_have_names_and_addresses(servers: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(app, ["serve", *servers, "--prompts", __file__], catch_exceptions=False)
