@@ -64,7 +64,10 @@ class Chat:
     def ask(self, token_ids: list[int]) -> int:
         self.num_calls += 1
         options = {"seed": self.num_calls, "config": self.config, "pool": self.pool, **self.options}
-        _, got = same_as_generate(self.model, torch.tensor([token_ids]), **options)
+        ids = torch.tensor([token_ids])
+        # An answer may hold the token for padding, and which are drawn depends on the processor.
+        options = {"attention_mask": torch.ones_like(ids), **options}
+        _, got = same_as_generate(self.model, ids, **options)
         self.ids = got.sequences[0].tolist()
         num_reused: int = got.stats.num_reused_tokens
         return num_reused
