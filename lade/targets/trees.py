@@ -335,6 +335,7 @@ class TreeTarget:
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run roots by the model as it is, where its own attention takes their mask."""
+        self.drop_early()  # nodes of a draft that is not verified by this
         self._is_plainly = True
         try:
             inputs = self.inputs(roots)

@@ -264,6 +264,22 @@ def test_what_was_run_early_is_dropped_with_the_step() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("expansion", ["tree", "chain", "beam"])
+@pytest.mark.filterwarnings("error")
+def test_spot_checks_run_what_the_first_layers_have_run(expansion: Any) -> None:
+    model = tiny_model("llama", vocab_size=12)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    for prompt in ([9], [1], PROMPT):
+        drafter = FirstLayers(1, length="seed", expansion=expansion)
+        config = lade.Config(max_draft_tokens=4, strict_drafter=True)
+        output = ours(model, torch.tensor([prompt]), drafter, config, max_new_tokens=30)
+        assert (
+            output.sequences.tolist()
+            == plain(model, torch.tensor([prompt]), max_new_tokens=30).tolist()
+        )
+        assert output.stats.num_accepted_tokens
+
+
 def test_a_root_that_is_run_plainly_runs_all_layers() -> None:
     model = tiny_model("llama")
     target = tree_target(model)
@@ -271,6 +287,7 @@ def test_a_root_that_is_run_plainly_runs_all_layers() -> None:
     target.run_early([11], [-1], halve_of(model))
     logits = target.forward(target.inputs([Tree.build(11, chain([12, 13]))])).logits
     target.discard()
+    target.run_early([11], [-1], halve_of(model))  # of a draft that is not verified
     alone = target.forward_plainly([Tree.build(11, Draft.empty())]).logits
     torch.testing.assert_close(alone[:, 0], logits[:, 0])
     target.commit([[0]])
