@@ -105,6 +105,9 @@ class Config:
             as without this. Not beside `stable_text`.
         max_prefix_bytes: Memory for what `reuses_prefix` keeps of a model, in bytes, on its device;
             the texts used last stay. 0 keeps nothing.
+        uses_products: Whether linear layers on a CPU may run by lade's own compiled products, in
+            float32, bfloat16 and float16, where these are found faster than torch's
+            (`lade.products`). Not beside `stable_text` or `step_costs`, whose calls repeat exactly.
         strict_drafter: Whether a drafter's errors and invalid drafts are raised, for authors of
             drafters. Otherwise a single warning reports them, and the call continues without
             drafts.
@@ -125,6 +128,7 @@ class Config:
     uses_table: bool = True
     reuses_prefix: bool = False
     max_prefix_bytes: int = 2**30
+    uses_products: bool = True
     strict_drafter: bool = False
 
     def __post_init__(self) -> None:
@@ -142,7 +146,13 @@ class Config:
                 raise ValueError(
                     "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
                 )
-        for name in ("uses_table", "reuses_prefix", "stable_text", "strict_drafter"):
+        for name in (
+            "uses_table",
+            "uses_products",
+            "reuses_prefix",
+            "stable_text",
+            "strict_drafter",
+        ):
             if not isinstance(getattr(self, name), bool):
                 got = getattr(self, name)
                 raise TypeError(f"expected Config({name}=…) to be a bool, got {got!r}")

@@ -33,7 +33,17 @@ ORDER = [
         "tree",
         "batch",
     ),
-    *("stats", "budget", "drafting", "sampling", "verify", "attention", "targets", "outputs"),
+    *(
+        "stats",
+        "budget",
+        "drafting",
+        "sampling",
+        "verify",
+        "attention",
+        "products",
+        "targets",
+        "outputs",
+    ),
     *("gpu", "probing", "decoder", "prewarming", "pools", "drafters", "hf"),
     *("models", "chat", "server", "engines"),
 ]

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs
 from lade.errors import UnsupportedModelError
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -38,7 +38,7 @@ def plan_for(model: Model) -> VerificationPlan:
         pass
     if profile.draws:
         raise UnsupportedModelError(f"{name} cannot draft, for its forwards draw random numbers")
-    return plan
+    return with_products(plan, model, profile)
 
 
 class ModelRunner:

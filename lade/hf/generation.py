@@ -48,7 +48,7 @@ from lade.hf.streams import ColumnStream, PlainStream
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import is_own_callback, own_code_around
 from lade.probing.plan import choose_verification, execution_of
 from lade.probing.profile import profile_of
@@ -147,6 +147,8 @@ class Generation:
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
+            if config.uses_products and not (config.stable_text or config.step_costs):
+                verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":
                 _refuse_lookahead(model, verification)
             if verification.verification == "plain":
@@ -258,6 +260,7 @@ class Generation:
             costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,
+                verification.products,
                 lambda: first_costs_of(self._model, self._profile, verification),
             )
             return MeasuredBudget(costs, temperature if self._call.options.do_sample else 0.0)

@@ -6,13 +6,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.closeness import limit_of
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model, device_of_inputs, mesh_of
 from lade.config import Execution, Verification
 from lade.gpu.compiled import CompiledModel
 from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import WorkspaceStore
+from lade.probing.own_code import own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.layout import tree_layout
@@ -30,6 +31,7 @@ class VerificationPlan(NamedTuple):
     execution: Execution = "eager"
     widths: Widths = None  # padded widths of trees that are not executed eagerly
     why_eager: str | None = None  # if another execution was requested
+    products: bool = False  # whether lade's own products may run its linear layers
 
 
 def make_target(
@@ -49,7 +51,8 @@ def make_target(
             *(generation_config, chosen.attention),
         )
         if chosen.execution == "eager":
-            return TreeTarget(*settings)
+            known = profile or profile_of(model)
+            return TreeTarget(*settings, known.products_for(model) if chosen.products else None)
         workspace_store = (profile or profile_of(model)).workspace_store
         compiled = chosen.execution == "compiled"
         of_steps = StepSettings(
@@ -63,6 +66,20 @@ def make_target(
     max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"
     return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
+
+
+def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:
+    """Return a plan by which lade's own products may run linear layers, where they can.
+
+    Where code of the user's own runs in forwards, it is to see what it sees in plain decoding. What
+    is verified by paths may have a state in its modules, which views would have twice.
+    """
+    is_usual = (chosen.verification, chosen.execution) == ("tree", "eager")
+    if not is_usual or device_of_inputs(model).type != "cpu" or mesh_of(model) is not None:
+        return chosen
+    if profile.structure.own_code is not None or own_code_around() is not None:
+        return chosen
+    return chosen._replace(products=profile.products_for(model) is not None)
 
 
 def _recording(model: Model, chosen: VerificationPlan, policy: DevicePolicy) -> dict[str, Any]:

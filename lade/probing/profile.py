@@ -15,6 +15,7 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
 from lade.probing.values import Values
+from lade.products.linear import Products, products_for
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
 
@@ -58,7 +59,7 @@ class Profile:
     #: By method, of the model as one that only drafts.
     drafting_results: dict[Verification, CheckResult] = field(default_factory=dict)
     #: Of its forwards, by how it verifies; calls leave nothing else of what they learn.
-    costs: dict[tuple[Verification, Execution], ForwardCosts] = field(default_factory=dict)
+    costs: dict[tuple[Verification, Execution, bool], ForwardCosts] = field(default_factory=dict)
     #: Methods whose verdict was dropped once, and those found wrong again, with the reason.
     dropped: set[Verification] = field(default_factory=set)
     found_wrong: dict[Verification, str] = field(default_factory=dict)
@@ -79,22 +80,32 @@ class Profile:
     prewarmed: Known[SuccessorTable | None] | None = None
     #: What drafters have found out about it and keep, by a name of their own.
     of_drafters: dict[str, Any] = field(default_factory=dict)
+    #: Lade's own products, and where they are faster than torch's; None where they cannot run.
+    products: Known[Products | None] | None = None
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
+
+    def products_for(self, model: Model) -> Products | None:
+        """Return which products are used for the model's layers; None where lade's cannot run."""
+        if self.products is None:
+            self.products = Known(products_for(model))
+        return self.products.value
 
     def costs_of(
         self,
         verification: Verification,
         execution: Execution,
+        has_products: bool,
         first_costs: Callable[[], Mapping[int, float]],
     ) -> ForwardCosts:
         """Return the costs of such steps, new if there are none.
 
         Args:
             verification, execution: of the steps.
+            has_products: whether their linear layers may run by lade's own products.
             first_costs: asked for what new costs begin with.
         """
-        key = (verification, execution)
+        key = (verification, execution, has_products)
         if key not in self.costs:
             self.costs.setdefault(key, ForwardCosts(first_costs()))
         return self.costs[key]

@@ -12,6 +12,7 @@ from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_gro
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
+from lade.products.linear import Products
 from lade.targets import ties
 from lade.targets.base import Forward
 from lade.targets.early import EarlyNodes, Halve, Halves
@@ -24,7 +25,7 @@ from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
-from lade.view import with_attention
+from lade.view import keep_attributes, with_attention
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
@@ -53,6 +54,7 @@ class TreeTarget:
         generation_config: provides `prefill_chunk_size` for the prefill.
         attention: the attention implementation for verification, if the model's own ignores masks
             or is slow with them; the prefill uses the model's own. None for the model's own.
+        products: runs linear layers; None for torch's own.
     """
 
     max_candidates: int | None = None
@@ -67,6 +69,7 @@ class TreeTarget:
         max_new_tokens: int,
         generation_config: GenerationConfig | None = None,
         attention: str | None = None,
+        products: Products | None = None,
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
@@ -100,6 +103,7 @@ class TreeTarget:
             if model_kwargs.get(name)
         }
         self.attention = attention
+        self._products = products
         self._packs = (
             attention == PACKED_ROWS
             and not self._outputs  # other than logits, they have rows
@@ -136,9 +140,12 @@ class TreeTarget:
     def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts as `generate` does, or without the padding that it runs."""
         model = self._model if view is None else view
-        output = None if is_plain else self._packed_prefill(model)
+        fast = model if is_plain or self._products is None else self._products.view(model)
+        output = None if is_plain else self._packed_prefill(fast)
         if output is None:
-            output = prefill(model, self._input_ids, self._generation_config, self._model_kwargs)
+            output = prefill(fast, self._input_ids, self._generation_config, self._model_kwargs)
+        if fast is not model:
+            keep_attributes(fast, model)
         cache = cache_in(output)
         # phi3 starts a cache of its own if the prompt is long.
         if cache is not None and cache is not self.cache:
@@ -418,6 +425,7 @@ class TreeTarget:
         if self._stepping is None:
             attention, model = self.attention, self._model
             view = model if attention is None else with_attention(model, attention)
+            view = view if self._products is None else self._products.view(view)
             self._stepping = Untied(view) if ties.applies(model) else view
         return self._stepping
 

@@ -432,7 +432,7 @@ def test_a_live_answer_does_not_tell_what_was_asked_before(
     seen = []
     for accept in (1.0, 0.0):
         costs = copy.deepcopy(constant_costs)
-        profile_of(model).costs["tree", "eager"] = costs
+        profile_of(model).costs["tree", "eager", False] = costs
         if is_shared:
             shared = MeasuredBudget(costs)
             monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_, of=shared: of)

@@ -174,7 +174,7 @@ def test_the_first_step_knows_the_costs(folder: Path) -> None:
     model = tiny_model("llama")
     config = lade.Config(verification="tree")
     lade.generate(model, PROMPT, config=config, do_sample=False, max_new_tokens=1)
-    costs = profile_of(model).costs["tree", "eager"].of(1)
+    costs = profile_of(model).costs["tree", "eager", False].of(1)
     assert not costs.are_unknown
     assert costs.num[:10].sum() >= 4
 

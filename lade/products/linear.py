@@ -1,0 +1,264 @@
+"""Linear layers that run by whichever is faster on this machine, torch's product or lade's.
+
+Torch's products of a few rows are far from what memory and cores allow: in float32 they pack the
+weights anew in each call, and without AVX-512 those in 16 bits take as many times as there are
+rows. Ours (`_kernels.py`) read the weights where they are. Which one is faster is measured with the
+first calls, by format, size and number of rows. Figures are in docs/internals/
+products.md.
+"""
+
+import ctypes
+import math
+import warnings
+from collections.abc import Callable
+from time import perf_counter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lade.closeness import float32_precision
+from lade.compat import Model
+from lade.products.threads import Run, runner
+from lade.view import viewed
+
+# Weights of fewer elements are done before a thread is told of them.
+_MIN_ELEMENTS = 2**16
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TENSORS = (Tensor, nn.Parameter)
+# Columns that a thread takes at once: so few that none waits long for another, and many enough that
+# their inputs are read once for several.
+_FEWEST, _MOST, _SHARES = 12, 240, 4
+
+# A product is timed when it is the first of the two, as the other finds the weights in the cache.
+# Twice for each, unless one is so much slower that another time would cost more than it can tell.
+_NUM_TIMES = 2
+_CLEAR, _CLEAR_SEC = 2.0, 3e-3
+# Calls until the slower one is timed again, if both take about the same time, and in any case.
+_LEAST_CALLS, _MOST_CALLS = 100, 20_000
+# Both round; what differs by more than such a share of the largest result is wrong.
+_TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
+
+
+_Call = Callable[[], Tensor]
+
+
+class Products:
+    """Which products are used for a model's layers, as measured so far.
+
+    Args:
+        run: calls a function on several threads.
+        job: address of the function.
+    """
+
+    def __init__(self, run: Run, job: int) -> None:
+        self._run, self._job = run, job
+        self._sizes: dict[tuple[torch.dtype, int, int], _Size] = {}
+
+    def view(self, model: Model) -> Model:
+        """Return a view of a model whose large linear layers choose.
+
+        Layers whose weights are not plain matrices, or whose forward is not torch's, stay as they
+        are. What a layer holds is looked at in each call, so that a weight may be changed or
+        replaced at any time.
+        """
+        if nn.Linear.forward is not _FORWARD:
+            return model  # somebody wants to see every call
+
+        def forward(layer: Any, inputs: Tensor) -> Tensor:
+            return self.product(inputs, layer.weight, layer.bias)
+
+        def change(module: nn.Module) -> dict[str, Any] | None:
+            return {"forward": MethodType(forward, module)} if _is_candidate(module) else None
+
+        return viewed(model, change)
+
+    def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what `torch.nn.functional.linear` returns, up to rounding.
+
+        Args:
+            inputs: [..., K].
+            weight: [N, K].
+            bias: [N], or None.
+        """
+        if not _fits(inputs, weight, bias):
+            return linear(inputs, weight, bias)
+        num_columns, num_inputs = weight.shape
+        key = weight.dtype, num_columns, num_inputs
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = _Size()
+        choice = size.choice(inputs.numel() // num_inputs)
+        if choice.is_ours is None or choice.is_due():
+            run = choice.compare if choice.is_ours is None else choice.run_other
+            return run(
+                lambda: self._ours(inputs, weight, bias), lambda: linear(inputs, weight, bias)
+            )
+        if choice.is_ours:
+            return self._ours(inputs, weight, bias)
+        return linear(inputs, weight, bias)
+
+    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        num_columns, num_inputs = weight.shape
+        num_threads = torch.get_num_threads()
+        # Each of these lives until the job is done.
+        wide = inputs.to(torch.float32, memory_format=torch.contiguous_format)
+        of_bias = None if bias is None else bias.to(torch.float32)
+        results = wide.new_empty((*inputs.shape[:-1], num_columns))
+        scratch = None
+        if weight.dtype != torch.float32:
+            scratch = wide.new_empty(num_threads * _scratch_size())
+        share = num_columns // (_SHARES * num_threads) // _FEWEST * _FEWEST
+        job = _Job(
+            wide.data_ptr(),
+            weight.data_ptr(),
+            0 if of_bias is None else of_bias.data_ptr(),
+            results.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
+            inputs.numel() // num_inputs,
+            num_inputs,
+            num_columns,
+            _FORMATS[weight.dtype],
+            min(max(share, _FEWEST), _MOST),
+        )
+        self._run(self._job, ctypes.addressof(job), num_threads)
+        return results.to(inputs.dtype)
+
+
+_FORWARD = nn.Linear.forward
+_Job = ctypes.c_int64 * 12
+
+
+def products_for(model: Model) -> Products | None:
+    """Return products that nothing is known of yet; None where lade's cannot run, or no layer.
+
+    The first time on a machine, they are compiled, for some seconds.
+    """
+    run = runner()
+    if run is None or not any(map(_is_candidate, model.modules())):
+        return None
+    # What is summed in less than float32 is what the user asked for.
+    if float32_precision("cpu") != "highest":
+        return None
+    from lade.products._kernels import run_job  # compiled as it is imported
+
+    return Products(run, run_job.address)
+
+
+def _scratch_size() -> int:
+    from lade.products._kernels import SCRATCH
+
+    return SCRATCH
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dtype in _FORMATS and weight.numel() >= _MIN_ELEMENTS
+
+
+def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a product is of plain matrices in memory, of a format that we know."""
+    dtype = inputs.dtype
+    return (
+        type(weight) in _TENSORS
+        and type(inputs) in _TENSORS
+        and (bias is None or (type(bias) in _TENSORS and bias.is_contiguous()))
+        and dtype in _FORMATS
+        and weight.dtype == dtype
+        and weight.device.type == inputs.device.type == "cpu"
+        and weight.is_contiguous()
+        and inputs.numel() > 0
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class _Size:
+    """Choices for one size of weights, by number of rows."""
+
+    def __init__(self) -> None:
+        self._choices = [_Choice() for _ in range(12)]
+
+    def choice(self, num_rows: int) -> "_Choice":
+        """Return the choice for about so many rows: up to a power of two, or above 1,024."""
+        return self._choices[min((num_rows - 1).bit_length(), 11)]
+
+
+class _Choice:
+    """Which of two products is faster, by the shortest times of a few calls.
+
+    A busy machine may make the wrong one look slow, so that one is timed again now and then.
+
+    Attributes:
+        is_ours: None as long as it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.is_ours: bool | None = None
+        self._sec = [math.inf, math.inf]  # the shortest of torch's and of ours
+        self._num_compared = 0
+        self._num_left = 0  # calls until the other one is timed again
+
+    def compare(self, ours: _Call, theirs: _Call) -> Tensor:
+        """Run both products, time the first, and return torch's result."""
+        is_first = self._num_compared % 2 == 0
+        self._num_compared += 1
+        if is_first:
+            mine, result = self._timed(True, ours), theirs()
+        else:
+            result, mine = self._timed(False, theirs), ours()
+        if not _is_close(mine, result):
+            warnings.warn(
+                "lade's product for few rows differs from torch's, which is used instead; please "
+                f"report this with your CPU and {result.dtype} {list(result.shape)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.is_ours, self._num_left = False, -1
+        elif not is_first:
+            fast, slow = sorted(self._sec)
+            is_clear = slow > _CLEAR * fast and slow > _CLEAR_SEC
+            if is_clear or self._num_compared >= 2 * _NUM_TIMES:
+                self._choose()
+        return result
+
+    def is_due(self) -> bool:
+        """Count a call; return whether it should be by the product that seems slower."""
+        self._num_left -= 1
+        return self._num_left == 0
+
+    def run_other(self, ours: _Call, theirs: _Call) -> Tensor:
+        """Run and time the product that seems slower, and choose again."""
+        result = self._timed(not self.is_ours, theirs if self.is_ours else ours)
+        self._choose()
+        return result
+
+    def _timed(self, is_ours: bool, call: _Call) -> Tensor:
+        start = perf_counter()
+        result = call()
+        self._sec[is_ours] = min(self._sec[is_ours], perf_counter() - start)
+        return result
+
+    def _choose(self) -> None:
+        fast, slow = sorted(self._sec)
+        self.is_ours = self._sec[True] < self._sec[False]
+        # What takes so many times as long is tried so rarely that it costs a percent at most.
+        self._num_left = int(min(_LEAST_CALLS * (slow / fast) ** 2, _MOST_CALLS))
+
+
+def _is_close(mine: Tensor, theirs: Tensor) -> bool:
+    """Return whether two results differ by rounding alone."""
+    finite = theirs.isfinite()
+    if not bool(finite.all()):
+        if not torch.equal(mine.isfinite(), finite):
+            return False
+        mine, theirs = mine[finite], theirs[finite]
+    if not theirs.numel():
+        return True
+    most = theirs.abs().max().double()
+    apart = (mine.double() - theirs.double()).abs().max()
+    return bool(apart <= _TOLERANCE[theirs.dtype] * most)

@@ -1,0 +1,322 @@
+"""Products for few rows: torch's numbers, whatever happens to weights; the faster one is used."""
+
+import copy
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+import lade
+from lade.probing.factory import VerificationPlan, with_products
+from lade.probing.profile import Profiles, profile_of
+from lade.products import linear as file
+from lade.products.linear import Products, products_for
+from lade.products.threads import runner
+from tests.lade.both import ONE, same_as_generate
+from tests.lade.tiny import tiny_model
+
+FORMATS = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = ((256, 256), (300, 1500), (577, 2049), (70_000, 1), (3, 30_001), (1, 65_536))
+
+pytestmark = [
+    pytest.mark.skipif(runner() is None, reason="torch has no OpenMP of the usual ABI here"),
+    pytest.mark.xdist_group("products"),  # compiled once
+]
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use lade's products wherever there is a choice."""
+    monkeypatch.setattr(file._Choice, "__init__", lambda self: self.__dict__.update(_ALWAYS))
+
+
+_ALWAYS = {"is_ours": True, "_num_left": -1}
+
+
+def made() -> Products:
+    found = products_for(nn.Linear(256, 256))
+    assert found is not None
+    return found
+
+
+def wide_model(**options: Any) -> Any:
+    """A tiny model with linear layers of so many weights that products are chosen for them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 300, "vocab_size": 400}
+    return tiny_model("llama", seed=1, **{"dtype": torch.float32, **sizes, **options})
+
+
+def apart(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).abs().max() / exact.abs().max())
+
+
+# --- the numbers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_results_are_as_exact_as_those_of_torch(
+    dtype: torch.dtype, size: tuple[int, int], always: None
+) -> None:
+    num_columns, num_inputs = size
+    weight, bias = (torch.randn(each).to(dtype) for each in (size, (num_columns,)))
+    product = made().product
+    for num_rows, of_bias in itertools.product((1, 2, 3, 4, 7, 9), (None, bias)):
+        inputs = torch.randn(1, num_rows, num_inputs).to(dtype)
+        exact = linear(
+            inputs.double(), weight.double(), None if of_bias is None else of_bias.double()
+        )
+        got = product(inputs, weight, of_bias)
+        assert got.shape == exact.shape
+        assert got.dtype == dtype
+        theirs = apart(linear(inputs, weight, of_bias), exact)
+        assert apart(got, exact) <= 2 * theirs + torch.finfo(dtype).eps
+
+
+def test_threads_share_the_columns(always: None) -> None:
+    inputs, weight = torch.randn(5, 300), torch.randn(1000, 300)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            results.append(made().product(inputs, weight, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+def test_float16_has_every_number_that_there_is(always: None) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    weight = torch.stack([every, torch.zeros_like(every)], dim=1)
+    got = made().product(torch.tensor([[1.0, 0.0]], dtype=torch.float16), weight, None)[0]
+    assert torch.equal(got.isnan(), every.isnan())
+    assert torch.equal(got[~every.isnan()], every[~every.isnan()])
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_infinity_and_nan_pass(dtype: torch.dtype, special: float, always: None) -> None:
+    weight = torch.ones(256, 256, dtype=dtype)
+    weight[3, 5] = special
+    got = made().product(torch.ones(2, 256, dtype=dtype), weight, None)
+    expected = linear(torch.ones(2, 256, dtype=dtype), weight)
+    assert torch.equal(got.nan_to_num(1.5), expected.nan_to_num(1.5))
+
+
+# --- which of the two -------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass as products are run: so many for torch's, and so many for lade's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, theirs: float, ours: float) -> None:
+        self.now, self.theirs, self.ours = 0.0, theirs, ours
+        self.ran: list[str] = []
+        own = Products._ours
+        monkeypatch.setattr(file, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(file, "linear", lambda *args: self._run("theirs", linear, args))
+        monkeypatch.setattr(Products, "_ours", lambda *args: self._run("ours", own, args))
+
+    def _run(self, name: str, product: Any, args: Any) -> Tensor:
+        self.ran.append(name)
+        self.now += getattr(self, name)
+        result: Tensor = product(*args)
+        return result
+
+
+@pytest.mark.parametrize("faster", ["ours", "theirs"])
+def test_the_faster_one_is_used(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"ours": 1e-4, "theirs": 1e-4, faster: 0.8e-4}
+    clock = Clock(monkeypatch, **times)
+    products, weight = made(), torch.randn(256, 256)
+    for num_rows in (1, 8):
+        clock.ran.clear()
+        inputs = torch.randn(num_rows, 256)
+        for _ in range(4):
+            assert torch.equal(products.product(inputs, weight, None), linear(inputs, weight))
+        assert clock.ran == ["ours", "theirs", "theirs", "ours"] * 2
+        clock.ran.clear()
+        for _ in range(50):
+            products.product(inputs, weight, None)
+        assert clock.ran == [faster] * 50
+
+
+def test_one_that_is_much_slower_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, theirs=0.1, ours=0.01)
+    products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
+    for _ in range(9):
+        products.product(inputs, weight, None)
+    assert clock.ran == ["ours", "theirs", "theirs", "ours"] + ["ours"] * 7
+
+
+def test_what_a_busy_machine_made_look_slow_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, theirs=1e-4, ours=2e-4)
+    products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
+    for _ in range(4):
+        products.product(inputs, weight, None)
+    clock.ours = 0.5e-4
+    for _ in range(2000):
+        products.product(inputs, weight, None)
+    assert clock.ran[-1000:].count("ours") > 950
+
+
+def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Products._ours
+    monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
+    products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
+    with pytest.warns(RuntimeWarning, match="differs from torch's, which is used instead"):
+        got = products.product(inputs, weight, None)
+    assert torch.equal(got, linear(inputs, weight))
+    for _ in range(300):
+        assert torch.equal(products.product(inputs, weight, None), linear(inputs, weight))
+
+
+# --- a model's layers ---------------------------------------------------------------------------
+
+
+def change(weight: Tensor, number: int) -> None:
+    """Change weights in one of several ways; torch counts no write through `.data`."""
+    row = number % weight.shape[0]
+    if number % 4 == 0:
+        weight.neg_()
+    elif number % 4 == 1:
+        weight.data.add_(0.01)
+    elif number % 4 == 2:
+        weight.data[row, number % weight.shape[1]] = 3.0
+    else:
+        weight[row].zero_()
+
+
+def test_whatever_changes_weights_the_next_product_is_of_the_new_ones(always: None) -> None:
+    torch.manual_seed(0)
+    layers = nn.Linear(256, 256), nn.Linear(256, 300, bias=False)
+    model = nn.Sequential(*layers)
+    view = made().view(model)
+    inputs = torch.randn(2, 256)
+    for number in range(1000):
+        layer = layers[number % 2]
+        if number % 10 == 9:
+            layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+        elif number % 50 == 8:
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        else:
+            change(layer.weight, number)
+        assert apart(view(inputs), model(inputs).double()) < 1e-5
+
+
+class Doubled(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return 2 * super().forward(inputs)
+
+
+def test_layers_that_are_no_plain_matrix_stay_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Tensor:
+        raise AssertionError
+
+    monkeypatch.setattr(Products, "_ours", never)
+    patched, of_hook = nn.Linear(256, 256), nn.Linear(256, 256)
+    patched.__dict__["forward"] = lambda inputs: inputs
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(256, 256))
+    transposed = nn.Linear(256, 256)
+    transposed.weight = nn.Parameter(torch.randn(256, 256).T)
+    others = (Doubled(256, 256), Conv1D(256, 256), patched, parametrized, transposed)
+    model = nn.Sequential(*others, nn.Linear(256, 256).double(), nn.Linear(16, 16))
+    view = made().view(model)
+    inputs = torch.randn(3, 256)
+    for mine, theirs in zip(view, model, strict=True):
+        of_layer = inputs[:, :16].contiguous() if mine is view[-1] else inputs
+        of_layer = of_layer.double() if theirs is model[-2] else of_layer
+        assert torch.equal(mine(of_layer), theirs(of_layer))
+    plain = made().view(of_hook)
+    with torch.enable_grad():
+        assert plain(inputs).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plain(inputs).dtype == torch.bfloat16
+
+
+def test_hooks_of_a_layer_are_called(always: None) -> None:
+    layer = nn.Linear(256, 256)
+    layer.register_forward_hook(lambda module, args, out: out + 1)
+    view = made().view(nn.Sequential(layer))
+    inputs = torch.randn(3, 256)
+    torch.testing.assert_close(view(inputs), linear(inputs, layer.weight, layer.bias) + 1)
+    assert "forward" not in vars(layer)
+
+
+# --- calls --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_text_is_that_of_generate(is_sampled: bool, always: None) -> None:
+    model = wide_model()
+    for seed in range(4):
+        same_as_generate(model, ONE, accept=0.7, seed=seed, do_sample=is_sampled)
+    products = profile_of(model).products_for(model)
+    assert products is not None
+    assert {key[1:] for key in products._sizes} >= {(256, 256), (300, 256), (256, 300), (400, 256)}
+
+
+def test_prompts_run_by_them_too(monkeypatch: pytest.MonkeyPatch, always: None) -> None:
+    rows = set()
+    own = Products._ours
+
+    def noting(self: Products, inputs: Tensor, *args: Any) -> Tensor:
+        rows.add(inputs.shape[1])
+        return own(self, inputs, *args)
+
+    monkeypatch.setattr(Products, "_ours", noting)
+    ids = torch.randint(5, 400, (1, 50))
+    same_as_generate(wide_model(), ids, accept=0.7)
+    assert {50, 1} < rows
+
+
+def uses_products(model: Any, config: lade.Config | None = None) -> bool:
+    options: dict[str, Any] = {"config": config, "max_new_tokens": 4, "do_sample": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lade.generate(model, ONE, attention_mask=torch.ones_like(ONE), **options)
+    (profile,) = [*Profiles.of(model)][:1]
+    return profile.products is not None and profile.products.value is not None
+
+
+def test_calls_that_run_without_them() -> None:
+    assert uses_products(wide_model())
+    assert not uses_products(wide_model(), lade.Config(uses_products=False))
+    assert not uses_products(wide_model(), lade.Config(step_costs={1: 1.0, 8: 1.1}))
+    assert not uses_products(wide_model(), lade.Config(stable_text=True))
+    assert not uses_products(wide_model(), lade.Config(verification="chain"))
+    assert not uses_products(wide_model(dtype=torch.float64))
+    assert not uses_products(tiny_model("llama", dtype=torch.float32))
+    hooked = wide_model()
+    hooked.model.layers[0].register_forward_hook(lambda *_: None)
+    assert not uses_products(hooked)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not uses_products(wide_model())
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_without_torchs_threads_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "runner", lambda: None)
+    model = wide_model()
+    plan = VerificationPlan("tree", None, {})
+    assert with_products(plan, model, profile_of(model)) == plan
+
+
+def test_the_switch_is_a_bool() -> None:
+    with pytest.raises(TypeError, match="uses_products"):
+        lade.Config(uses_products=1)  # type: ignore[arg-type]
