@@ -3,13 +3,10 @@
 Next file: `state.py`.
 """
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import NEVER, NONE, Float64Array, Int32Array, Int64Array
@@ -18,65 +15,59 @@ from ngram_pool.table import SuccessorTable
 # Tokens whose expected counts are kept: 12 bytes each. Rarer ones hardly matter.
 _NUM_UNIGRAMS = 2**12
 _NO_TABLE = SuccessorTable(1)
-_NO_LAYERS = np.empty((0, _kernels.NUM_LAYER_COLUMNS), np.int64)
 _UNBEGUN = (NONE, NEVER, NEVER, 0)  # the state of a sequence without text
 
 
-class Row:
-    """What the kernels know of a pool or a sequence whose arrays they find by address.
+class Header:
+    """What kernels know of a pool, a sequence or scratch: addresses of arrays, and their sizes."""
 
-    It holds none of these arrays: whoever reads them by it does.
+    def __init__(self, values: Sequence[int], held: tuple[Any, ...]) -> None:
+        self.row = np.array(values, np.int64)
+        self.address: int = self.row.ctypes.data
+        #: All that the addresses are in, so that whoever holds the header may read by it.
+        self.held = held
+
+
+class OpenSequence:
+    """A sequence, open for as long as it is referenced.
+
+    Args:
+        prewarmed: table of successors; None for none.
+        layers: pools that are only read; `headers`: theirs.
+        state: as the kernels' `sequence`.
     """
 
-    def __init__(self, values: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
-        self.values = np.array(values, np.int64)
-        self.address: int = self.values.ctypes.data
-        self._arrays = [weakref.ref(array) for array in arrays]
+    def __init__(
+        self,
+        prewarmed: SuccessorTable | None = None,
+        layers: Sequence[Any] = (),
+        headers: Sequence[Header] = (),
+        state: Sequence[int] | Int64Array = _UNBEGUN,
+    ) -> None:
+        self.prewarmed = _NO_TABLE if prewarmed is None else prewarmed
+        self.layers = layers
+        self.state = np.array(state, np.int64)
+        self._layers = np.array([header.address for header in headers], np.int64)
+        self._headers = headers
+        self._header: Header | None = None
 
-    def is_of(self, arrays: Sequence[NDArray[Any]]) -> bool:
-        """Return whether these are the arrays whose addresses it has."""
-        return all(ref() is array for ref, array in zip(self._arrays, arrays, strict=True))
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a copy has other arrays
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class OpenSequence:
-    """A sequence, open for as long as it is referenced."""
-
-    prewarmed: SuccessorTable = _NO_TABLE
-    #: Pools that are only read: held here, as the kernels know their arrays by address alone.
-    layers: tuple[Any, ...] = ()
-    #: The kernels' `layers`.
-    layer_rows: Int64Array = field(default_factory=lambda: _NO_LAYERS)
-    #: The kernels' `sequence`, int64 [4].
-    state: Int64Array = field(default_factory=lambda: np.array(_UNBEGUN, np.int64))
-    #: As of the last call of `row`.
-    known_row: Row | None = None
-
-    @classmethod
-    def of(
-        cls, prewarmed: SuccessorTable | None, layers: tuple[Any, ...], rows: list[list[int]]
-    ) -> "OpenSequence":
-        """Return a sequence without text, with a table, and with layers and their rows."""
-        layer_rows = np.array(rows, np.int64) if rows else _NO_LAYERS
-        return cls(_NO_TABLE if prewarmed is None else prewarmed, layers, layer_rows)
+    def __reduce__(self) -> tuple[type["OpenSequence"], tuple[Any, ...]]:
+        # Only sequence 0 is ever copied, which has neither a table nor layers.
+        return OpenSequence, (None, (), (), self.state)
 
     def begin(self) -> None:
         """Begin anew, without text."""
         self.state[:] = _UNBEGUN
 
-    def row(self) -> tuple[Row, NamedTuple]:
-        """Return the kernels' row, and what must be held while they read by it."""
-        held, known = self.prewarmed.held, self.known_row
-        if known is None or not known.is_of((held.keys,)):
-            places = [array.ctypes.data for array in (self.state, self.layer_rows, *held[:3])]
-            num_keys = 0 if self.prewarmed is _NO_TABLE else len(held.keys)
-            sizes = (num_keys, held.token_ids.shape[1])
-            values = (places[0], places[1], len(self.layers), *places[2:], *sizes)
-            known = self.known_row = Row(values, (held.keys,))
-        return known, held
+    def header(self) -> Header:
+        """Return the kernels' header, with the table as it is now."""
+        table, known = self.prewarmed.held, self._header
+        if known is None or known.held[0] is not table:
+            arrays = self.state, self._layers, table.header
+            state_at, layers_at, prewarmed_at = (array.ctypes.data for array in arrays)
+            values = state_at, layers_at, len(self.layers), prewarmed_at
+            known = self._header = Header(values, (table, *arrays, self._headers))
+        return known
 
 
 class Text(NamedTuple):
@@ -110,20 +101,32 @@ class Unigrams(NamedTuple):
         )
 
 
-class Room(NamedTuple):
-    """Scratch arrays of the kernels, for one thread."""
+class Room:
+    """Scratch of the kernels, for one thread; they say what the arrays hold."""
 
-    # for one context
-    context: Int64Array
-    found: Int64Array
-    features: Float64Array
-    summed: Float64Array
-    found_probs: Float64Array
-    # for a tree
-    candidates: Int64Array
-    candidate_probs: Float64Array
-    left_ids: Int64Array
-    left_probs: Float64Array
-    nodes: Int64Array
-    node_probs: Float64Array
-    support_probs: Float64Array
+    def __init__(
+        self, num_nodes: int, num_layers: int, max_match: int, max_ngram_size: int
+    ) -> None:
+        width = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * num_layers
+        found_shape = 8 + num_layers, max(width, max_ngram_size + 1)
+        self.nodes = np.empty((5, num_nodes), np.int64)
+        self.node_probs = np.empty(num_nodes, np.float64)
+        self.left_ids = np.empty((num_nodes + 1, width), np.int64)
+        self.support_probs = np.empty((num_nodes, width), np.float64)
+        self.arrays = (
+            np.empty(max_match, np.int64),  # context
+            np.empty(found_shape, np.int64),  # found
+            np.empty((width, _kernels.NUM_FEATURES), np.float64),  # features
+            np.empty(_kernels.NUM_WEIGHTS, np.float64),  # summed
+            np.empty(width, np.float64),  # found_probs
+            np.empty((3, num_nodes * width), np.int64),  # candidates
+            np.empty(num_nodes * width, np.float64),  # candidate_probs
+            self.left_ids,
+            np.empty((num_nodes + 1, width), np.float64),  # left_probs
+            self.nodes,
+            self.node_probs,
+            self.support_probs,
+            np.empty(_kernels.NUM_STATES, np.int64),  # state
+        )
+        places = [array.ctypes.data for array in self.arrays]
+        self.row = np.array([*places, num_nodes, width, max_match, *found_shape], np.int64)

@@ -243,8 +243,8 @@ class NGramPool:
         if not isinstance(prewarmed, SuccessorTable | None):
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
         held = _checked_layers(layers)
-        rows = [layer._state.as_layer() for layer in held]
-        return self._open_sequence(OpenSequence.of(prewarmed, held, rows))
+        headers = [layer._state.header() for layer in held]
+        return self._open_sequence(OpenSequence(prewarmed, held, headers))
 
     @writing
     def close_sequence(self, sequence: int) -> None:

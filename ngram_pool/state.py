@@ -5,6 +5,7 @@ to read, explains how the arrays are laid out.
 """
 
 import copy
+import operator
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ngram_pool._kernels import (
     ANSWER,
     HASH_MASK,
     HASH_MULTIPLIER,
+    HEADER_AT,
     LOWERED,
     LOWERED_THEN,
     MAX_TOKEN_ID,
@@ -33,7 +35,7 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.arrays import OpenSequence, Room, Row, Text, Unigrams
+from ngram_pool.arrays import Header, OpenSequence, Room, Text, Unigrams
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError
@@ -56,8 +58,9 @@ _LEAST_ROOM = 64  # nodes that scratch is for at least
 # How far one token of an answer moves the weights of the sources. From the initial weights, fitted
 # to the same model, a rate of 0 accepted 0.4 % fewer tokens, 0.01 2 % fewer, and 0.03 9 % fewer.
 _LEARNING_RATE = 0.003
+_NONE_DRAWN = np.empty(0, np.float64)  # the uniforms of a tree that is not drawn
 # Attributes that a copy of a pool allocates anew.
-_NOT_COPIED = {"rooms", "no_sequence", "_known_row"}
+_NOT_COPIED = {"rooms", "no_sequence", "_header"}
 
 
 class PoolState:
@@ -89,7 +92,7 @@ class PoolState:
     def _begin(self, rooms: dict[int, list[Room]] | None = None) -> None:
         """Allocate what every copy has of its own."""
         self.no_sequence = OpenSequence()
-        self._known_row: Row | None = None  # as of the last call of `row`
+        self._header: Header | None = None  # as of the last call of `header`
         #: Free scratch, by number of layers.
         self.rooms = {0: [self._room(_LEAST_ROOM, 0)]} if rooms is None else rooms
 
@@ -134,8 +137,8 @@ class PoolState:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         rooms = [room for free in list(self.rooms.values()) for room in list(free)]
-        arrays = [array for group in (self.held, self.unigrams, *rooms) for array in group]
-        arrays += [self.weights, self.counts]
+        groups = [room.arrays for room in rooms] + [self.held, self.unigrams]
+        arrays = [self.weights, self.counts, *(array for group in groups for array in group)]
         return sum(array.nbytes for array in arrays) + self.harvested.nbytes
 
     # --- writing ----------------------------------------------------------------------------
@@ -157,33 +160,19 @@ class PoolState:
     def rebase_for(self, num_tokens: int) -> None:
         """Lower positions if those of more tokens would overflow."""
         if self.counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
-            _kernels.rebase(*self.held, self.counts)
+            _kernels.rebase(self.header().row)
 
     def _append(self, ids: Int64Array, sequence: OpenSequence, is_answer: bool) -> None:
         self.rebase_for(len(ids))
-        room = self._take_room(1, sequence)
-        _kernels.append(
-            *self.held,
-            self.counts,
-            sequence.state,
-            sequence.layer_rows,
-            ids,
-            self.learning_rate if is_answer else 0.0,
-            self.harvested.rows,
-            sequence.prewarmed.rows,
-            self.weights,
-            room.context,
-            room.found,
-            room.features,
-            room.summed,
-            room.found_probs,
-        )
+        room, header = self._take_room(1, sequence), sequence.header()
+        rate = self.learning_rate if is_answer else 0.0
+        _kernels.append(self.header().row, header.row, room.row, ids, rate)
         self._give_room_back(room, sequence)
 
     def count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Add harvested probabilities to the expected counts of tokens."""
         ids, floats = np.ascontiguousarray(token_ids, np.int32), np.ascontiguousarray(probs, "f4")
-        _kernels.count_unigrams(*self.unigrams, ids, floats)
+        _kernels.count_unigrams(self.header().row, ids, floats)
 
     def take_harvest(self, table: SuccessorTable, unigrams: Unigrams) -> None:
         """Take what another pool harvested; see `NGramPool.merge`."""
@@ -200,31 +189,17 @@ class PoolState:
 
     def forget(self, ids: Int64Array) -> int:
         """Remove every occurrence of some tokens; see `NGramPool.forget`."""
-        text, table = self.held.text, self.harvested._held
+        text, fallbacks = self.held.text, np.empty((2, len(ids)), np.int32)
         left = np.zeros(len(text), np.int32)
-        num_found = _kernels.find_occurrences(
-            text, self.counts, ids, ids[::-1].copy(), np.empty((2, len(ids)), np.int32), left
-        )
+        pool = self.header()
+        num_found = _kernels.find_occurrences(pool.row, ids, ids[::-1].copy(), fallbacks, left)
         distinct = np.unique(ids)
         is_elsewhere = np.zeros(len(distinct), np.bool_)
         _kernels.find_tokens(text, left, distinct, is_elsewhere)
-        _kernels.forget(
-            *self.held,
-            self.counts,
-            left,
-            table.keys,
-            table.counts,
-            table.token_ids,
-            table.costs,
-            table.epochs,
-            table.num_contexts,
-            *self.unigrams,
-            self._contexts_of(ids, np.flatnonzero(left)),
-            distinct[~is_elsewhere],
-            bool(left.any()),
-        )
+        contexts = self._contexts_of(ids, np.flatnonzero(left))
+        _kernels.forget(pool.row, left, contexts, distinct[~is_elsewhere], bool(left.any()))
         for room in [room for rooms in self.rooms.values() for room in rooms]:
-            for array in room:  # of the last drafts
+            for array in room.arrays:  # of the last drafts
                 array.fill(0)
         return num_found
 
@@ -250,41 +225,9 @@ class PoolState:
         if not len(ids):
             return Draft.empty()
         room = self._take_room(max_draft_tokens, opened)
-        num_nodes = self._grow_tree(ids[::-1].copy(), max_draft_tokens, max_leaves, opened, room)
-        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
-        draft = Draft(token_ids, parents, depths, room.node_probs[:num_nodes].copy())
+        nodes, probs = self._grow_tree(ids, max_draft_tokens, max_leaves, _NONE_DRAWN, opened, room)
         self._give_room_back(room, opened)
-        return draft
-
-    def _grow_tree(
-        self,
-        reversed_context: Int64Array,
-        max_draft_tokens: int,
-        max_leaves: int,
-        sequence: OpenSequence,
-        room: Room,
-    ) -> int:
-        return _kernels.grow_tree(
-            *self.held,
-            self.counts,
-            self._state_of(sequence),
-            sequence.layer_rows,
-            self.harvested.rows,
-            sequence.prewarmed.rows,
-            self.weights,
-            reversed_context,
-            max_draft_tokens,
-            max_leaves,
-            room.context,
-            room.found,
-            room.features,
-            room.summed,
-            room.found_probs,
-            room.candidates,
-            room.candidate_probs,
-            room.nodes,
-            room.node_probs,
-        )
+        return Draft(*nodes, probs)
 
     def draw(
         self, ids: Int64Array, max_leaves: int, uniforms: Float64Array, opened: OpenSequence
@@ -294,55 +237,34 @@ class PoolState:
         if not len(ids):
             return SampledDraft.empty()
         room = self._take_room(max_draft_tokens, opened)
-        num_nodes = self._sample_tree(
-            ids[::-1].copy(), max_draft_tokens, max_leaves, uniforms, opened, room
-        )
-        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
-        draft = SampledDraft(
-            token_ids,
-            parents,
-            depths,
-            room.node_probs[:num_nodes].copy(),
-            room.left_ids[parents + 1].astype(np.int32),
-            room.support_probs[:num_nodes].copy(),
-        )
+        nodes, probs = self._grow_tree(ids, max_draft_tokens, max_leaves, uniforms, opened, room)
+        left_ids = room.left_ids[nodes[1] + 1].astype(np.int32)
+        support_probs = room.support_probs[: len(probs)].copy()
         self._give_room_back(room, opened)
-        return draft
+        return SampledDraft(*nodes, probs, left_ids, support_probs)
 
-    def _sample_tree(
+    def _grow_tree(
         self,
-        reversed_context: Int64Array,
+        ids: Int64Array,
         max_draft_tokens: int,
         max_leaves: int,
         uniforms: Float64Array,
         sequence: OpenSequence,
         room: Room,
-    ) -> int:
-        return _kernels.sample_tree(
-            *self.held,
-            self.counts,
-            self._state_of(sequence),
-            sequence.layer_rows,
-            self.harvested.rows,
-            sequence.prewarmed.rows,
-            self.weights,
-            reversed_context,
+    ) -> tuple[tuple[Int32Array, Int32Array, Int32Array], Float64Array]:
+        """Return tokens, parents and depths of nodes, and their probabilities."""
+        reversed_ids, header = ids[::-1].copy(), sequence.header()
+        num_nodes = _kernels.grow_tree(
+            self.header().row,
+            header.row,
+            room.row,
+            reversed_ids,
             max_draft_tokens,
             max_leaves,
             uniforms,
-            room.context,
-            room.found,
-            room.features,
-            room.summed,
-            room.found_probs,
-            room.candidates,
-            room.candidate_probs,
-            room.left_ids,
-            room.left_probs,
-            room.nodes,
-            room.node_probs,
-            room.support_probs,
         )
+        token_ids, parents, depths = room.nodes[:3, :num_nodes].astype(np.int32)
+        return (token_ids, parents, depths), room.node_probs[:num_nodes].copy()
 
     def draft_chains(
         self,
@@ -359,31 +281,21 @@ class PoolState:
             np.zeros((num_rows, width)),
             np.empty(num_rows, np.int64),
         )
-        of_pools = [self.row()] * num_rows
-        if any(pool is not self for pool in pools):
-            of_pools = [pool.row() for pool in pools]
-        of_sequences = [sequence.row() for sequence in opened]  # with what they hold
         most_layers = max(opened, key=lambda one: len(one.layers), default=self.no_sequence)
         room = self._take_room(1, most_layers)
-        _kernels.draft_chains(
-            np.array([row.address for row in of_pools], np.int64),
-            np.array([row.address for row, _ in of_sequences], np.int64),
+        of_sequences = [sequence.header() for sequence in opened]
+        of_pools = [self.header()] * num_rows
+        if any(pool is not self for pool in pools):
+            of_pools = [pool.header() for pool in pools]
+        which = (
+            np.array([header.address for header in of_pools], np.int64),
+            np.array([header.address for header in of_sequences], np.int64),
+            room.row,
             rows.texts,
             rows.lengths,
-            rows.num_new,
-            rows.max_draft_tokens,
-            self.learning_rate,
-            learning_stride,
-            min_probability,
-            np.empty(_kernels.NUM_STATES, np.int64),
-            room.context,
-            np.empty(self.max_match + width, np.int64),
-            room.found,
-            room.features,
-            room.summed,
-            room.found_probs,
-            *chains,
         )
+        _kernels.observe_rows(*which, rows.num_new, self.learning_rate, learning_stride)
+        _kernels.draft_rows(*which, rows.max_draft_tokens, min_probability, *chains)
         self._give_room_back(room, most_layers)
         return chains
 
@@ -392,15 +304,8 @@ class PoolState:
     ) -> tuple[Int32Array, Float64Array]:
         """Name tokens worth running; see `NGramPool.explore`."""
         token_ids, worths = np.empty(max_tokens, np.int32), np.empty(max_tokens)
-        num = _kernels.find_worthwhile(
-            *self.unigrams,
-            opened.layer_rows,
-            self.harvested.rows,
-            opened.prewarmed.rows,
-            excluded,
-            token_ids,
-            worths,
-        )
+        header = opened.header()
+        num = _kernels.find_worthwhile(self.header().row, header.row, excluded, token_ids, worths)
         return token_ids[:num], worths[:num]
 
     def write_texts(self, num_observed: int) -> tuple[Int32Array, Int32Array, Int64Array]:
@@ -413,7 +318,7 @@ class PoolState:
         num_tokens = min(len(self), max(0, self.counts.item(NEXT_POSITION) - since))
         token_ids, bounds = np.empty(num_tokens, np.int32), np.empty(num_tokens + 1, np.int32)
         places = np.empty((num_tokens, 3), np.int32)
-        num = _kernels.write_texts(self.held.text, self.counts, since, token_ids, bounds, places)
+        num = _kernels.write_texts(self.header().row, since, token_ids, bounds, places)
         positions = places[:num].astype(np.int64)
         positions[positions != NONE] += lowered
         return token_ids[: bounds[num]], bounds[: num + 1], positions
@@ -563,7 +468,7 @@ class PoolState:
         new = self._empty(num_rows)
         # Arrays grow before the first overwrite, so a position still is its own row.
         new.text[: len(old)] = old
-        _kernels.reindex(*new, self.counts)
+        _kernels.reindex(self._header_with(new).row)
         self.held = new
 
     def _take_room(self, max_draft_tokens: int, sequence: OpenSequence) -> Room:
@@ -582,58 +487,42 @@ class PoolState:
         if len(free) < _MAX_ROOMS:
             free.append(room)
 
-    def _room(self, max_draft_tokens: int, num_layers: int) -> Room:
-        width = _kernels.MAX_FOUND + _kernels.MAX_OCCURRENCES * num_layers
-        return Room(
-            context=np.empty(self.max_match, np.int64),
-            found=np.empty((8 + num_layers, max(width, self.max_ngram_size + 1)), np.int64),
-            features=np.empty((width, _kernels.NUM_FEATURES), np.float64),
-            summed=np.empty(_kernels.NUM_WEIGHTS, np.float64),
-            found_probs=np.empty(width, np.float64),
-            candidates=np.empty((3, max_draft_tokens * width), np.int64),
-            candidate_probs=np.empty(max_draft_tokens * width, np.float64),
-            left_ids=np.empty((max_draft_tokens + 1, width), np.int64),
-            left_probs=np.empty((max_draft_tokens + 1, width), np.float64),
-            nodes=np.empty((5, max_draft_tokens), np.int64),
-            node_probs=np.empty(max_draft_tokens, np.float64),
-            support_probs=np.empty((max_draft_tokens, width), np.float64),
+    def _room(self, num_nodes: int, num_layers: int) -> Room:
+        return Room(num_nodes, num_layers, self.max_match, self.max_ngram_size)
+
+    def header(self) -> Header:
+        """Return the kernels' header, with the arrays as they are now."""
+        now = self.held, self.harvested.held, self.weights, self.unigrams
+        if self._header is None or not all(map(operator.is_, now, self._header.held)):
+            self._header = self._header_with(self.held)
+        return self._header
+
+    def _header_with(self, held: Text) -> Header:
+        """Return a header with another text."""
+        table, weights, unigrams, counts = (
+            self.harvested.held,
+            self.weights,
+            self.unigrams,
+            self.counts,
         )
-
-    def as_layer(self) -> list[int]:
-        """Return the kernels' row for this pool, which never changes; valid while it lives."""
-        (text, links, heads), (keys, token_ids, costs) = self.held, self.harvested.rows
-        places = [array.ctypes.data for array in (text, links, heads, keys, token_ids, costs)]
-        return [
-            *(*places[:3], len(text), *heads.shape),
-            *self.counts[[NEXT_POSITION, SEED, MULTIPLIER]].tolist(),
-            *(*places[3:], len(keys), token_ids.shape[1]),
+        values = [
+            *(array.ctypes.data for array in held),
+            *(len(held.text), *held.heads.shape),
+            *(array.ctypes.data for array in (counts, weights, table.header, *unigrams)),
+            *(len(unigrams.token_ids), 0),
         ]
-
-    def _state_of(self, sequence: OpenSequence) -> Int64Array:
-        """Return a sequence's state with its positions as low as the text's; writes nothing."""
-        if sequence.state.item(LOWERED_THEN) == self.counts.item(LOWERED):
-            return sequence.state
-        state = sequence.state.copy()
-        _kernels.lower(state, self.counts)
-        return state
-
-    def row(self) -> Row:
-        """Return the kernels' row, which they may read by for as long as the lock is held."""
-        arrays = (self.held.text, self.harvested.rows[0], self.weights, self.counts)
-        if self._known_row is None or not self._known_row.is_of(arrays):
-            places = [self.counts.ctypes.data, self.weights.ctypes.data]
-            self._known_row = Row([*self.as_layer(), *places], arrays)
-        return self._known_row
+        header = Header(values, (held, table, weights, unigrams, counts))
+        header.row[HEADER_AT] = header.address
+        return header
 
     def run_kernels(self) -> None:
         """Run every kernel once, so that the first token does not wait for a compiler."""
-        self._append(np.empty(0, np.int64), self.no_sequence, False)
-        _kernels.reindex(*self.held, self.counts)
-        _kernels.rebase(*self.held, self.counts)
+        nothing = np.zeros(1, np.int64)
+        self._append(nothing[:0], self.no_sequence, False)
+        _kernels.reindex(self.header().row)
+        _kernels.rebase(self.header().row)
         _kernels.lower(self.no_sequence.state, self.counts)
-        nothing, (room,) = np.zeros(1, np.int64), self.rooms[0]
-        self._grow_tree(nothing, 1, 1, self.no_sequence, room)
-        self._sample_tree(nothing, 1, 1, np.zeros(1), self.no_sequence, room)
+        self.draft(nothing, 1, 1, self.no_sequence)
         self.draft_chains([self], [self.no_sequence], checked_rows([[0]], [1], 1, [0], 1), 0.0)
         self.count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing, self.no_sequence)

@@ -440,8 +440,8 @@ def test_construction_compiles_every_kernel_once_and_for_all() -> None:
     in_check = {"hash_with"}
     kernels = {name: getattr(_kernels, name) for name in names if name not in in_check}
     assert kernels.keys() == {
-        *("append", "reindex", "rebase", "lower", "grow_tree", "sample_tree"),
-        *("draft_chains", "find_negative"),
+        *("append", "reindex", "rebase", "lower", "grow_tree"),
+        *("observe_rows", "draft_rows", "find_negative"),
         *("count_unigrams", "find_worthwhile", "find_unsound"),
         *("write_texts", "find_occurrences", "find_tokens", "forget"),
     }
