@@ -2,8 +2,8 @@
 
 It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
 alone: an engine's draft proposer needs no more than `NGramPool.observe` and
-`NGramPool.draft_chains`. Reading order: `draft.py`, `chains.py`, `pool.py`, `table.py`,
-`_kernels.py`; then `delta.py`, `files.py`, `store.py`.
+`NGramPool.draft_chains`. Reading order: `draft.py`, `chains.py`, `pool.py`, `state.py`,
+`table.py`, `_kernels.py`; then `delta.py`, `origins.py`, `files.py`, `store.py`.
 """
 
 from ngram_pool.chains import DraftChains

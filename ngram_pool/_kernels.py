@@ -1,7 +1,7 @@
 """Every Numba function of the pool, and nothing else.
 
 They share one file because Numba's disk cache does not notice an edit in another one. They take
-arrays and scalars that `pool.py` has checked, and they allocate nothing: the pool owns all buffers.
+arrays and scalars that Python has checked, and they allocate nothing: the pool owns all buffers.
 
 How the text is held. Each observed token gets the next *position*, 0, 1, 2, …; the token at
 position `p` is in row `p % num_rows`, so that the newest `num_rows` tokens are held and the oldest
@@ -22,13 +22,16 @@ matchers. Nothing is deleted as it gets old: a position older than `first` ends 
 be forgotten leaves its row empty, in no bucket and no sequence. Text and links are separate arrays
 because matching often reads the text of neighbouring positions, never their links.
 
-A *layer* is a read-only pool that a sequence drafts from too. Kernels get all layers of a sequence
-as one array of addresses and sizes, so that they are compiled once for any number.
+A kernel is handed a pool, a table, a sequence and scratch by their *headers*: int64 rows with the
+addresses and sizes of their arrays. So a kernel is compiled once, whatever they hold, a call takes
+as long as four arrays take to pass, and many pools can be passed to one call. Whoever calls must
+hold the arrays meanwhile. A *layer* is a read-only pool that a sequence drafts from too; the
+*sources* of a sequence are its pool and its layers, in this order.
 
 No signal is noticed while a kernel runs. So whatever must change together, counts included, is
 changed by one kernel: then the pool is consistent wherever Python is interrupted.
 
-Next file: `pool.py`.
+Next file: `state.py`.
 """
 
 import ctypes
@@ -46,8 +49,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float64Array = NDArray[np.float64]
-# Keys, successors and costs of a `SuccessorTable`.
-TableArrays = tuple[Int64Array, Int32Array, NDArray[np.uint16]]
+CostArray = NDArray[np.uint16]
 
 
 # What is compiled so must allocate nothing and divide by no zero: then no array's references are
@@ -94,12 +96,27 @@ NEXT_POSITION, LOWERED, SEED, MULTIPLIER = range(4)  # of `counts`
 EARLIER, PROMPT, ANSWER = range(3)
 TAIL, LOWERED_THEN = 0, 3
 NEVER = 2**62  # first position of a prompt or an answer that has not begun
-# Columns of `layers`, int64 [num_layers, NUM_LAYER_COLUMNS]: addresses and sizes of a layer's text,
-# links and heads, its next position, seed and multiplier, and the same of its harvested successors.
+NUM_STATES = 4  # in `sequence`
+# Columns of headers. Of a pool: addresses and sizes of its text, links and heads; addresses of its
+# counts, its weights and the header of the table of what was harvested; unigrams.
 TEXT_AT, LINKS_AT, HEADS_AT, NUM_ROWS, NUM_ORDERS, NUM_BUCKETS = range(6)
-LAYER_NEXT, LAYER_SEED, LAYER_MULTIPLIER = range(6, 9)
-KEYS_AT, IDS_AT, COSTS_AT, NUM_KEYS, NUM_SUCCESSORS = range(9, 14)
-NUM_LAYER_COLUMNS = 14
+COUNTS_AT, WEIGHTS_AT, HARVESTED_AT = range(6, 9)
+UNIGRAM_IDS_AT, UNIGRAM_COUNTS_AT, NUM_UNIGRAMS = range(9, 12)
+HEADER_AT = 12  # its own address, so that a pool can be taken for a source like its layers
+NUM_POOL_COLUMNS = 13
+# Of a table: addresses and sizes of its arrays, and how many contexts it holds.
+KEYS_AT, IDS_AT, COSTS_AT, TIMES_AT, EPOCHS_AT = range(5)
+NUM_KEYS, NUM_SUCCESSORS, NUM_CONTEXTS = range(5, 8)
+NUM_TABLE_COLUMNS = 8
+# Of a sequence: addresses of its state, of the addresses of its layers' headers, and of the header
+# of its prewarmed table.
+STATE_AT, LAYERS_AT, NUM_LAYERS, PREWARMED_AT = range(4)
+NUM_SEQUENCE_COLUMNS = 4
+# Of scratch: addresses of its arrays, in the order of `Room`, and sizes.
+CONTEXT_AT, FOUND_AT, FEATURES_AT, SUMMED_AT, FOUND_PROBS_AT = range(5)
+CANDIDATES_AT, CANDIDATE_PROBS_AT, LEFT_IDS_AT, LEFT_PROBS_AT = range(5, 9)
+NODES_AT, NODE_PROBS_AT, SUPPORT_PROBS_AT, LOWERED_AT = range(9, 13)
+MAX_NODES, WIDTH, CONTEXT_LENGTH, NUM_FOUND_ROWS, FOUND_WIDTH = range(13, 18)
 # Occurrences are noted as their position plus this many times their source: 0 for the own text,
 # 1, 2, … for the layers.
 _SOURCE = 2**32
@@ -201,7 +218,7 @@ def hash_step(state: int, token_id: int) -> int:
     return hash_with(state, token_id, HASH_MULTIPLIER)
 
 
-# --- layers: arrays by their addresses ---
+# --- headers: arrays by their addresses ---
 
 if numba.config.DISABLE_JIT:
 
@@ -231,43 +248,171 @@ else:
 
 
 @view
-def text_of(layer: Int64Array) -> tuple[Int32Array, Int32Array]:
-    """Return the text and the links of a layer, a row of `layers`."""
-    num_rows = layer[NUM_ROWS]
+def row_at(address: int, num_columns: int) -> Int64Array:
+    """Return the header at an address."""
+    return _array_at(address, (num_columns,), np.int64)
+
+
+@view
+def text_of(pool: Int64Array) -> tuple[Int32Array, Int32Array]:
+    """Return the text and the links of a pool."""
+    num_rows = pool[NUM_ROWS]
     return (
-        _array_at(layer[TEXT_AT], (num_rows, 3), np.int32),
-        _array_at(layer[LINKS_AT], (num_rows, layer[NUM_ORDERS]), np.int32),
+        _array_at(pool[TEXT_AT], (num_rows, 3), np.int32),
+        _array_at(pool[LINKS_AT], (num_rows, pool[NUM_ORDERS]), np.int32),
     )
 
 
 @view
-def heads_of(layer: Int64Array) -> Int32Array:
-    """Return the heads of a layer."""
-    return _array_at(layer[HEADS_AT], (layer[NUM_ORDERS], layer[NUM_BUCKETS]), np.int32)
+def heads_of(pool: Int64Array) -> Int32Array:
+    """Return the heads of a pool."""
+    return _array_at(pool[HEADS_AT], (pool[NUM_ORDERS], pool[NUM_BUCKETS]), np.int32)
 
 
 @view
-def table_of(layer: Int64Array) -> TableArrays:
-    """Return the harvested successors of a layer."""
-    shape = (layer[NUM_KEYS], layer[NUM_SUCCESSORS])
+def counts_of(pool: Int64Array) -> Int64Array:
+    """Return the counts of a pool."""
+    return _array_at(pool[COUNTS_AT], (4,), np.int64)
+
+
+@view
+def weights_of(pool: Int64Array) -> Float64Array:
+    """Return the weights of a pool."""
+    return _array_at(pool[WEIGHTS_AT], (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64)
+
+
+@view
+def unigrams_of(pool: Int64Array) -> tuple[Int32Array, Float64Array]:
+    """Return the unigrams of a pool: tokens, and their expected counts."""
+    shape = (pool[NUM_UNIGRAMS],)
     return (
-        _array_at(layer[KEYS_AT], (layer[NUM_KEYS],), np.int64),
-        _array_at(layer[IDS_AT], shape, np.int32),
-        _array_at(layer[COSTS_AT], shape, np.uint16),
+        _array_at(pool[UNIGRAM_IDS_AT], shape, np.int32),
+        _array_at(pool[UNIGRAM_COUNTS_AT], shape, np.float64),
     )
 
 
-@kernel
-def first_of(layer: Int64Array) -> int:
-    """Return the oldest position that a layer holds."""
-    return max(0, int(layer[LAYER_NEXT] - layer[NUM_ROWS]))
+@view
+def harvested_of(pool: Int64Array) -> Int64Array:
+    """Return the header of the table of what a pool harvested."""
+    return row_at(pool[HARVESTED_AT], NUM_TABLE_COLUMNS)
 
 
-@kernel
-def first_held(text: Int32Array, counts: Int64Array) -> int:
-    """Return the oldest position still held."""
-    first: int = max(0, int(counts[NEXT_POSITION]) - text.shape[0])
-    return first
+@view
+def prewarmed_of(sequence: Int64Array) -> Int64Array:
+    """Return the header of a sequence's prewarmed table."""
+    return row_at(sequence[PREWARMED_AT], NUM_TABLE_COLUMNS)
+
+
+@view
+def state_of(sequence: Int64Array) -> Int64Array:
+    """Return the state of a sequence."""
+    return row_at(sequence[STATE_AT], NUM_STATES)
+
+
+@view
+def source_of(pool: Int64Array, sequence: Int64Array, i: int) -> Int64Array:
+    """Return the header of source `i`: the pool's for 0, then those of the sequence's layers."""
+    address = pool[HEADER_AT]
+    if i > 0:
+        address = row_at(sequence[LAYERS_AT], sequence[NUM_LAYERS])[i - 1]
+    return row_at(address, NUM_POOL_COLUMNS)
+
+
+@view
+def rows_of(
+    table: Int64Array,
+) -> tuple[Int64Array, Int32Array, CostArray, Int32Array, Int32Array]:
+    """Return a table's keys, successors and their costs, how often each row was put, when last."""
+    num_rows, shape = (table[NUM_KEYS],), (table[NUM_KEYS], table[NUM_SUCCESSORS])
+    return (
+        _array_at(table[KEYS_AT], num_rows, np.int64),
+        _array_at(table[IDS_AT], shape, np.int32),
+        _array_at(table[COSTS_AT], shape, np.uint16),
+        _array_at(table[TIMES_AT], num_rows, np.int32),
+        _array_at(table[EPOCHS_AT], num_rows, np.int32),
+    )
+
+
+@view
+def context_of(scratch: Int64Array) -> Int64Array:
+    """Return room for a context, newest token first, and as long as one that matters can be."""
+    return _array_at(scratch[CONTEXT_AT], (scratch[CONTEXT_LENGTH],), np.int64)
+
+
+@view
+def lowered_of(scratch: Int64Array) -> Int64Array:
+    """Return room for the state of a sequence."""
+    return _array_at(scratch[LOWERED_AT], (NUM_STATES,), np.int64)
+
+
+@view
+def found_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
+    """Return what is found after a context, and probabilities of the successors.
+
+    Rows of the first: 0 occurrences, 1 token ids of successors, 2 their counts, 3 their nearest
+    origin, 4 lengths of the occurrences, or in the end the rows of weights used, 5 what follows the
+    occurrences, 6 lengths of the successors' longest match; from 7 on, for each source, what
+    `look_up` finds.
+    """
+    return (
+        _array_at(scratch[FOUND_AT], (scratch[NUM_FOUND_ROWS], scratch[FOUND_WIDTH]), np.int64),
+        _array_at(scratch[FOUND_PROBS_AT], (scratch[WIDTH],), np.float64),
+    )
+
+
+@view
+def features_of(scratch: Int64Array) -> tuple[Float64Array, Float64Array]:
+    """Return the features of what is found, and the weights of a context."""
+    return (
+        _array_at(scratch[FEATURES_AT], (scratch[WIDTH], NUM_FEATURES), np.float64),
+        _array_at(scratch[SUMMED_AT], (NUM_WEIGHTS,), np.float64),
+    )
+
+
+@view
+def nodes_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
+    """Return the nodes of a tree, and their probabilities.
+
+    Rows of the first: token, parent, depth, number of children, length of the longest match.
+    """
+    return (
+        _array_at(scratch[NODES_AT], (5, scratch[MAX_NODES]), np.int64),
+        _array_at(scratch[NODE_PROBS_AT], (scratch[MAX_NODES],), np.float64),
+    )
+
+
+@view
+def candidates_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
+    """Return what may become nodes, and their probabilities.
+
+    Rows of the first: token, parent, and a heap of them.
+    """
+    size = scratch[MAX_NODES] * scratch[WIDTH]
+    return (
+        _array_at(scratch[CANDIDATES_AT], (3, size), np.int64),
+        _array_at(scratch[CANDIDATE_PROBS_AT], (size,), np.float64),
+    )
+
+
+@view
+def left_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
+    """Return what is left to draw of a drawn tree.
+
+    The successors of each node, the root's first; their path probabilities, 0 where drawn already;
+    and for each node, the distribution that it was drawn from, over its parent's successors.
+    """
+    num_nodes, width = scratch[MAX_NODES], scratch[WIDTH]
+    return (
+        _array_at(scratch[LEFT_IDS_AT], (num_nodes + 1, width), np.int64),
+        _array_at(scratch[LEFT_PROBS_AT], (num_nodes + 1, width), np.float64),
+        _array_at(scratch[SUPPORT_PROBS_AT], (num_nodes, width), np.float64),
+    )
+
+
+@inlined
+def first_of(pool: Int64Array) -> int:
+    """Return the oldest position that a pool holds."""
+    return max(0, int(counts_of(pool)[NEXT_POSITION] - pool[NUM_ROWS]))
 
 
 @kernel
@@ -284,15 +429,9 @@ def lower(sequence: Int64Array, counts: Int64Array) -> None:
 
 
 @inlined
-def index_position(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
-    position: int,
-    first: int,
-) -> None:
+def index_position(pool: Int64Array, position: int, first: int) -> None:
     """Put the n-grams of every order that end at `position` at the head of their buckets."""
+    (text, links), heads, counts = text_of(pool), heads_of(pool), counts_of(pool)
     num_rows = text.shape[0]
     bucket_mask = heads.shape[1] - 1
     row = row_of(position, num_rows)
@@ -311,58 +450,27 @@ def index_position(
 
 
 @inlined
-def begin_appending(text: Int32Array, counts: Int64Array, sequence: Int64Array) -> None:
+def begin_appending(pool: Int64Array, sequence: Int64Array) -> None:
     """Lower a sequence's positions, and let it begin anew where its last token was forgotten."""
-    lower(sequence, counts)
-    tail = int(sequence[TAIL])
+    (text, _), state = text_of(pool), state_of(sequence)
+    lower(state, counts_of(pool))
+    tail = int(state[TAIL])
     if tail >= 0 and text[row_of(tail, text.shape[0]), TOKEN] == NONE:
-        sequence[TAIL] = NONE
+        state[TAIL] = NONE
 
 
 @inlined
 def append_token(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
-    sequence: Int64Array,
-    layers: Int64Array,
-    token_id: int,
-    learning_rate: float,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
+    pool: Int64Array, sequence: Int64Array, scratch: Int64Array, token_id: int, learning_rate: float
 ) -> None:
     """Append one token; see `append`."""
+    (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
     num_rows = text.shape[0]
-    position, tail = int(counts[NEXT_POSITION]), int(sequence[TAIL])
-    sequence[PROMPT] = min(sequence[PROMPT], position)
+    position, tail = int(counts[NEXT_POSITION]), int(state[TAIL])
+    state[PROMPT] = min(state[PROMPT], position)
     if learning_rate > 0.0:
-        sequence[ANSWER] = min(sequence[ANSWER], position)
-        learn(
-            text,
-            links,
-            heads,
-            counts,
-            sequence,
-            layers,
-            harvested,
-            prewarmed,
-            weights,
-            learning_rate,
-            tail,
-            token_id,
-            context,
-            found,
-            features,
-            summed,
-            found_probs,
-        )
+        state[ANSWER] = min(state[ANSWER], position)
+        learn(pool, sequence, scratch, tail, token_id, learning_rate)
     first = max(0, position - num_rows + 1)  # once this token has overwritten its row
     if tail < first:
         tail = NONE
@@ -372,73 +480,45 @@ def append_token(
     text[row, NEXT] = NONE
     if tail != NONE:
         text[row_of(tail, num_rows), NEXT] = position
-    index_position(text, links, heads, counts, position, first)
-    sequence[TAIL] = position
+    index_position(pool, position, first)
+    state[TAIL] = position
     counts[NEXT_POSITION] = position + 1
 
 
 @kernel
 def append(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     sequence: Int64Array,
-    layers: Int64Array,
+    scratch: Int64Array,
     token_ids: Int64Array,
     learning_rate: float,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
 ) -> None:
     """Append `token_ids` to a sequence: to its prompt, or with a rate above 0 to its answer.
 
-    The weights learn from each token of an answer before it is appended; the other arguments are
-    those of `learn`.
+    The weights learn from each token of an answer before it is appended.
     """
-    begin_appending(text, counts, sequence)
+    begin_appending(pool, sequence)
     for i in range(token_ids.shape[0]):
-        append_token(
-            text,
-            links,
-            heads,
-            counts,
-            sequence,
-            layers,
-            int(token_ids[i]),
-            learning_rate,
-            harvested,
-            prewarmed,
-            weights,
-            context,
-            found,
-            features,
-            summed,
-            found_probs,
-        )
+        append_token(pool, sequence, scratch, int(token_ids[i]), learning_rate)
 
 
 @kernel
-def reindex(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
+def reindex(pool: Int64Array) -> None:
     """Rebuild the links; links and heads must be empty."""
-    first = first_held(text, counts)
-    for position in range(first, int(counts[NEXT_POSITION])):
+    (text, _), first = text_of(pool), first_of(pool)
+    for position in range(first, int(counts_of(pool)[NEXT_POSITION])):
         if text[position % text.shape[0], TOKEN] != NONE:
-            index_position(text, links, heads, counts, position, first)
+            index_position(pool, position, first)
 
 
 @kernel
-def rebase(text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array) -> None:
+def rebase(pool: Int64Array) -> None:
     """Lower every position that is held, and forget older ones.
 
     The positions of sequences are not known here; `lower` lowers them when they are next used.
     """
-    first = first_held(text, counts)
+    (text, links), heads, counts = text_of(pool), heads_of(pool), counts_of(pool)
+    first = first_of(pool)
     shift = first // text.shape[0] * text.shape[0]  # so that every position keeps its row
     for table, first_column in ((text, PREVIOUS), (links, 0), (heads, 0)):
         for row in range(table.shape[0]):
@@ -511,7 +591,7 @@ def add_successor(
     token_id: int, length: int, origin: int, found: Int64Array, num_found: int
 ) -> int:
     """Count one more occurrence of a successor; return the number of distinct successors."""
-    found_ids, counts, lengths, origins = found[1], found[2], found[6], found[7]
+    found_ids, counts, lengths, origins = found[1], found[2], found[6], found[3]
     for i in range(num_found):
         if found_ids[i] == token_id:
             counts[i] += 1
@@ -525,19 +605,13 @@ def add_successor(
 
 
 @inlined
-def look_up(
-    heads: Int32Array,
-    seed: int,
-    multiplier: int,
-    context: Int64Array,
-    max_order: int,
-    newest: Int64Array,
-) -> None:
+def look_up(pool: Int64Array, context: Int64Array, max_order: int, newest: Int64Array) -> None:
     """Fill `newest` by order, from 1 on, with the newest position in the context's bucket.
 
     All orders at once, so that the cache misses overlap; NONE for orders that are not indexed.
     """
-    state = seed
+    heads, counts = heads_of(pool), counts_of(pool)
+    state, multiplier = int(counts[SEED]), int(counts[MULTIPLIER])
     newest[0] = 0  # how many occurrences were read
     for order in range(1, max_order + 1):
         if order > heads.shape[0]:
@@ -547,23 +621,10 @@ def look_up(
         newest[order] = heads[order - 1, state & (heads.shape[1] - 1)]
 
 
-@kernel
-def look_up_layers(
-    layers: Int64Array, context: Int64Array, max_order: int, found: Int64Array
-) -> None:
-    """Look a context up in each layer, and fill the layer's row of `found`; see `look_up`."""
-    for i in range(layers.shape[0]):
-        seed, multiplier = int(layers[i, LAYER_SEED]), int(layers[i, LAYER_MULTIPLIER])
-        look_up(heads_of(layers[i]), seed, multiplier, context, max_order, found[8 + i])
-
-
 @inlined
 def read_bucket(
-    text: Int32Array,
-    links: Int32Array,
-    first: int,
+    pool: Int64Array,
     source: int,
-    newest: Int64Array,
     order: int,
     context: Int64Array,
     limit: int,
@@ -574,12 +635,13 @@ def read_bucket(
     """Read occurrences of a context in one text, newest first, up to the text's limit.
 
     Args:
-        newest: as `look_up` filled it; the number of occurrences read is counted in it.
+        pool: whose text it is; `source`: which one of the sources.
         num_counted: how many occurrences were read for a longer order.
 
     Returns:
         The number of occurrences in `found`.
     """
+    (text, links), first, newest = text_of(pool), first_of(pool), found[7 + source]
     occurrences, lengths, next_ids = found[0], found[4], found[5]
     num_rows = text.shape[0]
     position = int(newest[order])
@@ -607,47 +669,14 @@ def read_bucket(
 
 
 @kernel
-def read_layers(
-    layers: Int64Array,
-    order: int,
-    context: Int64Array,
-    limit: int,
-    num_counted: int,
-    num_occurrences: int,
-    found: Int64Array,
-) -> int:
-    """Read occurrences of a context in each layer; see `read_bucket`."""
-    for i in range(layers.shape[0]):
-        text, links = text_of(layers[i])
-        num_occurrences = read_bucket(
-            text,
-            links,
-            first_of(layers[i]),
-            1 + i,
-            found[8 + i],
-            order,
-            context,
-            limit,
-            num_counted,
-            num_occurrences,
-            found,
-        )
-    return num_occurrences
-
-
-@kernel
 def successors(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     sequence: Int64Array,
-    layers: Int64Array,
+    state: Int64Array,
+    scratch: Int64Array,
     context: Int64Array,
     max_order: int,
     path_prob: float,
-    found: Int64Array,
-    found_probs: Float64Array,
 ) -> tuple[int, int]:
     """Estimate from the text what follows a context, as prediction by partial matching does.
 
@@ -662,47 +691,31 @@ def successors(
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        sequence: int64 [4], state of the context's sequence; `layers`: its layers.
+        state: int64 [4], that of the sequence, with its positions as low as the text's.
         context: int64 [length], newest token first. `max_order`: the longest order to look up.
         path_prob: probability of the node whose context this is.
-        found: int64 [8 + num_layers, at least N + 1 and MAX_FOUND + MAX_OCCURRENCES * num_layers];
-            filled by row: 0 occurrences, 1 token ids, 2 their counts, 6 lengths of their longest
-            match, 7 their nearest origin; the other rows are scratch.
-        found_probs: float64 [of that length], filled with the successors' probabilities.
 
     Returns:
-        The number of successors found, and the length of the match that decides (0 for none).
+        The number of successors in `found_of(scratch)`, and the length of the match that decides (0
+        for none).
     """
-    occurrences, times, newest = found[0], found[2], found[3]
-    lengths, next_ids = found[4], found[5]
-    first, num_layers = first_held(text, counts), layers.shape[0]
+    found, found_probs = found_of(scratch)
+    occurrences, times, lengths, next_ids = found[0], found[2], found[4], found[5]
+    num_sources = 1 + sequence[NUM_LAYERS]
     limit = MAX_OCCURRENCES
     if path_prob <= UNLIKELY:
         limit //= 2
         context = context[:max_order]
     num_occurrences = num_found = longest = 0
     mass_left = 1.0
-    look_up(heads, int(counts[SEED]), int(counts[MULTIPLIER]), context, max_order, newest)
-    if num_layers > 0:
-        look_up_layers(layers, context, max_order, found)
+    for i in range(num_sources):
+        look_up(source_of(pool, sequence, i), context, max_order, found[7 + i])
     for order in range(max_order, 0, -1):
         num_counted = num_occurrences
-        num_occurrences = read_bucket(
-            text,
-            links,
-            first,
-            0,
-            newest,
-            order,
-            context,
-            limit,
-            num_counted,
-            num_occurrences,
-            found,
-        )
-        if num_layers > 0:
-            num_occurrences = read_layers(
-                layers, order, context, limit, num_counted, num_occurrences, found
+        for i in range(num_sources):
+            source = source_of(pool, sequence, i)
+            num_occurrences = read_bucket(
+                source, i, order, context, limit, num_counted, num_occurrences, found
             )
         # Count the occurrences just read, those of the longest match first.
         begin = num_counted
@@ -713,7 +726,7 @@ def successors(
             num_known = num_found
             for i in range(begin, num_occurrences):
                 if lengths[i] == length:
-                    origin = origin_of(occurrences[i], sequence)
+                    origin = origin_of(occurrences[i], state)
                     num_found = add_successor(next_ids[i], length, origin, found, num_found)
                     lengths[i] = 0
                     num_counted += 1
@@ -727,7 +740,7 @@ def successors(
                 for i in range(num_known, num_found):
                     found_probs[i] = share * times[i] / num_counted
                     mass_left -= found_probs[i]
-        is_enough = num_occurrences == limit * (1 + num_layers)
+        is_enough = num_occurrences == limit * num_sources
         if longest > 0 and (is_enough or mass_left * path_prob < READ_ON):
             break
     return num_found, longest
@@ -753,57 +766,51 @@ def add_candidate(
 
 @kernel
 def add_known(
-    table: TableArrays,
-    row: int,
-    source: int,
-    found: Int64Array,
-    features: Float64Array,
-    num: int,
-) -> int:
-    """Add the successors in a table's row as candidates; return the candidate count."""
-    _, successor_ids, costs = table
-    for j in range(successor_ids.shape[1]):
-        token_id = int(successor_ids[row, j])
-        if token_id == NONE:
-            break
-        says = max(costs[row, j] / -COST_STEPS - LEAST_LOG_PROB, FAINT)
-        num = add_candidate(token_id, source, says, found, features, num)
-    return num
-
-
-@kernel
-def layer_that_knows(layers: Int64Array, previous: int, last: int) -> int:
-    """Return the first layer whose harvest knows a context, or NONE."""
-    for i in range(layers.shape[0]):
-        if find_context(table_of(layers[i])[0], previous, last) != NONE:
-            return i
-    return NONE
-
-
-@kernel
-def add_known_of_layers(
-    layers: Int64Array,
+    table: Int64Array,
     previous: int,
     last: int,
     source: int,
     found: Int64Array,
     features: Float64Array,
     num: int,
-) -> int:
-    """Add successors from the first layer whose harvest knows a context; see `add_known`."""
-    for i in range(layers.shape[0]):
-        table = table_of(layers[i])
-        row = find_context(table[0], previous, last)
-        if row != NONE:
-            return add_known(table, row, source, found, features, num)
-    return num
+) -> tuple[int, bool]:
+    """Add a table's successors of a context; return the candidate count and whether it is known."""
+    row = find_context(table, previous, last)
+    if row == NONE:
+        return num, False
+    _, successor_ids, costs, _, _ = rows_of(table)
+    for j in range(successor_ids.shape[1]):
+        token_id = int(successor_ids[row, j])
+        if token_id == NONE:
+            break
+        says = max(costs[row, j] / -COST_STEPS - LEAST_LOG_PROB, FAINT)
+        num = add_candidate(token_id, source, says, found, features, num)
+    return num, True
+
+
+@inlined
+def add_harvested(
+    pool: Int64Array,
+    sequence: Int64Array,
+    previous: int,
+    last: int,
+    source: int,
+    found: Int64Array,
+    features: Float64Array,
+    num: int,
+) -> tuple[int, bool]:
+    """Add what the first of the pool and the layers that knows a context harvested after it."""
+    is_known = False
+    for i in range(1 + sequence[NUM_LAYERS]):
+        if not is_known:
+            table = harvested_of(source_of(pool, sequence, i))
+            num, is_known = add_known(table, previous, last, source, found, features, num)
+    return num, is_known
 
 
 @inlined
 def read_skips(
-    text: Int32Array,
-    links: Int32Array,
-    first: int,
+    pool: Int64Array,
     position: int,
     order: int,
     context: Int64Array,
@@ -812,6 +819,7 @@ def read_skips(
     num: int,
 ) -> tuple[int, int]:
     """Read one text's bucket for `add_skips`; return the candidate count and how many it took."""
+    (text, links), first = text_of(pool), first_of(pool)
     num_rows = text.shape[0]
     before = context[1:]
     num_read = num_taken = 0
@@ -832,31 +840,9 @@ def read_skips(
 
 
 @kernel
-def skips_of_layers(
-    layers: Int64Array,
-    order: int,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    num: int,
-) -> tuple[int, int]:
-    """Read each layer's bucket for `add_skips`; see `read_skips`."""
-    num_taken = 0
-    for i in range(layers.shape[0]):
-        text, links = text_of(layers[i])
-        first, position = first_of(layers[i]), int(found[8 + i, order])
-        num, more = read_skips(text, links, first, position, order, context, found, features, num)
-        num_taken += more
-    return num, num_taken
-
-
-@kernel
 def add_skips(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
-    layers: Int64Array,
+    pool: Int64Array,
+    sequence: Int64Array,
     context: Int64Array,
     found: Int64Array,
     features: Float64Array,
@@ -866,18 +852,16 @@ def add_skips(
 
     After a copy with one word exchanged, the original shows how the text goes on.
     """
-    newest, first = found[3], first_held(text, counts)
     before = context[1:]
-    longest = min(heads.shape[0], before.shape[0])
-    look_up(heads, int(counts[SEED]), int(counts[MULTIPLIER]), before, longest, newest)
-    if layers.shape[0] > 0:
-        look_up_layers(layers, before, longest, found)
+    longest = min(pool[NUM_ORDERS], before.shape[0])
+    num_sources = 1 + sequence[NUM_LAYERS]
+    for i in range(num_sources):
+        look_up(source_of(pool, sequence, i), before, longest, found[7 + i])
     for order in range(longest, 1, -1):
-        num, num_taken = read_skips(
-            text, links, first, int(newest[order]), order, context, found, features, num
-        )
-        if layers.shape[0] > 0:
-            num, more = skips_of_layers(layers, order, context, found, features, num)
+        num_taken = 0
+        for i in range(num_sources):
+            source, newest = source_of(pool, sequence, i), int(found[7 + i, order])
+            num, more = read_skips(source, newest, order, context, found, features, num)
             num_taken += more
         if num_taken > 0:
             break
@@ -895,22 +879,13 @@ def match_row(length: int, num_successors: int) -> int:
 
 @kernel
 def estimate(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     sequence: Int64Array,
-    layers: Int64Array,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
+    state: Int64Array,
+    scratch: Int64Array,
     context: Int64Array,
     max_order: int,
     path_prob: float,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
 ) -> tuple[int, int]:
     """Estimate what follows a context from all sources.
 
@@ -922,32 +897,14 @@ def estimate(
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
 
     Args:
-        harvested, prewarmed: tables of the target's own successors (`SuccessorTable.rows`). A
-            context that `harvested` does not know is looked up in those of the layers.
-        weights: float64 [NUM_WEIGHT_ROWS, NUM_WEIGHTS].
-        context: as for `successors`, like `sequence`, `layers`, `max_order`, `path_prob` and
-            `found`. Row 1 of `found` is filled with token ids, the first three of row 4 with the
-            rows of weights used.
-        features: float64 [MAX_FOUND + MAX_OCCURRENCES * num_layers, NUM_FEATURES]; `summed`:
-            float64 [NUM_WEIGHTS]; filled.
-        found_probs: float64 [as many], filled with probabilities.
+        state, context, max_order, path_prob: as for `successors`.
 
     Returns:
         The number of successors found, and the length of the match that decides (0 for none).
     """
-    num_found, longest = successors(
-        text,
-        links,
-        heads,
-        counts,
-        sequence,
-        layers,
-        context,
-        max_order,
-        path_prob,
-        found,
-        found_probs,
-    )
+    num_found, longest = successors(pool, sequence, state, scratch, context, max_order, path_prob)
+    (found, found_probs), (features, summed) = found_of(scratch), features_of(scratch)
+    weights, prewarmed = weights_of(pool), prewarmed_of(sequence)
     num_in_text = num_found
     for i in range(num_in_text):
         features[i, :] = 0.0
@@ -955,46 +912,31 @@ def estimate(
         features[i, LENGTH] = log_of(int(found[6, i])) + 0.5
         features[i, COUNT] = log_of(int(found[2, i]))
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
-        features[i, IN_ANSWER] = 1.0 if found[7, i] == ANSWER else 0.0
-        features[i, IN_PROMPT] = 1.0 if found[7, i] == PROMPT else 0.0
-    row_of_origin = origin_row(found[0, 0], sequence) if num_in_text > 0 else ORIGIN_ROW + EARLIER
+        features[i, IN_ANSWER] = 1.0 if found[3, i] == ANSWER else 0.0
+        features[i, IN_PROMPT] = 1.0 if found[3, i] == PROMPT else 0.0
+    row_of_origin = origin_row(found[0, 0], state) if num_in_text > 0 else ORIGIN_ROW + EARLIER
     last = int(context[0])
     known = 0
     row = match_row(longest, num_in_text)
     if context.shape[0] > 1:
         previous = int(context[1])
-        row_of_pair = find_context(harvested[0], previous, last)
-        if row_of_pair != NONE:
-            known += 1
-            num_found = add_known(
-                harvested, row_of_pair, HARVESTED_PAIR, found, features, num_found
-            )
-        elif layers.shape[0] > 0 and layer_that_knows(layers, previous, last) != NONE:
-            known += 1
-            num_found = add_known_of_layers(
-                layers, previous, last, HARVESTED_PAIR, found, features, num_found
-            )
-        row_of_pair = find_context(prewarmed[0], previous, last)
-        if row_of_pair != NONE:
-            known += 2
-            num_found = add_known(
-                prewarmed, row_of_pair, PREWARMED_PAIR, found, features, num_found
-            )
-    row_of_last = find_context(harvested[0], NONE, last)
-    if row_of_last != NONE:
-        num_found = add_known(harvested, row_of_last, HARVESTED_SINGLE, found, features, num_found)
-    elif layers.shape[0] > 0:
-        num_found = add_known_of_layers(
-            layers, NONE, last, HARVESTED_SINGLE, found, features, num_found
+        num_found, is_known = add_harvested(
+            pool, sequence, previous, last, HARVESTED_PAIR, found, features, num_found
         )
-    row_of_last = find_context(prewarmed[0], NONE, last)
-    if row_of_last != NONE:
-        row += MATCH_ROWS // 2
-        num_found = add_known(prewarmed, row_of_last, PREWARMED_SINGLE, found, features, num_found)
+        known += 1 if is_known else 0
+        num_found, is_known = add_known(
+            prewarmed, previous, last, PREWARMED_PAIR, found, features, num_found
+        )
+        known += 2 if is_known else 0
+    num_found, _ = add_harvested(
+        pool, sequence, NONE, last, HARVESTED_SINGLE, found, features, num_found
+    )
+    num_found, is_known = add_known(
+        prewarmed, NONE, last, PREWARMED_SINGLE, found, features, num_found
+    )
+    row += MATCH_ROWS // 2 if is_known else 0
     if context.shape[0] > 3 and path_prob > UNLIKELY:
-        num_found = add_skips(
-            text, links, heads, counts, layers, context, found, features, num_found
-        )
+        num_found = add_skips(pool, sequence, context, found, features, num_found)
     found[4, 0] = row
     found[4, 1] = row_of_origin
     found[4, 2] = KNOWN_ROW + known
@@ -1023,26 +965,18 @@ def estimate(
 
 @kernel
 def learn(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     sequence: Int64Array,
-    layers: Int64Array,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
-    learning_rate: float,
+    scratch: Int64Array,
     tail: int,
     token_id: int,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
+    learning_rate: float,
 ) -> None:
     """Move the weights towards predicting `token_id`, the token that follows position `tail`."""
-    length, first = 0, first_held(text, counts)
+    (text, _), first, context = text_of(pool), first_of(pool), context_of(scratch)
+    (found, found_probs), (features, _) = found_of(scratch), features_of(scratch)
+    weights = weights_of(pool)
+    length = 0
     position = tail
     while position >= first and length < context.shape[0]:
         row = row_of(position, text.shape[0])
@@ -1051,24 +985,9 @@ def learn(
         length += 1
     if length == 0:
         return
-    num_found, _ = estimate(
-        text,
-        links,
-        heads,
-        counts,
-        sequence,
-        layers,
-        harvested,
-        prewarmed,
-        weights,
-        context[:length],
-        min(length, heads.shape[0]),
-        1.0,
-        found,
-        features,
-        summed,
-        found_probs,
-    )
+    max_order = min(length, pool[NUM_ORDERS])
+    state = state_of(sequence)
+    num_found, _ = estimate(pool, sequence, state, scratch, context[:length], max_order, 1.0)
     for i in range(num_found):
         came = 1.0 if found[1, i] == token_id else 0.0
         error = learning_rate * (came - found_probs[i])
@@ -1144,424 +1063,57 @@ def read_context(
 
 
 @kernel
-def grow_tree(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
-    sequence: Int64Array,
-    layers: Int64Array,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
-    root_context: Int64Array,
-    max_draft_tokens: int,
-    max_candidates: int,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
-    candidates: Int64Array,
-    candidate_probs: Float64Array,
-    nodes: Int64Array,
-    node_probs: Float64Array,
+def push_likely(
+    scratch: Int64Array, node: int, path_prob: float, num_found: int, num: int, num_popped: int
 ) -> int:
-    """Grow a prefix tree from the likeliest continuations of a context; return its size.
-
-    The tree grows best first: of all successors of the root and of the nodes taken so far, the one
-    whose whole path is likeliest comes next. Growth ends at `max_draft_tokens` nodes, or when every
-    path left would open a leaf beyond `max_candidates`.
+    """Queue what was found after a node, each by its path probability; return the new `num`.
 
     Args:
-        sequence, layers, harvested, prewarmed, weights: as for `estimate`.
-        root_context: int64 [up to max_match], the tokens up to the root, newest first, where
-            max_match is the larger of MAX_MATCH and N.
-        max_draft_tokens: at least 1.
-        max_candidates: at least 1.
-        context: int64 [max_match]; `found`, `features`, `summed`, `found_probs`: as for `estimate`;
-            `candidates`: int64 [3, max_draft_tokens * width] (token, parent, heap), where width is
-            that of `found_probs`; `candidate_probs`: float64 of that length. All scratch.
-        nodes: int64 [5, max_draft_tokens]; filled with token, parent, depth, number of children and
-            the length of the longest match.
-        node_probs: float64 [max_draft_tokens]; filled with path probabilities, greatest first.
+        num: how many candidates there were in all; `num_popped`: how many of these were popped.
     """
-    num_nodes = num_candidates = queue_length = num_leaves = 0
-    node, path_prob = NONE, 1.0
-    # A node's match is at most one token longer than its parent's.
-    max_order = heads.shape[0]
-    while True:
-        length = read_context(nodes, node, root_context, context)
-        num_found, longest = estimate(
-            text,
-            links,
-            heads,
-            counts,
-            sequence,
-            layers,
-            harvested,
-            prewarmed,
-            weights,
-            context[:length],
-            min(length, max_order),
-            path_prob,
-            found,
-            features,
-            summed,
-            found_probs,
-        )
-        if node == NONE:
-            root_order = longest
-        else:
-            nodes[4, node] = longest
-        likeliest = 0
-        for i in range(1, num_found):
-            if found_probs[i] > found_probs[likeliest]:
-                likeliest = i
-        for i in range(num_found):
-            prob = path_prob * found_probs[i]
-            if i == likeliest or prob >= MIN_PROB:
-                candidates[0, num_candidates] = found[1, i]
-                candidates[1, num_candidates] = node
-                candidate_probs[num_candidates] = prob
-                push(candidates[2], queue_length, candidate_probs, num_candidates)
-                num_candidates += 1
-                queue_length += 1
-        while True:  # take the likeliest candidate that does not exceed the number of leaves
-            if queue_length == 0:
-                return num_nodes
-            best = pop(candidates[2], queue_length, candidate_probs)
-            queue_length -= 1
-            parent = candidates[1, best]
-            extends_leaf = parent != NONE and nodes[3, parent] == 0
-            if extends_leaf or num_leaves < max_candidates:
-                break
-        node = num_nodes
-        path_prob = candidate_probs[best]
-        nodes[0, node] = candidates[0, best]
-        nodes[1, node] = parent
-        nodes[2, node] = 1 if parent == NONE else nodes[2, parent] + 1
-        nodes[3, node] = 0
-        node_probs[node] = path_prob
-        num_leaves += 0 if extends_leaf else 1
-        if parent != NONE:
-            nodes[3, parent] += 1
-        num_nodes += 1
-        if num_nodes == max_draft_tokens:
-            return num_nodes
-        max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
-
-
-# --- chains: many sequences in one call ---
-
-# What the kernels know of a pool, an int64 row at an address: what they know of a layer, of which
-# next position, seed and multiplier are not read, and the addresses of its counts and its weights.
-COUNTS_AT, WEIGHTS_AT = NUM_LAYER_COLUMNS, NUM_LAYER_COLUMNS + 1
-NUM_POOL_COLUMNS = NUM_LAYER_COLUMNS + 2
-# And of a sequence: the addresses of its state and of its layers and their number, and the
-# addresses and sizes of the arrays of its prewarmed table.
-STATE_AT, LAYERS_AT, NUM_LAYERS = range(3)
-PREWARMED_KEYS_AT, PREWARMED_IDS_AT, PREWARMED_COSTS_AT = range(3, 6)
-PREWARMED_NUM_KEYS, PREWARMED_NUM_SUCCESSORS = range(6, 8)
-NUM_SEQUENCE_COLUMNS = 8
-NUM_STATES = 4
-
-
-@view
-def row_at(address: int, num_columns: int) -> Int64Array:
-    """Return the row of a pool or a sequence."""
-    return _array_at(address, (num_columns,), np.int64)
-
-
-@view
-def counts_at(pool: Int64Array) -> Int64Array:
-    """Return the counts of a pool."""
-    return _array_at(pool[COUNTS_AT], (4,), np.int64)
-
-
-@view
-def weights_at(pool: Int64Array) -> Float64Array:
-    """Return the weights of a pool."""
-    return _array_at(pool[WEIGHTS_AT], (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64)
-
-
-@view
-def state_at(sequence: Int64Array) -> Int64Array:
-    """Return the state of a sequence."""
-    return _array_at(sequence[STATE_AT], (NUM_STATES,), np.int64)
-
-
-@view
-def layers_at(sequence: Int64Array) -> Int64Array:
-    """Return the layers of a sequence."""
-    shape = (sequence[NUM_LAYERS], NUM_LAYER_COLUMNS)
-    return _array_at(sequence[LAYERS_AT], shape, np.int64)
-
-
-@view
-def prewarmed_at(sequence: Int64Array) -> TableArrays:
-    """Return the arrays of a sequence's prewarmed table."""
-    num_keys = sequence[PREWARMED_NUM_KEYS]
-    shape = (num_keys, sequence[PREWARMED_NUM_SUCCESSORS])
-    return (
-        _array_at(sequence[PREWARMED_KEYS_AT], (num_keys,), np.int64),
-        _array_at(sequence[PREWARMED_IDS_AT], shape, np.int32),
-        _array_at(sequence[PREWARMED_COSTS_AT], shape, np.uint16),
-    )
+    (found, found_probs), (candidates, candidate_probs) = found_of(scratch), candidates_of(scratch)
+    likeliest = 0
+    for i in range(1, num_found):
+        if found_probs[i] > found_probs[likeliest]:
+            likeliest = i
+    for i in range(num_found):
+        prob = path_prob * found_probs[i]
+        if i == likeliest or prob >= MIN_PROB:
+            candidates[0, num] = found[1, i]
+            candidates[1, num] = node
+            candidate_probs[num] = prob
+            push(candidates[2], num - num_popped, candidate_probs, num)
+            num += 1
+    return num
 
 
 @kernel
-def find_negative(token_ids: Int32Array, lengths: Int64Array, num_last: Int64Array) -> int:
-    """Return the first row with a negative id among its last tokens, or NONE."""
-    for i in range(token_ids.shape[0]):
-        for j in range(max(0, lengths[i] - num_last[i]), lengths[i]):
-            if token_ids[i, j] < 0:
-                return i
-    return NONE
+def keep_to_draw(scratch: Int64Array, node: int, path_prob: float, num_found: int) -> None:
+    """Keep what was found after a node, for its children to be drawn from."""
+    (found, found_probs), (left_ids, left_probs, _) = found_of(scratch), left_of(scratch)
+    for i in range(left_ids.shape[1]):
+        left_ids[node + 1, i] = found[1, i] if i < num_found else 0
+        left_probs[node + 1, i] = path_prob * found_probs[i] if i < num_found else 0.0
 
 
 @kernel
-def observe_rows(
-    pools: Int64Array,
-    sequences: Int64Array,
-    token_ids: Int32Array,
-    lengths: Int64Array,
-    num_new: Int64Array,
-    learning_rate: float,
-    learning_stride: int,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
-) -> None:
-    """Append the last tokens of each row to the answer of its sequence, row by row.
-
-    Args:
-        pools, sequences: int64 [num_rows], addresses of the rows of each text's pool and sequence.
-        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-        num_new: int64 [num_rows], how many of the last ones to append.
-        learning_stride: the weights learn from each so many-th token of all rows.
-
-    The other arguments are those of `append`.
-    """
-    num_appended = 0
-    for i in range(token_ids.shape[0]):
-        if num_new[i] == 0:
-            continue
-        pool = row_at(pools[i], NUM_POOL_COLUMNS)
-        sequence = row_at(sequences[i], NUM_SEQUENCE_COLUMNS)
-        text, links = text_of(pool)
-        heads, counts, harvested, weights = (
-            heads_of(pool),
-            counts_at(pool),
-            table_of(pool),
-            weights_at(pool),
-        )
-        state, layers, prewarmed = state_at(sequence), layers_at(sequence), prewarmed_at(sequence)
-        begin_appending(text, counts, state)
-        state[PROMPT] = min(state[PROMPT], int(counts[NEXT_POSITION]))
-        state[ANSWER] = min(state[ANSWER], int(counts[NEXT_POSITION]))
-        for j in range(lengths[i] - num_new[i], lengths[i]):
-            num_appended += 1
-            append_token(
-                text,
-                links,
-                heads,
-                counts,
-                state,
-                layers,
-                int(token_ids[i, j]),
-                learning_rate if num_appended % learning_stride == 0 else 0.0,
-                harvested,
-                prewarmed,
-                weights,
-                context,
-                found,
-                features,
-                summed,
-                found_probs,
-            )
-
-
-@kernel
-def draft_rows(
-    pools: Int64Array,
-    sequences: Int64Array,
-    token_ids: Int32Array,
-    lengths: Int64Array,
-    max_draft_tokens: Int64Array,
-    min_probability: float,
-    state: Int64Array,
-    contexts: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
-    chain_ids: Int32Array,
-    chain_probs: Float64Array,
-    chain_lengths: Int64Array,
-) -> None:
-    """Follow the likeliest successors of each row's text; nothing of pools or sequences changes.
-
-    Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
-    below `min_probability`.
-
-    Args:
-        max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
-        state: int64 [NUM_STATES]; `contexts`: int64 [max_match + width of `chain_ids`]. Scratch.
-        chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
-            goes, with the probability that it is right up to there.
-        chain_lengths: int64 [num_rows], filled.
-
-    The other arguments are those of `observe_rows` and `estimate`.
-    """
-    most = chain_ids.shape[1]
-    max_match = contexts.shape[0] - most
-    for i in range(token_ids.shape[0]):
-        chain_lengths[i] = 0
-        length = min(lengths[i], max_match)
-        if length == 0:
-            continue
-        pool = row_at(pools[i], NUM_POOL_COLUMNS)
-        sequence = row_at(sequences[i], NUM_SEQUENCE_COLUMNS)
-        text, links = text_of(pool)
-        heads, counts, harvested, weights = (
-            heads_of(pool),
-            counts_at(pool),
-            table_of(pool),
-            weights_at(pool),
-        )
-        layers, prewarmed = layers_at(sequence), prewarmed_at(sequence)
-        known = state_at(sequence)  # others may read it, so only a copy is lowered like the text
-        for j in range(NUM_STATES):
-            state[j] = known[j]
-        lower(state, counts)
-        for j in range(length):
-            contexts[most + j] = token_ids[i, lengths[i] - 1 - j]
-        max_order, path_prob = heads.shape[0], 1.0
-        for depth in range(max_draft_tokens[i]):
-            context = contexts[most - depth : most - depth + min(length + depth, max_match)]
-            num_found, longest = estimate(
-                text,
-                links,
-                heads,
-                counts,
-                state,
-                layers,
-                harvested,
-                prewarmed,
-                weights,
-                context,
-                min(context.shape[0], max_order),
-                path_prob,
-                found,
-                features,
-                summed,
-                found_probs,
-            )
-            if num_found == 0:
-                break
-            likeliest = 0
-            for j in range(1, num_found):
-                if found_probs[j] > found_probs[likeliest]:
-                    likeliest = j
-            path_prob *= found_probs[likeliest]
-            if path_prob < min_probability:
-                break
-            chain_ids[i, depth] = found[1, likeliest]
-            chain_probs[i, depth] = path_prob
-            chain_lengths[i] = depth + 1
-            contexts[most - depth - 1] = found[1, likeliest]
-            # A token's match is at most one token longer than that of the one before.
-            max_order = min(heads.shape[0], 1 + longest)
-
-
-@kernel
-def draft_chains(
-    pools: Int64Array,
-    sequences: Int64Array,
-    token_ids: Int32Array,
-    lengths: Int64Array,
-    num_new: Int64Array,
-    max_draft_tokens: Int64Array,
-    learning_rate: float,
-    learning_stride: int,
-    min_probability: float,
-    state: Int64Array,
-    context: Int64Array,
-    contexts: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
-    chain_ids: Int32Array,
-    chain_probs: Float64Array,
-    chain_lengths: Int64Array,
-) -> None:
-    """Observe what is new in many rows, then draft a chain for each.
-
-    The arguments are those of `observe_rows` and `draft_rows`.
-    """
-    observe_rows(
-        pools,
-        sequences,
-        token_ids,
-        lengths,
-        num_new,
-        learning_rate,
-        learning_stride,
-        context,
-        found,
-        features,
-        summed,
-        found_probs,
-    )
-    draft_rows(
-        pools,
-        sequences,
-        token_ids,
-        lengths,
-        max_draft_tokens,
-        min_probability,
-        state,
-        contexts,
-        found,
-        features,
-        summed,
-        found_probs,
-        chain_ids,
-        chain_probs,
-        chain_lengths,
-    )
-
-
-@kernel
-def push_slot(
-    parent: int,
-    left_probs: Float64Array,
-    floor: float,
-    slots: Int64Array,
-    slot_probs: Float64Array,
-    num_slots: int,
-    queue_length: int,
-) -> int:
+def push_slot(scratch: Int64Array, parent: int, floor: float, num: int, num_popped: int) -> int:
     """Queue the next child of `parent` by its expected probability before it is drawn.
 
-    Returns:
-        The number of slots queued: 1, or 0 if nothing is left to draw or the expectation is less
-        than `floor`.
+    It is not queued if nothing is left to draw or the expectation is less than `floor`; else as
+    `push_likely`.
     """
+    (candidates, candidate_probs), (_, left_probs, _) = candidates_of(scratch), left_of(scratch)
     total = squares = 0.0
     for i in range(left_probs.shape[1]):
         total += left_probs[parent + 1, i]
         squares += left_probs[parent + 1, i] * left_probs[parent + 1, i]
     if total == 0.0 or squares / total < floor:
-        return 0
-    slots[1, num_slots] = parent
-    slot_probs[num_slots] = squares / total
-    push(slots[2], queue_length, slot_probs, num_slots)
-    return 1
+        return num
+    candidates[1, num] = parent
+    candidate_probs[num] = squares / total
+    push(candidates[2], num - num_popped, candidate_probs, num)
+    return num + 1
 
 
 @kernel
@@ -1582,120 +1134,225 @@ def draw_successor(left_probs: Float64Array, uniform: float, support_probs: Floa
 
 
 @kernel
-def sample_tree(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+def copy_lowered(pool: Int64Array, sequence: Int64Array, scratch: Int64Array) -> None:
+    """Copy a sequence's state to scratch, its positions as low as the text's.
+
+    Other threads may read the state itself, so whatever only drafts leaves it as it is.
+    """
+    state, lowered = state_of(sequence), lowered_of(scratch)
+    for i in range(NUM_STATES):
+        lowered[i] = state[i]
+    lower(lowered, counts_of(pool))
+
+
+@kernel
+def grow_tree(
+    pool: Int64Array,
     sequence: Int64Array,
-    layers: Int64Array,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
-    weights: Float64Array,
+    scratch: Int64Array,
     root_context: Int64Array,
     max_draft_tokens: int,
     max_candidates: int,
     uniforms: Float64Array,
-    context: Int64Array,
-    found: Int64Array,
-    features: Float64Array,
-    summed: Float64Array,
-    found_probs: Float64Array,
-    slots: Int64Array,
-    slot_probs: Float64Array,
-    left_ids: Int64Array,
-    left_probs: Float64Array,
-    nodes: Int64Array,
-    node_probs: Float64Array,
-    support_probs: Float64Array,
 ) -> int:
-    """Draw a prefix tree from what follows a context; return its size.
+    """Grow a prefix tree of what may follow a context, the likeliest or drawn; return its size.
 
-    A *slot* is a place for a node whose token is not drawn yet. The slot with the highest expected
-    probability is filled first; it opens the slots of its next sibling and of its first child. So a
-    slot's existence and its parent are settled before its token is drawn, by the tokens of earlier
-    slots alone: otherwise no acceptance rule could be unbiased. Children of one parent are drawn
-    without replacement.
+    The tree of the likeliest grows best first: of all successors of the root and of the nodes taken
+    so far, the one whose whole path is likeliest comes next. Growth ends at `max_draft_tokens`
+    nodes, or when every path left would open a leaf beyond `max_candidates`.
+
+    A drawn tree has *slots* instead, places for nodes whose token is not drawn yet. The slot with
+    the highest expected probability is filled first; it opens the slots of its next sibling and of
+    its first child. So a slot's existence and its parent are settled before its token is drawn, by
+    the tokens of earlier slots alone: otherwise no acceptance rule could be unbiased. Children of
+    one parent are drawn without replacement.
 
     Source: drawing without replacement from Jeon et al., "Recursive Speculative Decoding"
     (arXiv 2402.14160); the order of the slots is our own.
 
     Args:
-        uniforms: float64 [max_draft_tokens] in [0, 1); slot i is drawn with uniforms[i].
-        slots: int64 [3, 2 * max_draft_tokens + 1] (unused, parent, heap), `slot_probs`: float64 of
-            that length; `left_probs`: float64 [max_draft_tokens + 1, width], the path
-            probabilities of a node's successors, 0 where drawn already, the root's first. All
-            scratch.
-        left_ids: int64 [max_draft_tokens + 1, width]; filled with the successors of each node,
-            the root's first.
-        nodes: as for `grow_tree`.
-        node_probs: float64 [max_draft_tokens]; filled with the expected probabilities of the slots.
-        support_probs: float64 [max_draft_tokens, width]; row i is filled with the distribution
-            that node i was drawn from, over the tokens in its parent's row of `left_ids`.
+        root_context: int64 [up to max_match], the tokens up to the root, newest first, where
+            max_match is the larger of MAX_MATCH and N.
+        max_draft_tokens, max_candidates: at least 1.
+        uniforms: float64 [max_draft_tokens] in [0, 1), to draw node i with uniforms[i]; empty for
+            the tree of the likeliest.
 
-    The other arguments are those of `grow_tree`.
+    Returns:
+        The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
+        the expected probabilities of the slots.
     """
-    num_nodes = num_slots = num_leaves = queue_length = 0
+    copy_lowered(pool, sequence, scratch)
+    state, context, (nodes, node_probs) = (
+        lowered_of(scratch),
+        context_of(scratch),
+        nodes_of(scratch),
+    )
+    candidates, candidate_probs = candidates_of(scratch)
+    left_ids, left_probs, support_probs = left_of(scratch)
+    is_drawn = uniforms.shape[0] > 0
+    num_nodes = num_queued = num_popped = num_leaves = 0
     node, path_prob = NONE, 1.0
-    max_order = heads.shape[0]
+    # A node's match is at most one token longer than its parent's.
+    max_order, root_order = int(pool[NUM_ORDERS]), 0
     while True:
         length = read_context(nodes, node, root_context, context)
+        order = min(length, max_order)
         num_found, longest = estimate(
-            text,
-            links,
-            heads,
-            counts,
-            sequence,
-            layers,
-            harvested,
-            prewarmed,
-            weights,
-            context[:length],
-            min(length, max_order),
-            path_prob,
-            found,
-            features,
-            summed,
-            found_probs,
+            pool, sequence, state, scratch, context[:length], order, path_prob
         )
         if node == NONE:
             root_order = longest
         else:
             nodes[4, node] = longest
-        for i in range(left_ids.shape[1]):
-            left_ids[node + 1, i] = found[1, i] if i < num_found else 0
-            left_probs[node + 1, i] = path_prob * found_probs[i] if i < num_found else 0.0
-        pushed = push_slot(node, left_probs, 0.0, slots, slot_probs, num_slots, queue_length)
-        num_slots += pushed
-        queue_length += pushed
-        while True:  # take the likeliest slot that does not exceed the number of leaves
-            if queue_length == 0:
+        if is_drawn:
+            keep_to_draw(scratch, node, path_prob, num_found)
+            num_queued = push_slot(scratch, node, 0.0, num_queued, num_popped)
+        else:
+            num_queued = push_likely(scratch, node, path_prob, num_found, num_queued, num_popped)
+        while True:  # take the likeliest candidate that does not exceed the number of leaves
+            if num_popped == num_queued:
                 return num_nodes
-            slot = pop(slots[2], queue_length, slot_probs)
-            queue_length -= 1
-            parent = slots[1, slot]
+            best = pop(candidates[2], num_queued - num_popped, candidate_probs)
+            num_popped += 1
+            parent = candidates[1, best]
             extends_leaf = parent != NONE and nodes[3, parent] == 0
             if extends_leaf or num_leaves < max_candidates:
                 break
         node = num_nodes
-        drawn = draw_successor(left_probs[parent + 1], uniforms[node], support_probs[node])
-        path_prob = left_probs[parent + 1, drawn]
-        left_probs[parent + 1, drawn] = 0.0
-        nodes[0, node] = left_ids[parent + 1, drawn]
+        if is_drawn:
+            drawn = draw_successor(left_probs[parent + 1], uniforms[node], support_probs[node])
+            nodes[0, node] = left_ids[parent + 1, drawn]
+            path_prob = left_probs[parent + 1, drawn]
+            left_probs[parent + 1, drawn] = 0.0
+        else:
+            nodes[0, node] = candidates[0, best]
+            path_prob = candidate_probs[best]
         nodes[1, node] = parent
         nodes[2, node] = 1 if parent == NONE else nodes[2, parent] + 1
         nodes[3, node] = 0
-        node_probs[node] = slot_probs[slot]
+        node_probs[node] = candidate_probs[best]
         num_leaves += 0 if extends_leaf else 1
         if parent != NONE:
             nodes[3, parent] += 1
         num_nodes += 1
         if num_nodes == max_draft_tokens:
             return num_nodes
-        pushed = push_slot(parent, left_probs, MIN_PROB, slots, slot_probs, num_slots, queue_length)
-        num_slots += pushed
-        queue_length += pushed
-        max_order = min(heads.shape[0], 1 + (root_order if parent == NONE else nodes[4, parent]))
+        if is_drawn:
+            num_queued = push_slot(scratch, parent, MIN_PROB, num_queued, num_popped)
+        max_order = min(pool[NUM_ORDERS], 1 + (root_order if parent == NONE else nodes[4, parent]))
+
+
+# --- chains: many sequences in one call ---
+
+
+@kernel
+def find_negative(token_ids: Int32Array, lengths: Int64Array, num_last: Int64Array) -> int:
+    """Return the first row with a negative id among its last tokens, or NONE."""
+    for i in range(token_ids.shape[0]):
+        for j in range(max(0, lengths[i] - num_last[i]), lengths[i]):
+            if token_ids[i, j] < 0:
+                return i
+    return NONE
+
+
+@kernel
+def observe_rows(
+    pools: Int64Array,
+    sequences: Int64Array,
+    scratch: Int64Array,
+    token_ids: Int32Array,
+    lengths: Int64Array,
+    num_new: Int64Array,
+    learning_rate: float,
+    learning_stride: int,
+) -> None:
+    """Append the last tokens of each row to the answer of its sequence, row by row.
+
+    Args:
+        pools, sequences: int64 [num_rows], addresses of the headers of each text's pool and
+            sequence.
+        token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
+        num_new: int64 [num_rows], how many of the last ones to append.
+        learning_stride: the weights learn from each so many-th token of all rows.
+    """
+    num_appended = 0
+    for i in range(token_ids.shape[0]):
+        if num_new[i] == 0:
+            continue
+        pool, sequence = (
+            row_at(pools[i], NUM_POOL_COLUMNS),
+            row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
+        )
+        begin_appending(pool, sequence)
+        state, next_position = state_of(sequence), int(counts_of(pool)[NEXT_POSITION])
+        state[PROMPT] = min(state[PROMPT], next_position)
+        state[ANSWER] = min(state[ANSWER], next_position)
+        for j in range(lengths[i] - num_new[i], lengths[i]):
+            num_appended += 1
+            rate = learning_rate if num_appended % learning_stride == 0 else 0.0
+            append_token(pool, sequence, scratch, int(token_ids[i, j]), rate)
+
+
+@kernel
+def draft_rows(
+    pools: Int64Array,
+    sequences: Int64Array,
+    scratch: Int64Array,
+    token_ids: Int32Array,
+    lengths: Int64Array,
+    max_draft_tokens: Int64Array,
+    min_probability: float,
+    chain_ids: Int32Array,
+    chain_probs: Float64Array,
+    chain_lengths: Int64Array,
+) -> None:
+    """Follow the likeliest successors of each row's text; nothing of pools or sequences changes.
+
+    Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
+    below `min_probability`.
+
+    Args:
+        pools, sequences, token_ids, lengths: as for `observe_rows`.
+        max_draft_tokens: int64 [num_rows], at most the width of `chain_ids`.
+        chain_ids, chain_probs: int32 and float64 [num_rows, width], filled as far as each chain
+            goes, with the probability that it is right up to there.
+        chain_lengths: int64 [num_rows], filled.
+    """
+    context, (found, found_probs) = context_of(scratch), found_of(scratch)
+    state = lowered_of(scratch)
+    for i in range(token_ids.shape[0]):
+        chain_lengths[i] = 0
+        if lengths[i] == 0:
+            continue
+        pool, sequence = (
+            row_at(pools[i], NUM_POOL_COLUMNS),
+            row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
+        )
+        copy_lowered(pool, sequence, scratch)
+        max_order, path_prob = int(pool[NUM_ORDERS]), 1.0
+        for depth in range(max_draft_tokens[i]):
+            length = min(lengths[i] + depth, context.shape[0])
+            for j in range(length):
+                after = depth - 1 - j
+                context[j] = chain_ids[i, after] if after >= 0 else token_ids[i, lengths[i] + after]
+            order = min(length, max_order)
+            num_found, longest = estimate(
+                pool, sequence, state, scratch, context[:length], order, path_prob
+            )
+            if num_found == 0:
+                break
+            likeliest = 0
+            for j in range(1, num_found):
+                if found_probs[j] > found_probs[likeliest]:
+                    likeliest = j
+            path_prob *= found_probs[likeliest]
+            if path_prob < min_probability:
+                break
+            chain_ids[i, depth] = found[1, likeliest]
+            chain_probs[i, depth] = path_prob
+            chain_lengths[i] = depth + 1
+            # A token's match is at most one token longer than that of the one before.
+            max_order = min(pool[NUM_ORDERS], 1 + longest)
 
 
 # Contexts per bucket of a `SuccessorTable`; beyond that, the least recently put one is dropped.
@@ -1707,27 +1364,28 @@ MAX_COST = 65535
 MAX_COUNT = 10
 
 
-@kernel
-def bucket_of(keys: Int64Array, previous: int, last: int) -> int:
+@inlined
+def bucket_of(table: Int64Array, previous: int, last: int) -> int:
     """Return the first row of a context's bucket."""
     state = hash_step(hash_step(0, last), previous + 1)
-    return int(state & (keys.shape[0] // WAYS - 1)) * WAYS
+    return int(state & (table[NUM_KEYS] // WAYS - 1)) * WAYS
 
 
 @kernel
-def find_context(keys: Int64Array, previous: int, last: int) -> int:
+def find_context(table: Int64Array, previous: int, last: int) -> int:
     """Return the row of a context in a table of successors, or NONE.
 
+    Rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b.
+
     Args:
-        keys: int64 [num_rows]; rows `WAYS * b` to `WAYS * b + WAYS - 1` are bucket b; none where
-            nothing is in the table.
         previous: the token before the last one; NONE for the context of the last one alone.
         last: the last token.
     """
-    if keys.shape[0] == 0:
+    if table[NUM_CONTEXTS] == 0:
         return NONE
+    keys = rows_of(table)[0]
     key = (previous + 1) * (HASH_MASK + 1) + last  # exact: ids have 31 bits
-    begin = bucket_of(keys, previous, last)
+    begin = bucket_of(table, previous, last)
     for row in range(begin, begin + WAYS):
         if keys[row] == key:
             return row
@@ -1735,19 +1393,12 @@ def find_context(keys: Int64Array, previous: int, last: int) -> int:
 
 
 @kernel
-def open_front(
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    begin: int,
-    row: int,
-) -> None:
+def open_front(table: Int64Array, begin: int, row: int) -> None:
     """Free a bucket's first row by moving the rows before `row` down by one, overwriting `row`."""
+    keys, successor_ids, costs, times, epochs = rows_of(table)
     for other in range(row, begin, -1):
         keys[other] = keys[other - 1]
-        counts[other] = counts[other - 1]
+        times[other] = times[other - 1]
         epochs[other] = epochs[other - 1]
         for j in range(successor_ids.shape[1]):
             successor_ids[other, j] = successor_ids[other - 1, j]
@@ -1755,29 +1406,19 @@ def open_front(
 
 
 @kernel
-def rehash(
-    old_keys: Int64Array,
-    old_counts: Int32Array,
-    old_ids: Int32Array,
-    old_costs: NDArray[np.uint16],
-    old_epochs: Int32Array,
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
-) -> None:
+def rehash(old_table: Int64Array, table: Int64Array) -> None:
     """Copy the rows of a table to an empty one of another size."""
+    old_keys, old_ids, old_costs, old_times, old_epochs = rows_of(old_table)
+    keys, successor_ids, costs, times, epochs = rows_of(table)
     for old in range(old_keys.shape[0] - 1, -1, -1):  # so that what was put last comes first again
         if old_keys[old] == NONE:
             continue
         previous = old_keys[old] // (HASH_MASK + 1) - 1
-        begin = bucket_of(keys, previous, old_keys[old] % (HASH_MASK + 1))
-        num_contexts[0] += keys[begin + WAYS - 1] == NONE
-        open_front(keys, counts, successor_ids, costs, epochs, begin, begin + WAYS - 1)
+        begin = bucket_of(table, previous, old_keys[old] % (HASH_MASK + 1))
+        table[NUM_CONTEXTS] += keys[begin + WAYS - 1] == NONE
+        open_front(table, begin, begin + WAYS - 1)
         keys[begin] = old_keys[old]
-        counts[begin] = old_counts[old]
+        times[begin] = old_times[old]
         epochs[begin] = old_epochs[old]
         for j in range(successor_ids.shape[1]):
             successor_ids[begin, j] = old_ids[old, j]
@@ -1786,12 +1427,7 @@ def rehash(
 
 @kernel
 def put_context(
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
+    table: Int64Array,
     previous: int,
     last: int,
     new_ids: Int32Array,
@@ -1807,10 +1443,6 @@ def put_context(
     The context put last comes first in its bucket.
 
     Args:
-        keys: as for `find_context`; `counts`: int32 [num_rows], how often each was put;
-            `successor_ids`, `costs`: [num_rows, num_successors], likeliest first, NONE where fewer
-            are known; `epochs`: int32 [num_rows], when each was put last; `num_contexts`: int64
-            [1], number of rows in use.
         previous, last: the context; `previous` may be NONE.
         new_ids, new_probs: [n, k], likeliest first; NONE ends a row. Row `i` is put.
         averages: whether a context's new successors are averaged with the known ones or replace
@@ -1818,17 +1450,18 @@ def put_context(
         epoch: what is noted as the time.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
+    keys, successor_ids, costs, times, epochs = rows_of(table)
     num_held, k = successor_ids.shape[1], new_ids.shape[1]
-    row = find_context(keys, previous, last)
-    begin = bucket_of(keys, previous, last)
+    row = find_context(table, previous, last)
+    begin = bucket_of(table, previous, last)
     num_merged = 0
     share = 1.0
     count = 1
     if row == NONE:
         row = begin + WAYS - 1
-        num_contexts[0] += keys[row] == NONE
+        table[NUM_CONTEXTS] += keys[row] == NONE
     elif averages:
-        count = min(int(counts[row]) + 1, MAX_COUNT)
+        count = min(int(times[row]) + 1, MAX_COUNT)
         share = 1.0 / count
         for j in range(num_held):
             if successor_ids[row, j] == NONE:
@@ -1849,9 +1482,9 @@ def put_context(
             merged_probs[place] = 0.0
             num_merged += 1
         merged_probs[place] += share * float(new_probs[i, j])
-    open_front(keys, counts, successor_ids, costs, epochs, begin, row)
+    open_front(table, begin, row)
     keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
-    counts[begin] = count
+    times[begin] = count
     epochs[begin] = epoch
     for j in range(num_held):
         best = NONE
@@ -1870,12 +1503,7 @@ def put_context(
 
 @kernel
 def put_successors(
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
+    table: Int64Array,
     contexts: Int64Array,
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
@@ -1888,12 +1516,7 @@ def put_successors(
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
         put_context(
-            keys,
-            counts,
-            successor_ids,
-            costs,
-            epochs,
-            num_contexts,
+            table,
             previous,
             last,
             new_ids,
@@ -1908,12 +1531,7 @@ def put_successors(
 
 @kernel
 def put_tree(
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
+    table: Int64Array,
     previous: int,
     token_ids: Int64Array,
     parents: Int64Array,
@@ -1948,12 +1566,7 @@ def put_tree(
     for node in range(num_nodes - 1, -1, -1):
         last = int(token_ids[node])
         put_context(
-            keys,
-            counts,
-            successor_ids,
-            costs,
-            epochs,
-            num_contexts,
+            table,
             NONE,
             last,
             new_ids,
@@ -1968,12 +1581,7 @@ def put_tree(
         last, parent = int(token_ids[node]), int(parents[node])
         before = int(token_ids[parent]) if parent != NONE else previous
         put_context(
-            keys,
-            counts,
-            successor_ids,
-            costs,
-            epochs,
-            num_contexts,
+            table,
             before,
             last,
             new_ids,
@@ -1999,21 +1607,15 @@ _UNSEEN_UNIGRAMS = 16.0
 
 
 @kernel
-def count_unigrams(
-    unigram_ids: Int32Array,
-    unigram_counts: Float64Array,
-    token_ids: Int32Array,
-    probs: NDArray[np.float32],
-) -> None:
+def count_unigrams(pool: Int64Array, token_ids: Int32Array, probs: NDArray[np.float32]) -> None:
     """Add harvested probabilities to the expected counts of tokens.
 
-    Where a bucket is full, its token with the lowest count is dropped.
+    They are in buckets of WAYS; where one is full, its token with the lowest count is dropped.
 
     Args:
-        unigram_ids: int32 [num_rows], NONE where empty; a power of two in buckets of WAYS.
-        unigram_counts: float64 [num_rows], 0 where empty.
         token_ids, probs: [n, k]; NONE ends a row.
     """
+    unigram_ids, unigram_counts = unigrams_of(pool)
     for i in range(token_ids.shape[0]):
         for j in range(token_ids.shape[1]):
             token_id = int(token_ids[i, j])
@@ -2035,11 +1637,8 @@ def count_unigrams(
 
 @kernel
 def find_worthwhile(
-    unigram_ids: Int32Array,
-    unigram_counts: Float64Array,
-    layers: Int64Array,
-    harvested: TableArrays,
-    prewarmed: TableArrays,
+    pool: Int64Array,
+    sequence: Int64Array,
     excluded: Int64Array,
     token_ids: Int32Array,
     worths: Float64Array,
@@ -2050,12 +1649,11 @@ def find_worthwhile(
     no table knows its successors, because they will be harvested.
 
     Args:
-        unigram_ids, unigram_counts: as for `count_unigrams`.
-        layers, harvested, prewarmed: as for `estimate`.
         excluded: int64 [num_excluded], tokens to leave out.
         token_ids: int32 [num_tokens], filled with tokens, the most worthwhile first.
         worths: float64 [num_tokens], filled with what they are worth, at most 1.
     """
+    unigram_ids, unigram_counts = unigrams_of(pool)
     total = _UNSEEN_UNIGRAMS
     for row in range(unigram_ids.shape[0]):
         total += unigram_counts[row]
@@ -2067,12 +1665,11 @@ def find_worthwhile(
         least = worths[num - 1] * total if num == token_ids.shape[0] else 0.0
         if _WORTH_OF_UNKNOWN * worth <= least:
             continue
-        if (
-            find_context(harvested[0], NONE, token_id) == NONE
-            and layer_that_knows(layers, NONE, token_id) == NONE
-            and find_context(prewarmed[0], NONE, token_id) == NONE
-        ):
-            worth *= _WORTH_OF_UNKNOWN
+        is_known = find_context(prewarmed_of(sequence), NONE, token_id) != NONE
+        for i in range(1 + sequence[NUM_LAYERS]):
+            table = harvested_of(source_of(pool, sequence, i))
+            is_known = is_known or find_context(table, NONE, token_id) != NONE
+        worth *= 1.0 if is_known else _WORTH_OF_UNKNOWN
         worth = min(worth / total, 1.0)
         if num == token_ids.shape[0] and worth <= worths[num - 1]:
             continue
@@ -2154,8 +1751,7 @@ def follow(text: Int32Array, position: int, end: int) -> int:
 
 @kernel
 def write_texts(
-    text: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     since: int,
     token_ids: Int32Array,
     bounds: Int32Array,
@@ -2169,7 +1765,8 @@ def write_texts(
         places: int32 [as many as `token_ids`, 3], filled: for each sequence, the position before
             its first token, held or not, that of its first token, and that of its last one.
     """
-    first, end = max(first_held(text, counts), since), int(counts[NEXT_POSITION])
+    (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
+    first = max(first_of(pool), since)
     num_tokens = num_sequences = 0
     bounds[0] = 0
     for begin in range(first, end):
@@ -2212,8 +1809,7 @@ def advance(sought: Int64Array, fallback: Int32Array, length: int, token_id: int
 
 @kernel
 def find_occurrences(
-    text: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     sought: Int64Array,
     reversed_sought: Int64Array,
     fallbacks: Int32Array,
@@ -2232,7 +1828,8 @@ def find_occurrences(
         fallbacks: int32 [2, num_sought], scratch.
         left: int32 [num_rows], zeros; above 0 afterwards where a token is part of an occurrence.
     """
-    first, end, num_rows = first_held(text, counts), int(counts[NEXT_POSITION]), text.shape[0]
+    (text, _), end = text_of(pool), int(counts_of(pool)[NEXT_POSITION])
+    first, num_rows = first_of(pool), text.shape[0]
     fill_fallback(sought, fallbacks[0])
     fill_fallback(reversed_sought, fallbacks[1])
     num_found = 0
@@ -2294,11 +1891,10 @@ def find_tokens(
 
 
 @kernel
-def empty_rows(
-    text: Int32Array, links: Int32Array, heads: Int32Array, counts: Int64Array, left: Int32Array
-) -> None:
+def empty_rows(pool: Int64Array, left: Int32Array) -> None:
     """Empty the rows whose `left` is above 0, end sequences there, and rebuild the links."""
-    first, num_rows = first_held(text, counts), text.shape[0]
+    (text, links), heads = text_of(pool), heads_of(pool)
+    first, num_rows = first_of(pool), text.shape[0]
     for row in range(num_rows):
         for column in (PREVIOUS, NEXT):
             other = int(text[row, column])
@@ -2308,21 +1904,17 @@ def empty_rows(
             text[row, TOKEN] = NONE
     heads[:, :] = NONE
     links[:, :] = NONE
-    reindex(text, links, heads, counts)
+    reindex(pool)
 
 
 @kernel
 def drop_contexts(
-    keys: Int64Array,
-    counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
+    table: Int64Array,
     dropped_keys: Int64Array,
     dropped_ids: Int64Array,
 ) -> None:
     """Drop contexts of a table by their keys, and some tokens wherever they stand; all sorted."""
+    keys, successor_ids, costs, times, epochs = rows_of(table)
     for begin in range(0, keys.shape[0], WAYS):
         kept = begin
         for row in range(begin, begin + WAYS):
@@ -2334,7 +1926,7 @@ def drop_contexts(
                 or contains(dropped_ids, key // (HASH_MASK + 1) - 1)
                 or contains(dropped_ids, key % (HASH_MASK + 1))
             ):
-                num_contexts[0] -= 1
+                table[NUM_CONTEXTS] -= 1
                 continue
             num_kept = 0
             for j in range(successor_ids.shape[1]):
@@ -2348,11 +1940,11 @@ def drop_contexts(
             successor_ids[kept, num_kept:] = NONE
             costs[kept, num_kept:] = MAX_COST
             keys[kept] = key
-            counts[kept] = counts[row]
+            times[kept] = times[row]
             epochs[kept] = epochs[row]
             kept += 1
         keys[kept : begin + WAYS] = NONE
-        counts[kept : begin + WAYS] = 0
+        times[kept : begin + WAYS] = 0
         epochs[kept : begin + WAYS] = 0
         successor_ids[kept : begin + WAYS, :] = NONE
         costs[kept : begin + WAYS, :] = MAX_COST
@@ -2360,19 +1952,8 @@ def drop_contexts(
 
 @kernel
 def forget(
-    text: Int32Array,
-    links: Int32Array,
-    heads: Int32Array,
-    counts: Int64Array,
+    pool: Int64Array,
     left: Int32Array,
-    keys: Int64Array,
-    key_counts: Int32Array,
-    successor_ids: Int32Array,
-    costs: NDArray[np.uint16],
-    epochs: Int32Array,
-    num_contexts: Int64Array,
-    unigram_ids: Int32Array,
-    unigram_counts: Float64Array,
     dropped_keys: Int64Array,
     dropped_ids: Int64Array,
     has_rows: bool,
@@ -2381,23 +1962,12 @@ def forget(
 
     Args:
         left: as `find_occurrences` left it; `has_rows`: whether any is above 0.
-        keys, key_counts, successor_ids, costs, epochs, num_contexts: of the table, as for
-            `put_context`.
-        unigram_ids, unigram_counts: as for `count_unigrams`.
         dropped_keys, dropped_ids: as for `drop_contexts`.
     """
     if has_rows:
-        empty_rows(text, links, heads, counts, left)
-    drop_contexts(
-        keys,
-        key_counts,
-        successor_ids,
-        costs,
-        epochs,
-        num_contexts,
-        dropped_keys,
-        dropped_ids,
-    )
+        empty_rows(pool, left)
+    drop_contexts(harvested_of(pool), dropped_keys, dropped_ids)
+    unigram_ids, unigram_counts = unigrams_of(pool)
     for row in range(unigram_ids.shape[0]):
         if contains(dropped_ids, unigram_ids[row]):
             unigram_ids[row] = NONE

@@ -523,7 +523,8 @@ class PoolStore:
                 if read is not None or entry.is_behind:
                     latest = self._new() if read is None else read
                     latest._take_from(pool, entry.mark.num_observed)
-                    latest._weights[:] = (latest._weights + pool._weights) / 2
+                    weights = latest._state.weights
+                    weights[:] = (weights + pool._state.weights) / 2
             num_forgotten = 0
             if forgotten is not None:
                 num_forgotten = pool._forget(forgotten)
@@ -808,7 +809,7 @@ def _worth_of(entry: _Entry) -> float:
 
 
 def _mark_of(pool: NGramPool) -> _Mark:
-    return _Mark(pool._num_observed, float(pool._unigrams.counts.sum()))
+    return _Mark(pool._state.num_observed, float(pool._state.unigrams.counts.sum()))
 
 
 def _has_learned(entry: _Entry) -> bool:

@@ -16,7 +16,7 @@ from ngram_pool._kernels import (
     COST_STEPS,
     MAX_TOKEN_ID,
     NONE,
-    Float64Array,
+    NUM_CONTEXTS,
     Int32Array,
     Int64Array,
 )
@@ -25,7 +25,6 @@ from ngram_pool.locks import alone, lock_of_table
 
 DEFAULT_NUM_SUCCESSORS = 8
 _LEAST_ROWS = 64
-_NO_KEYS = np.empty(0, np.int64)
 _LEAST_PIECE = 16
 _TAKEN = 0  # the epoch of what another table gave
 _FIRST_EPOCH = 1  # that of what was read from a file, too
@@ -39,10 +38,20 @@ class _Rows(NamedTuple):
     costs: NDArray[np.uint16]  # as `token_ids`, -ln(prob) * COST_STEPS
     counts: Int32Array  # [num_rows], how often each was put
     epochs: Int32Array  # [num_rows], in which epoch each was put last; _TAKEN from elsewhere
-    num_contexts: Int64Array  # [1], number of rows in use
+    header: Int64Array  # of the kernels, who count the rows in use in it
 
-    def copy(self) -> "_Rows":
-        return _Rows._make(array.copy() for array in self)
+    @classmethod
+    def of(
+        cls,
+        keys: Int64Array,
+        token_ids: Int32Array,
+        costs: NDArray[np.uint16],
+        counts: Int32Array,
+        epochs: Int32Array,
+    ) -> "_Rows":
+        arrays = keys, token_ids, costs, counts, epochs
+        sizes = *token_ids.shape, np.count_nonzero(keys != NONE)
+        return cls(*arrays, np.array([*(array.ctypes.data for array in arrays), *sizes], np.int64))
 
 
 class SuccessorTable:
@@ -87,14 +96,14 @@ class SuccessorTable:
     @alone
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name != "_lock"}
-        return {**state, "_held": self._held.copy()}
+        return {**state, "_held": [array.copy() for array in self._held[:5]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
-        self._become({**state, "_held": state["_held"].copy()})
+        self._become({**state, "_held": [array.copy() for array in state["_held"]]})
 
     def _become(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=lock_of_table())
+        vars(self).update(state, _lock=lock_of_table(), _held=_Rows.of(*state["_held"]))
 
     def __copy__(self) -> "SuccessorTable":
         copied = type(self).__new__(type(self))
@@ -106,7 +115,7 @@ class SuccessorTable:
 
     def __len__(self) -> int:
         """Return the number of contexts held."""
-        return int(self._held.num_contexts[0])
+        return self._held.header.item(NUM_CONTEXTS)
 
     def __repr__(self) -> str:
         return f"SuccessorTable(capacity={self._capacity}, held={len(self)}, nbytes={self.nbytes})"
@@ -125,14 +134,6 @@ class SuccessorTable:
     def nbytes(self) -> int:
         """Bytes allocated now; grows by doubling with the contexts held."""
         return sum(array.nbytes for array in self._held[:5])
-
-    @property
-    def rows(self) -> tuple[Int64Array, Int32Array, NDArray[np.uint16]]:
-        """Keys, successors and costs, as kernels read them; do not write to them."""
-        held = self._held
-        if not held.num_contexts.item(0):  # nothing to look for
-            return _NO_KEYS, held.token_ids, held.costs
-        return held[:3]
 
     def put(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
         """Learn successors of contexts.
@@ -206,12 +207,7 @@ class SuccessorTable:
             self._resize(self._held, 2 * len(self._held.keys))
         held, size = self._held, ids.shape[1] + self._num_successors
         is_valid = _kernels.put_tree(
-            held.keys,
-            held.counts,
-            held.token_ids,
-            held.costs,
-            held.epochs,
-            held.num_contexts,
+            held.header,
             previous,
             np.ascontiguousarray(lasts, np.int64),
             np.ascontiguousarray(over, np.int64),
@@ -239,7 +235,7 @@ class SuccessorTable:
         if not (NONE <= previous <= MAX_TOKEN_ID and 0 <= last <= MAX_TOKEN_ID):
             return None
         held = self._held
-        row = _kernels.find_context(held.keys, previous, last)
+        row = _kernels.find_context(held.header, previous, last)
         if row == NONE:
             return None
         is_known = held.token_ids[row] != NONE
@@ -308,9 +304,9 @@ class SuccessorTable:
         num_rows = _LEAST_ROWS
         while num_rows < min(2 * (num + _LEAST_PIECE), table._capacity):
             num_rows *= 2
-        by_row = [np.ascontiguousarray(array) for array in (keys, ids, costs, counts)]
-        old = _Rows._make([*by_row, np.full(num, _FIRST_EPOCH, np.int32), np.array([num])])
-        table._resize(old, num_rows)
+        keys, ids, costs, counts = map(np.ascontiguousarray, (keys, ids, costs, counts))
+        epochs = np.full(num, _FIRST_EPOCH, np.int32)
+        table._resize(_Rows.of(keys, ids, costs, counts, epochs), num_rows)
         return table
 
     @property
@@ -326,21 +322,19 @@ class SuccessorTable:
         counts: Int32Array,
     ) -> None:
         """Hold arrays as `held` returned them, themselves, from now on."""
-        num_contexts = np.array([np.count_nonzero(keys != NONE)], np.int64)
         epochs = np.full(len(keys), _FIRST_EPOCH, np.int32)
-        self._held = _Rows(keys, token_ids, costs, counts, epochs, num_contexts)
+        self._held = _Rows.of(keys, token_ids, costs, counts, epochs)
 
     # --- inside -----------------------------------------------------------------------------
 
     def _empty(self, num_rows: int) -> _Rows:
         shape = (num_rows, self._num_successors)
-        return _Rows(
+        return _Rows.of(
             np.full(num_rows, NONE, np.int64),
             np.full(shape, NONE, np.int32),
             np.full(shape, _kernels.MAX_COST, np.uint16),
             np.zeros(num_rows, np.int32),
             np.full(num_rows, _TAKEN, np.int32),
-            np.zeros(1, np.int64),
         )
 
     @alone
@@ -359,49 +353,14 @@ class SuccessorTable:
                 self._resize(self._held, 2 * num_rows)
                 continue
             part = slice(start, start + max(room, _LEAST_PIECE))
-            self._put_part(pairs[part], ids[part], probs[part], epoch, scratch)
+            given = pairs[part], ids[part], probs[part]
+            _kernels.put_successors(self._held.header, *given, self._averages, epoch, *scratch)
             start = part.stop
-
-    def _put_part(
-        self,
-        pairs: Int64Array,
-        ids: Int32Array,
-        probs: NDArray[np.float32],
-        epoch: int,
-        scratch: tuple[Int32Array, Float64Array],
-    ) -> None:
-        held = self._held
-        _kernels.put_successors(
-            held.keys,
-            held.counts,
-            held.token_ids,
-            held.costs,
-            held.epochs,
-            held.num_contexts,
-            pairs,
-            ids,
-            probs,
-            self._averages,
-            epoch,
-            *scratch,
-        )
 
     def _resize(self, old: _Rows, num_rows: int) -> None:
         """Move what `old` holds to `num_rows` rows: all or nothing, even if interrupted."""
         new = self._empty(num_rows)
-        _kernels.rehash(
-            old.keys,
-            old.counts,
-            old.token_ids,
-            old.costs,
-            old.epochs,
-            new.keys,
-            new.counts,
-            new.token_ids,
-            new.costs,
-            new.epochs,
-            new.num_contexts,
-        )
+        _kernels.rehash(old.header, new.header)
         self._held = new
 
 

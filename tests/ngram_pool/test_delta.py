@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ngram_pool.pool
+import ngram_pool.origins
+import ngram_pool.state
 from ngram_pool import (
     NGramPool,
     PoolDelta,
@@ -42,7 +43,8 @@ def tokens_of(pool: NGramPool | PoolDelta) -> list[int]:
 
 
 def successors_of(pool: NGramPool) -> dict[tuple[int, int], list[int]]:
-    known = {tuple(pair): pool._harvested.get(*pair) for pair in pool._harvested.contexts()}
+    table = pool._state.harvested
+    known = {tuple(pair): table.get(*pair) for pair in table.contexts()}
     return {pair: found[0].tolist() for pair, found in known.items() if found is not None}
 
 
@@ -104,7 +106,7 @@ def test_a_delta_has_what_was_harvested_since_the_stamp_once() -> None:
     other = NGramPool(1000)
     other.merge(delta)
     assert successors_of(other) == {(-1, 4): [9, 8], (1, 2): [7], (3, 4): [9, 8]}
-    ids, counts = other._unigrams
+    ids, counts = other._state.unigrams
     assert dict(zip(ids[ids >= 0].tolist(), counts[ids >= 0].round(2).tolist(), strict=True)) == {
         7: 0.75,
         8: 0.5,
@@ -118,7 +120,7 @@ def test_when_contexts_were_put_survives_the_growth_of_the_table_and_forgetting(
     pool.harvest(contexts[:1000], contexts[:1000, :1], np.full((1000, 1), 0.5))
     since = pool.stamp()
     pool.harvest(contexts[1000:], contexts[1000:, :1], np.full((2000, 1), 0.5))
-    held = set(map(tuple, pool._harvested.contexts().tolist()))
+    held = set(map(tuple, pool._state.harvested.contexts().tolist()))
     delta = pool.delta(since)
     assert {*contexts_of_many(delta)} == {*map(tuple, contexts[1000:].tolist())} & held
     pool.forget([2000])
@@ -142,13 +144,13 @@ def test_positions_may_be_lowered_between_stamps(monkeypatch: pytest.MonkeyPatch
     pool, other = NGramPool(50), NGramPool(5000)
     stamp, tokens = None, itertools.count()
     with monkeypatch.context() as patch:
-        patch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 150)
+        patch.setattr(ngram_pool.state, "_POSITION_LIMIT", 150)
         for _ in range(60):
             pool.observe([next(tokens) for _ in range(7)])
             delta = pool.delta(stamp)
             other.merge(delta)
             stamp = delta.until
-    assert pool._counts[_kernels.LOWERED] > 0
+    assert pool._state.counts[_kernels.LOWERED] > 0
     assert tokens_of(other) == [*range(420)]
     assert len(texts_of(other)) < 10  # one, but for where positions were lowered
     pool.check()
@@ -348,9 +350,9 @@ def test_a_delta_is_no_larger_than_it_may_be(max_bytes: int, with_harvest: bool)
 
 
 def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.pool, "_MAX_ORIGINS", 3)
-    monkeypatch.setattr(ngram_pool.pool, "_MAX_CONTINUED", 4)
-    monkeypatch.setattr(ngram_pool.pool, "_MAX_STRETCHES", 5)
+    monkeypatch.setattr(ngram_pool.origins, "_MAX_ORIGINS", 3)
+    monkeypatch.setattr(ngram_pool.origins, "_MAX_CONTINUED", 4)
+    monkeypatch.setattr(ngram_pool.origins, "_MAX_STRETCHES", 5)
     pool = NGramPool(10_000)
     first = pool.stamp()
     for number in range(12):
@@ -358,7 +360,8 @@ def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch
         other.observe([1000 + number])
         pool.merge(other.delta())
         pool.observe([number], pool.open_sequence())
-    assert [len(pool._taken_until), len(pool._continued), len(pool._taken)] == [3, 4, 5]
+    origins = pool._origins
+    assert [len(origins._until), len(origins._continued), len(origins.stretches)] == [3, 4, 5]
     # Of the text among what came first, nobody knows any more that it is not others'.
     assert texts_of(pool.delta(first)) == [[7], [8], [9], [10], [11]]
     pool.check()

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import ngram_pool.pool
+import ngram_pool.state
 from ngram_pool import NGramPool, SuccessorTable, _kernels
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
@@ -56,7 +57,7 @@ class Use:
         """All that can be told of the pool and the table from outside, now and after more text."""
         found: list[Any] = [self.pool.num_open_sequences]
         for _ in range(2):
-            found += [len(self.pool), self.pool._weights.tolist(), len(self.table)]
+            found += [len(self.pool), self.pool._state.weights.tolist(), len(self.table)]
             arrays = self.table.arrays()
             by_key = np.argsort(arrays["keys"])  # the order of rows depends on how many there are
             found += [array[by_key].tolist() for array in arrays.values()]
@@ -164,8 +165,8 @@ def is_free(lock: Any) -> bool:
 def test_interrupted_at_any_line_all_is_as_before_or_as_after(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 4)
-    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 140)
+    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 4)
+    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 140)
     prepare, call = CALLS[name]
     before, after = Use(), Use()
     prepare(before)
@@ -224,7 +225,7 @@ def test_sequences_that_nobody_holds_take_no_room() -> None:
 def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 140)
+    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 140)
     pool = NGramPool(40, 3)
     idle = pool.open_sequence()
     pool.observe([1, 2, 3], idle)
@@ -240,9 +241,9 @@ def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
 
 @pytest.mark.skipif(JIT_IS_OFF, reason="kernels that are not compiled can be interrupted")
 def test_a_pool_is_sound_after_asynchronous_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_pool.pool, "_FIRST_NUM_ROWS", 16)
-    monkeypatch.setattr(ngram_pool.pool, "_POSITION_LIMIT", 1500)
-    monkeypatch.setattr(ngram_pool.pool, "_PIECE", 64)
+    monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 16)
+    monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 1500)
+    monkeypatch.setattr(ngram_pool.state, "_PIECE", 64)
     rng = random.Random(0)
     pool = NGramPool(300, 3)
 

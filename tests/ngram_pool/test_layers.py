@@ -48,8 +48,8 @@ def test_no_layer_is_starved_by_frequent_text_elsewhere() -> None:
 
 def test_a_longer_match_in_a_layer_decides_before_a_shorter_one_in_the_own_text() -> None:
     pool = NGramPool()
-    pool._weights[:] = 0.0
-    pool._weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # what the text says and no more
+    pool._state.weights[:] = 0.0
+    pool._state.weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # the text and no more
     pool.observe([9, 3, 100] * 5)
     sequence = pool.open_sequence(layers=[frozen([1, 2, 3, 200])])
     assert pool.draft([1, 2, 3], 1, sequence=sequence).token_ids.tolist() == [200]
@@ -102,21 +102,21 @@ def test_answers_teach_which_layer_to_trust() -> None:
     """What follows in one layer comes, what follows in the other never does."""
     right, wrong = np.arange(300), np.arange(1000, 1300)
     pool = NGramPool()
-    pool._learning_rate = 0.02
+    pool._state.learning_rate = 0.02
     sequence = pool.open_sequence(layers=[frozen(wrong), frozen(right)])
 
     def trust() -> list[float]:
         ends = [[int(text[250])] for text in (wrong, right)]
         return [float(pool.draft(end, 1, sequence=sequence).probs[0]) for end in ends]
 
-    before, (in_wrong, in_right) = pool._weights.copy(), trust()
+    before, (in_wrong, in_right) = pool._state.weights.copy(), trust()
     assert in_wrong == in_right
     for i in range(60):
         answer = [*right[4 * i : 4 * i + 4], wrong[2 * i], 2000 + i]
         pool.observe(answer, sequence, is_answer=True)
     in_wrong, in_right = trust()
     assert in_right > 1.2 * in_wrong
-    moved = np.abs(pool._weights - before).sum(axis=1)
+    moved = np.abs(pool._state.weights - before).sum(axis=1)
     assert (moved[_kernels.LAYER_ROW :] > 0.0).tolist() == [True, True, False, False]
 
 

@@ -103,7 +103,7 @@ def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> N
     for make in (PoolDrafter, Unexploring):
         pool = NGramPool()
         texts.append(lade.generate(model, prompt, drafter=make(pool), config=config, **GREEDY))
-        keys = pool._harvested.arrays()["keys"]
+        keys = pool._state.harvested.arrays()["keys"]
         known.append((keys < VOCAB_SIZE).sum())  # single tokens
     assert texts[0].tolist() == texts[1].tolist() == model.generate(prompt, **GREEDY).tolist()
     assert known[0] > 1.3 * known[1]

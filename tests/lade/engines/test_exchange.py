@@ -99,7 +99,7 @@ def test_harvested_successors_are_sent_unless_they_are_not_to_be() -> None:
         one.pool.harvest([[-1, 1]], [[2]], [[0.5]])
         one.exchange()
         two.exchange()
-        assert (two.pool._harvested.get(-1, 1) is not None) is with_harvest
+        assert (two.pool._state.harvested.get(-1, 1) is not None) is with_harvest
 
 
 def test_a_long_answer_is_one_text_wherever_it_was_cut() -> None:
