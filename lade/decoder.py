@@ -237,5 +237,5 @@ class Decoder:
             yield
         except FlawError as flaw:
             raise VerificationError(str(flaw), flaw) from flaw
-        except Exception as failure:
+        except Exception as failure:  # the target is the user's model
             raise VerificationError(in_one_line(failure)) from failure

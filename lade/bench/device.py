@@ -2,6 +2,8 @@
 
 import torch
 
+from lade.attempts import Attempt
+
 
 def wait_for(device: torch.device) -> None:
     """Wait for a device to finish."""
@@ -11,7 +13,7 @@ def wait_for(device: torch.device) -> None:
 
 def busy_share(device: torch.device) -> float | None:
     """Return the share of about the last second that a device was busy; None if nothing tells."""
-    try:
-        return torch.cuda.utilization(device) / 100 if device.type == "cuda" else None
-    except Exception:  # no package nvidia-ml-py, or one that does not know this device
-        return None
+    if device.type == "cuda":
+        with Attempt():  # there may be no package nvidia-ml-py, or one that knows no such device
+            return torch.cuda.utilization(device) / 100
+    return None
