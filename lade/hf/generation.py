@@ -342,15 +342,16 @@ class Generation:
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         ranks = Ranks.of(self._model)
+        harvester = self._prompt_harvester(proposer, target, limits.max_length)
+        speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
         decoder = Decoder(
             batch,
             target,
-            Speculator(batch, proposer, budget, target, config.lookahead, ranks),
+            speculator,
             choice,
             emit,
             outputs,
             self._spot_checks(ranks, rngs is not None),
-            self._prompt_harvester(proposer, target, limits.max_length),
             overlaps,
         )
         try:
