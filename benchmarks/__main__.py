@@ -1,5 +1,6 @@
 """`python -m benchmarks`: commands and their options. Each is `run` of the module of its name."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from lade.cli.bench import ResultFiles
 from lade.cli.options import (
     DeviceOption,
     DtypeOption,
+    FirstLayersOption,
     JsonOption,
     LimitOption,
     MarkdownOption,
@@ -61,6 +63,10 @@ BatchSizeOption = Annotated[
 ]
 PassesOption = Annotated[int, typer.Option(metavar="N", min=1, help="Do everything N times.")]
 SeedOption = Annotated[int, typer.Option(metavar="N", min=0, help="Of the first batch.")]
+TableOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="What lade prewarm made.", exists=True, dir_okay=False),
+]
 
 
 def file_argument(metavar: str, help_text: str) -> Any:
@@ -107,10 +113,7 @@ def run_methods(
             "and self:int8 take a copy with 8-bit weights.",
         ),
     ] = None,
-    first_layers: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="For the methods with first layers."),
-    ] = None,
+    first_layers: FirstLayersOption = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     json: JsonOption = None,
@@ -118,10 +121,12 @@ def run_methods(
     plot: PlotOption = None,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts."""
+    from benchmarks.methods import METHODS
+    from benchmarks.run import add_to, load_assistant
     from benchmarks.run import choose as choose_methods
-    from benchmarks.run import run
     from lade.bench.baselines import Given
     from lade.bench.settings import BenchSettings
+    from lade.cli.bench import run
 
     settings = BenchSettings(
         max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences
@@ -133,12 +138,14 @@ def run_methods(
     given = Given(make_config(max_draft_tokens, verification), num_layers=first_layers)
     files, chosen = files_of(json, markdown, plot), choose(prompts, limit, half)
     loaded = load(model, device, dtype, threads, trust_remote_code)
+    if assistant is not None:
+        given = load_assistant(given, loaded, assistant, trust_remote_code)
     run(
-        *(loaded, chosen, names, settings, given, assistant, files),
-        trust_remote_code=trust_remote_code,
+        *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
         pool_paths=pools or [],
         save_path=save_pool,
         num_passes=passes,
+        add=partial(add_to, assistant=assistant),
     )
 
 
@@ -213,10 +220,7 @@ def run_replay(
     methods: MethodsOption = None,
     max_draft_tokens: SizesOption = "8,16,32,64",
     passes: PassesOption = 1,
-    table: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What lade prewarm made.", exists=True, dir_okay=False),
-    ] = None,
+    table: TableOption = None,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
     plot: PlotOption = None,
@@ -303,10 +307,7 @@ def run_engines(
     options: Annotated[
         str, typer.Option(metavar="JSON", help="Options of lade's proposer, as a JSON object.")
     ] = "{}",
-    prewarmed: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="For pool_prewarmed.", exists=True, dir_okay=False),
-    ] = None,
+    prewarmed: TableOption = None,
     limit: LimitOption = None,
     check: Annotated[
         bool,

@@ -48,7 +48,7 @@ class PoolTiming(NamedTuple):
     load_ms: float  # median: loading that file and the first draft
 
 
-def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> PoolTiming:
+def time_pool(num_tokens: int, max_draft_tokens: int) -> PoolTiming:
     """Fill a pool to its capacity with synthetic text and time it.
 
     The text draws tokens of a 49,152-token vocabulary by Zipf's law; in every 400 tokens, it copies
@@ -56,7 +56,7 @@ def time_pool(num_tokens: int, max_draft_tokens: int = 32, seed: int = 0) -> Poo
     processor caches help as little as with a pool that has served many prompts. The target's
     successors are drawn at random.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     text = text_at_random(num_tokens, rng)
     pool = NGramPool(capacity_tokens=num_tokens, seed=0)
     for start in range(0, num_tokens, _CHUNK):
@@ -148,9 +148,7 @@ def text_at_random(num_tokens: int, rng: np.random.Generator) -> NDArray[np.int6
     return text.astype(np.int64)
 
 
-def _time_file(
-    pool: NGramPool, context: list[int], max_draft_tokens: int, num_times: int = 5
-) -> tuple[float, float]:
+def _time_file(pool: NGramPool, context: list[int], max_draft_tokens: int) -> tuple[float, float]:
     """Return the times of saving a pool, and of loading it and drafting once, in milliseconds.
 
     The file was just written, so it is in the memory of the system, as that of a pool in use is.
@@ -161,7 +159,7 @@ def _time_file(
         pool.save(path)
         save_ms = (perf_counter() - start_sec) * 1e3
         load_ms = []
-        for _ in range(num_times):
+        for _ in range(5):
             start_sec = perf_counter()
             loaded = NGramPool.load(path)
             loaded.draft(context, max_draft_tokens)

@@ -39,14 +39,13 @@ def time_requests(
     sharing: Sharing,
     max_draft_tokens: int,
     min_probability: float | None = None,
-    seed: int = 0,
 ) -> RequestTiming:
     """Let a proposer draft for requests that go on for 200 steps, after their prompts.
 
     The texts are those of `benchmarks.pool.time_pool`, a different one for each request; half of a
     request's copied spans are from the text that a shared pool holds already.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     options: dict[str, Any] = {"sharing": sharing, "max_step_tokens": 2**20}
     if min_probability is not None:
         options["min_probability"] = min_probability

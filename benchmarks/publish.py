@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lade.bench.report import write_json
+
 _OVERALL = "overall"
 
 
@@ -24,27 +26,9 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     return {name: v if name in as_is else _rounded(v) for name, v in made.items()}
 
 
-def as_text(content: Mapping[str, Any]) -> str:
-    """Return a result as JSON, with a line for each entry of what is long."""
-    parts = []
-    for name, value in content.items():
-        text = json.dumps(value)
-        if len(text) > 1000 and isinstance(value, list):
-            text = "[\n" + ",\n".join("  " + _short(each) for each in value) + "\n ]"
-        elif len(text) > 1000 and isinstance(value, dict):
-            lines = (f"  {json.dumps(key)}: {_short(each)}" for key, each in value.items())
-            text = "{\n" + ",\n".join(lines) + "\n }"
-        parts.append(f" {json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 def publish(source: Path, out: Path) -> None:
     """Write what the pages show of a result."""
-    out.write_text(as_text(summarised(json.loads(source.read_text("utf-8")))), "utf-8")
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    write_json(out, summarised(json.loads(source.read_text("utf-8"))))
 
 
 def _totals(prompts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,9 +11,7 @@ from lade.bench.baselines import Given
 from lade.bench.prompts import Prompt
 from lade.bench.report import groups
 from lade.bench.run import Result
-from lade.bench.settings import BenchSettings
-from lade.cli.bench import Chosen, ResultFiles, with_assistant
-from lade.cli.bench import run as run_all
+from lade.cli.bench import with_assistant
 from lade.models.loading import LoadedModel
 
 _INT8 = ":int8"
@@ -53,41 +51,15 @@ def choose(
     return names
 
 
-def run(
-    loaded: LoadedModel,
-    chosen: Chosen,
-    names: Sequence[str],
-    settings: BenchSettings,
-    given: Given,
-    assistant: str | None,
-    files: ResultFiles,
-    *,
-    trust_remote_code: bool = False,
-    pool_paths: Sequence[Path] = (),
-    save_path: Path | None = None,
-    num_passes: int = 1,
-) -> None:
-    """Run methods over prompts; print and write the results."""
-    if assistant is not None:
-        given = _with_assistant(given, loaded, assistant, trust_remote_code)
-    told = None if assistant is None else Path(assistant).name
-
-    def add(content: dict[str, Any], results: Sequence[Result]) -> None:
-        content["settings"]["assistant"] = told
-        for group, part in groups(results).items():
-            for name, entry in content["summary"][group].items():
-                entry["share_repeated"] = share_repeated(part, name)
-
-    run_all(
-        *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
-        pool_paths=pool_paths,
-        save_path=save_path,
-        num_passes=num_passes,
-        add=add,
-    )
+def add_to(content: dict[str, Any], results: Sequence[Result], *, assistant: str | None) -> None:
+    """Add an assistant's name, and the share of answers that are alike in all passes."""
+    content["settings"]["assistant"] = None if assistant is None else Path(assistant).name
+    for group, part in groups(results).items():
+        for name, entry in content["summary"][group].items():
+            entry["share_repeated"] = share_repeated(part, name)
 
 
-def _with_assistant(
+def load_assistant(
     given: Given, loaded: LoadedModel, assistant: str, trust_remote_code: bool
 ) -> Given:
     """Load the assistant: another model, or the model itself, or a copy in 8 bits of either."""

@@ -65,7 +65,6 @@ _NAMES = {
     "rival_sam": "suffix automaton (SAM)",
     "rival_sam_recycling": "SAM with Recycling",
     "rival_goose": "copy and adjacency (Goose-like)",
-    "rival_suffix": "SuffixDecoding-like",
 }
 _ENGINES = {
     "plain": "none",

@@ -9,11 +9,10 @@ the target's own tokens, and `lade.hf.generation` turns a call of `generate` int
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from lade.batch import Batch
 from lade.drafting.speculator import Cost, Done, Plan, Speculator
-from lade.drafting.successors import PromptHarvester
 from lade.errors import in_one_line
 from lade.outputs import Outputs
 from lade.probing.spot_checks import FlawError, SpotChecks
@@ -48,7 +47,6 @@ class Decoder:
         on_step: called after each commit, the prefill included, with the steps of the rows.
         outputs: collects what the caller wants besides the text.
         checks: hold some steps against plain decoding.
-        prompt_harvester: harvests successors from the prefill, for the drafter.
         overlaps: whether learning from a step is deferred until the next forward is on its way. If
             not, as when the host itself computes, it is done at once.
     """
@@ -62,7 +60,6 @@ class Decoder:
         on_step: Callable[[Sequence[Step]], None],
         outputs: Outputs,
         checks: SpotChecks,
-        prompt_harvester: PromptHarvester | None = None,
         overlaps: bool = False,
     ) -> None:
         self.stats = DecodeStats(num_prefills=batch.text.num_rows)
@@ -77,7 +74,6 @@ class Decoder:
         self._on_step = on_step
         self._outputs = outputs
         self._checks = checks
-        self._prompt_harvester = prompt_harvester
         self._overlaps = overlaps
         self._last: Done | None = None  # the last step, until it is learned from
 
@@ -113,9 +109,8 @@ class Decoder:
     def _prefill(self) -> None:
         """Run the prompts: a first step without drafts, whose roots are already cached."""
         plan = self._speculator.roots()
-        harvester = self._prompt_harvester
         with self.stats.timed("prefill"):
-            with self._verifying(), harvester.watching() if harvester else nullcontext() as view:
+            with self._verifying(), self._speculator.watching_prompts() as view:
                 output = self._target.prefill(view, is_plain=self._checks.wants_plain_prompts)
             self._checks.note_state()
             logits = output.logits[:, -1:]
@@ -124,9 +119,7 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
-            of_prompts = None
-            if harvester is not None:
-                of_prompts = harvester.successors(logits, self._batch.contexts)
+            of_prompts = self._speculator.rank_prompts(logits)
             successors = self._speculator.rank(logits, self._choice.ranked)
         steps, _ = self._emit(plan)
         with self.stats.timed("commit"):
@@ -237,5 +230,5 @@ class Decoder:
             yield
         except FlawError as flaw:
             raise VerificationError(str(flaw), flaw) from flaw
-        except Exception as failure:
+        except Exception as failure:  # the target is the user's model
             raise VerificationError(in_one_line(failure)) from failure

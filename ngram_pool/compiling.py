@@ -27,7 +27,7 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
     try:
         run_all()
         return
-    except Exception as error:
+    except Exception as error:  # whatever Numba lets through
         kernels: list[Any] = [k for k in vars(module).values() if isinstance(k, Dispatcher)]
         if not kernels:  # NUMBA_DISABLE_JIT=1
             raise
@@ -59,7 +59,7 @@ class _ForgivingCache:
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return self._cache.load_overload(sig, target_context)
-        except Exception:
+        except Exception:  # whatever Numba's own reading lets through
             with suppress(Exception):
                 self._cache.flush()
             return None

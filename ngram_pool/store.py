@@ -381,7 +381,7 @@ class PoolStore:
             entry = self._entry(name, user)
             try:
                 pool = entry.alone(partial(self._newest, entry))
-            except BaseException:
+            except BaseException:  # cleaned up after interrupts, too
                 entry.users.discard(user)
                 raise
         self._settle()

@@ -53,10 +53,9 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
                 os.replace(made, path)
         if not is_held:  # Windows renames no file that is open
             os.replace(made, path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # it is gone, unless this was broken off
             made.unlink()
-        raise
     _keep_names(path.parent)
 
 

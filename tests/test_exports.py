@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ORDER = [
     *(
         "_version",
         "errors",
+        "attempts",
         "config",
         "compat",
         "closeness",
@@ -100,6 +102,51 @@ def test_the_core_imports_in_one_direction() -> None:
 def test_every_package_says_what_lives_there(name: str) -> None:
     module = ast.parse((ROOT / "lade" / name / "__init__.py").read_text())
     assert ast.get_docstring(module)
+
+
+# Where any error is caught, and how often: at edges to code that is not ours, in threads, and to
+# clean up. Elsewhere such code is run by `lade.attempts`, or errors simply pass.
+CATCHES_ANYTHING = {
+    "lade/attention/tree.py": 1,
+    "lade/chat/conversation.py": 1,
+    "lade/chat/terminal.py": 1,
+    "lade/chat/web_sessions.py": 1,
+    "lade/cli/__init__.py": 1,
+    "lade/cli/bench.py": 1,
+    "lade/cli/loading.py": 1,
+    "lade/decoder.py": 1,
+    "lade/drafters/checking.py": 1,
+    "lade/drafting/guard.py": 1,
+    "lade/engines/exchange.py": 1,
+    "lade/engines/vllm.py": 1,
+    "lade/errors.py": 1,
+    "lade/gpu/dense.py": 1,
+    "lade/gpu/graphs.py": 2,
+    "lade/hf/generation.py": 1,
+    "lade/models/embedded.py": 1,
+    "lade/prewarming/tables.py": 1,
+    "lade/server/gate.py": 1,
+    "lade/server/inference.py": 1,
+    "lade/server/upstream.py": 2,
+    "lade/targets/paths.py": 1,
+    "lade/targets/trees.py": 2,
+    "ngram_pool/compiling.py": 2,
+    "ngram_pool/store.py": 1,
+}
+
+
+def catches_anything(handler: ast.ExceptHandler) -> bool:
+    caught = set() if handler.type is None else {*map(ast.unparse, ast.walk(handler.type))}
+    return handler.type is None or bool(caught & {"Exception", "BaseException"})
+
+
+def test_any_error_is_caught_at_named_edges_alone() -> None:
+    found: Counter[str] = Counter()
+    for path in (path for name in ("lade", "ngram_pool") for path in (ROOT / name).rglob("*.py")):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        handlers = [node for node in nodes if isinstance(node, ast.ExceptHandler)]
+        found[path.relative_to(ROOT).as_posix()] += sum(map(catches_anything, handlers))
+    assert +found == Counter(CATCHES_ANYTHING)
 
 
 def test_the_pool_knows_nothing_of_torch_or_lade() -> None:

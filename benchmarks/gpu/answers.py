@@ -49,12 +49,18 @@ SAMPLED = Decoding(
 )
 
 
+class Replayed(NamedTuple):
+    """Drafts that are accepted as in recorded decoding."""
+
+    counts: Sequence[int]  # of draft tokens that successive steps accept; then they repeat
+    num_nodes: int  # of a step's tree, its root included
+
+
 def measure_answers(
     known: KnownModel,
     shape: Shape,
     name: str,
-    counts: Sequence[int],
-    num_nodes: int,
+    replayed: Replayed,
     stage: Stage,
     decoding: Decoding = GREEDY,
     policy: DevicePolicy | None = None,
@@ -63,7 +69,7 @@ def measure_answers(
     """Answer all prompts with a method, round by round; summarise the results after each round."""
     device = known.model.device
     forget_peak(device)
-    method = _method(name, known, counts, num_nodes, policy)
+    method = _method(name, known, replayed, policy)
     prompts = [
         torch.cat(
             [random_prompt(shape, shape.prompt_length, first + row) for row in range(num_rows)]
@@ -108,8 +114,7 @@ def measure_answers(
 def measure_side_by_side(
     known: KnownModel,
     shape: Shape,
-    counts: Sequence[int],
-    num_nodes: int,
+    replayed: Replayed,
     stage: Stage,
     decoding: Decoding = GREEDY,
     policy: DevicePolicy | None = None,
@@ -122,17 +127,14 @@ def measure_side_by_side(
     for num_rows in nums_rows:
         for name in ("plain", "graphs"):
             with stage.part(f"{name}, {num_rows} at once"):
-                measure_answers(
-                    *(known, shape, name, counts, num_nodes, stage, decoding, policy, num_rows)
-                )
+                measure_answers(*(known, shape, name, replayed, stage, decoding, policy, num_rows))
             release(known.model)
 
 
 def _method(
     name: str,
     known: KnownModel,
-    counts: Sequence[int],
-    num_nodes: int,
+    replayed: Replayed,
     policy: DevicePolicy | None,
 ) -> Method:
     if name == "plain":
@@ -140,7 +142,7 @@ def _method(
     if name == "static":
         return _static
     (execution,) = (each for each in EXECUTIONS if each == name)
-    return replaying_lade(known, counts, num_nodes, execution, policy, verifies_all=True)
+    return replaying_lade(known, *replayed, execution, policy, verifies_all=True)
 
 
 def replaying_lade(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from benchmarks.gpu.drafter import ReplayedDrafter
 from benchmarks.gpu.shapes import KnownModel, Shape, random_prompt
@@ -22,6 +21,7 @@ from benchmarks.gpu.used import Tally, Used, recorded_or_fixed, used_by
 from lade.bench.device import wait_for
 from lade.compat import Model, device_of_inputs
 from lade.config import Config
+from lade.drafters.runner import prepared
 from lade.drafting.successors import rank, with_probs
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan, make_target
@@ -58,28 +58,12 @@ def open_target(
     Raises:
         UnsupportedModelError: whole trees cannot be verified here; says why.
     """
-    prepared: dict[str, Any] = {}
-
-    def keep(_: Model, input_ids: Tensor, **kwargs: Any) -> Tensor:
-        prepared.update(kwargs)
-        return input_ids
-
-    type(model).generate(
-        model,
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        custom_generate=keep,
-    )
-    config: GenerationConfig = prepared.pop("generation_config")
-    for unwanted in ("logits_processor", "stopping_criteria"):
-        prepared.pop(unwanted, None)
+    config, model_kwargs = prepared(model, input_ids, max_new_tokens)
     execution = recorded_or_fixed(device_of_inputs(model), tally)
     with torch.no_grad():
         chosen = choose_verification(model, config=Config(verification="tree"), execution=execution)
         target = make_target(
-            model, input_ids, prepared, chosen, max_new_tokens, config, policy=tally
+            model, input_ids, model_kwargs, chosen, max_new_tokens, config, policy=tally
         )
         try:
             target.prefill()

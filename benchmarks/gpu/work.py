@@ -73,6 +73,7 @@ def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
     from benchmarks.gpu.answers import (
         BATCH_SIZES,
         SAMPLED,
+        Replayed,
         measure_answers,
         measure_side_by_side,
     )
@@ -97,19 +98,19 @@ def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
         }
         return known
 
-    replayed = job.counts, job.num_nodes
+    replayed = Replayed(job.counts, job.num_nodes)
     if job.stage == "steps":
         measure_steps(make(), shape, job.bytes_per_sec, stage)
     elif job.stage == "sampled":
-        measure_side_by_side(make(), shape, *replayed, stage, SAMPLED)
+        measure_side_by_side(make(), shape, replayed, stage, SAMPLED)
     elif job.stage == "batches":
-        measure_side_by_side(make(), shape, *replayed, stage, nums_rows=BATCH_SIZES)
+        measure_side_by_side(make(), shape, replayed, stage, nums_rows=BATCH_SIZES)
     elif job.stage == "kernels":
         measure_kernels(make(), shape, stage)
     elif job.stage == "chat":
         measure_chat(make(), shape, *replayed, stage)
     else:
-        measure_answers(make(), shape, job.stage, *replayed, stage)
+        measure_answers(make(), shape, job.stage, replayed, stage)
 
 
 def _note_warnings(stage: "Stage") -> None:

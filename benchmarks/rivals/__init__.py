@@ -5,5 +5,5 @@ draft. Docstrings say where a rival deviates from its paper, and what they chose
 leaves a choice open.
 
 Reading order: `growing.py`, `prompt_lookup.py`, `lookahead.py`, `recycling.py`, `sam.py`,
-`goose.py`, `suffix.py`; `catalogue.py` names them.
+`goose.py`; `catalogue.py` names them.
 """

@@ -11,7 +11,6 @@ from benchmarks.rivals.lookahead import NGRAM_SIZE, LookaheadDrafter
 from benchmarks.rivals.prompt_lookup import PromptLookupDrafter
 from benchmarks.rivals.recycling import RecyclingDrafter
 from benchmarks.rivals.sam import SamDrafter, SamRecyclingDrafter
-from benchmarks.rivals.suffix import SuffixDrafter
 from lade.config import Lookahead
 from lade.drafting.drafter import Drafter
 
@@ -66,11 +65,5 @@ RIVALS: dict[str, Rival] = {
         100,
         "Goose (arXiv 2604.02047): copied spine, branches of the target's top 10, 60 to 100 nodes, "
         "new for each prompt",
-    ),
-    "rival_suffix": Rival(
-        SuffixDrafter,
-        24,
-        "SuffixDecoding (arXiv 2411.04975): depth 24, a token for each that matched, path "
-        "probabilities of 0.1 or more, trees, kept warm with answers",
     ),
 }

@@ -1,6 +1,6 @@
 """Goose: a spine copied from the context, and branches of the target's own successors beside it.
 
-Next file: `suffix.py`.
+Next file: `catalogue.py`.
 """
 
 from collections import deque

@@ -37,7 +37,6 @@ class Answer(NamedTuple):
     num_draft_tokens: int  # verified in those steps, over all rows
     stats: DecodeStats | None = None
     cpu_sec: float | None = None  # of all threads of the process
-    device_share: float | None = None  # of the time that the device was busy; None if unknown
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What benchmarks ask of a device: to finish, and how busy it has been."""
+"""What benchmarks ask of a device: to finish."""
 
 import torch
 
@@ -7,11 +7,3 @@ def wait_for(device: torch.device) -> None:
     """Wait for a device to finish."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def busy_share(device: torch.device) -> float | None:
-    """Return the share of about the last second that a device was busy; None if nothing tells."""
-    try:
-        return torch.cuda.utilization(device) / 100 if device.type == "cuda" else None
-    except Exception:  # no package nvidia-ml-py, or one that does not know this device
-        return None

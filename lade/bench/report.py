@@ -19,6 +19,7 @@ _COLUMNS = (
     *("accepted", "corrected", "draft ms/step"),
 )
 _DIGITS = 6  # decimal places, in files
+_LONG = 1000  # characters, of what is not on one line there
 
 LOOPS = "ending in a loop"
 OVERALL = "overall"
@@ -189,11 +190,20 @@ def rounded(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file, with one prompt, batch or run per line."""
-    lists = {name: content[name] for name in ("prompts", "runs") if name in content}
-    text = json.dumps({name: content[name] for name in content if name not in lists}, indent=1)
-    for name, entries in lists.items():
-        lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-        text = f'{text[:-2]},\n "{name}": [\n{lines}\n ]\n}}'
-    path.write_text(text + "\n", encoding="utf-8")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a result file: each value on a line, or a long one with a line for each entry."""
+    lines = (f" {json.dumps(name)}: {_as_text(value)}" for name, value in content.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _as_text(value: Any) -> str:
+    text = json.dumps(value)
+    if len(text) <= _LONG or not isinstance(value, dict | list):
+        return text
+    entries = [
+        json.dumps(each, separators=(",", ":"))
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(key)}: {entry}" for key, entry in zip(value, entries, strict=True)]
+    return f"{text[0]}\n" + ",\n".join(f"  {entry}" for entry in entries) + f"\n {text[-1]}"

@@ -12,7 +12,6 @@ import torch
 
 from lade.bench.baselines import Answer, Given, Method, MethodInfo, warm_up
 from lade.bench.batches import encode_batch, find_pad_token_id, in_batches
-from lade.bench.device import busy_share
 from lade.bench.prompts import Prompt
 from lade.bench.settings import BenchSettings
 from lade.errors import UnsupportedModelError
@@ -56,9 +55,7 @@ class Summary(NamedTuple):
     acceptance_rate: float | None = None
     correction_rate: float | None = None
     draft_sec_per_step: float | None = None
-    target_sec_per_step: float | None = None  # of the model's forwards
     busy_cores: float | None = None  # CPU time of the process over wall time
-    device_share: float | None = None  # of the time that the device was busy; None if unknown
 
 
 def warm_up_methods(
@@ -119,8 +116,7 @@ def run_methods(
                 torch.manual_seed(settings.seed + number)
                 start = process_time()
                 answer = running[name](loaded.model, inputs, options)
-                share = busy_share(loaded.model.device)
-                answers[name] = answer._replace(cpu_sec=process_time() - start, device_share=share)
+                answers[name] = answer._replace(cpu_sec=process_time() - start)
                 on_answer(name, answers[name])
             loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
             num_prompt_tokens = int(inputs["attention_mask"].sum())
@@ -177,9 +173,6 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         draft_tokens_per_step=num_draft_tokens / num_row_steps if num_row_steps else 0.0,
         same_text=same,
         busy_cores=_sum((answer.cpu_sec for answer in answers), by=sec),
-        device_share=_sum(
-            (None if a.device_share is None else a.device_share * a.sec for a in answers), by=sec
-        ),
     )
     stats = stats_of(answers)
     if stats is None:
@@ -188,7 +181,6 @@ def _summarise_pass(results: Sequence[Result], method: str) -> Summary:
         acceptance_rate=stats.acceptance_rate,
         correction_rate=stats.correction_rate,
         draft_sec_per_step=stats.draft_sec_per_step,
-        target_sec_per_step=stats.forward_sec / stats.num_steps if stats.num_steps else None,
     )
 
 

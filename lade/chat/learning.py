@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from lade.errors import in_one_line
+from lade.attempts import Attempt
 from lade.prewarming.run import PrewarmProgress, prewarm
 
 # As a share of the last answer's time, and at least; a table takes time to read and write.
@@ -62,9 +62,7 @@ class IdleLearner:
             if enough.is_set():
                 raise _Enough
 
-        try:
+        # No call fails because of what this raises.
+        with suppress(_Enough), Attempt(_Enough, even_memory=True) as attempt:
             self._has_prefix = prewarm(self._model, seconds, progress=go_on).has_prefix
-        except _Enough:
-            pass
-        except Exception as error:  # no call fails because of it
-            self._failure = in_one_line(error)
+        self._failure = attempt.failure

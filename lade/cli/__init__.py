@@ -29,7 +29,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "typer", "cli") from None
         app(obj=telling)
-    except Exception as error:
+    except Exception as error:  # shown in one line where it is meant for the user
         line = None if telling.has_tracebacks else line_of(error)
         if line is None:
             raise

@@ -211,7 +211,7 @@ def keeping(found: Sized) -> Iterator[Stopped]:
     stopped = Stopped()
     try:
         yield stopped
-    except BaseException as error:
+    except BaseException as error:  # raised again by `pass_on`
         if not found:
             raise
         stopped.by = error

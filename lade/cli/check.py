@@ -18,11 +18,12 @@ from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.report import rounded, write_json
 from lade.bench.settings import BenchSettings
-from lade.cli.bench import check_writable, describe_model
+from lade.cli.bench import check_writable, describe_model, keeping
 from lade.cli.demo import Difference, find_difference, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompt
+from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
 from lade.probing.report import Probe, probe
 
@@ -69,24 +70,20 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
         found = probe(loaded.model)
     _tell_verification(out, found)
     measured: list[Measured] = []
-    stopped_by: BaseException | None = None
     why_not = "lade decodes the model plainly" if found.verification == "plain" else None
     if seconds <= 0:
         why_not = why_not or "not asked for"
-    if why_not is None:
-        try:
-            why_not = measure(loaded, seconds, measured)
-        except KeyboardInterrupt as interrupt:  # still show what was measured so far
-            stopped_by = interrupt
-        except Exception as error:  # too little memory, for one; still report the rest
-            stopped_by = error
-            why_not = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    with keeping([found]) as stopped:
+        why_not = why_not or measure(loaded, seconds, measured)
+    is_interrupted = not isinstance(stopped.by, Exception | None)
+    if stopped.by is not None and not is_interrupted:  # by too little memory, for one
+        why_not = in_one_line(stopped.by)
     _tell_speed(out, loaded.model, measured, why_not)
     if json_path is not None:
-        write_json(json_path, _as_json(loaded, found, measured, made, stopped_by is not None))
+        write_json(json_path, _as_json(loaded, found, measured, made, stopped.by is not None))
         console.print(f"[dim]written to {json_path}[/dim]")
-    if isinstance(stopped_by, KeyboardInterrupt):
-        raise stopped_by
+    if is_interrupted:
+        stopped.pass_on()
 
 
 def measure(loaded: LoadedModel, seconds: float, measured: list[Measured]) -> str | None:

@@ -16,10 +16,9 @@ from lade.bench.report import write_json
 from lade.bench.settings import BenchSettings
 from lade.bench.tables import Sheet
 from lade.chat.pieces import TextStream
-from lade.cli.bench import check_writable, print_sheet
+from lade.cli.bench import check_writable, keeping, print_sheet
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.drafting import sources_text
-from lade.cli.loading import console
 from lade.cli.pool import open_pools
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
@@ -94,18 +93,12 @@ def run(
     plain(model, warm_up, BenchSettings(8).options())
     Lade(config, drafter=drafter)(model, warm_up, BenchSettings(8).options())
     rows: list[Row] = []
-    stopped_by: BaseException | None = None
-    try:
-        with open_pools(loaded, pool_paths, save_path) as pools:
-            _answer_all(loaded, titled, max_new_tokens, config, pools, drafter, out, rows)
-    except BaseException as error:  # still show and write what was measured so far
-        if not rows:
-            raise
-        stopped_by = error
+    with keeping(rows) as stopped, open_pools(loaded, pool_paths, save_path) as pools:
+        _answer_all(loaded, titled, max_new_tokens, config, pools, drafter, out, rows)
+    if stopped.by is not None:
         out.print()
     print_sheet(_table(rows))
-    if stopped_by is not None:
-        console.print(f"stopped after {len(rows)} of {len(titled)} prompts")
+    stopped.tell(f"stopped after {len(rows)} of {len(titled)} prompts")
     total = DecodeStats()
     for row in rows:
         total.add(row.stats)
@@ -116,14 +109,13 @@ def run(
     if json_path is not None:
         settings: dict[str, Any] = {"model": Path(loaded.name).name, "dtype": dtype}
         settings |= {"device": str(model.device), "threads": str(torch.get_num_threads())}
-        settings |= {"max_new_tokens": str(max_new_tokens), "interrupted": stopped_by is not None}
+        settings |= {"max_new_tokens": str(max_new_tokens), "interrupted": stopped.by is not None}
         settings["pools"] = [path.name for path in pool_paths]
         settings["verification"] = config.verification or probe(model).verification
         content = {"environment": environment(), "settings": settings}
         write_json(json_path, {**content, "prompts": [_as_json(row) for row in rows]})
         out.print(f"[dim]written to {json_path}[/dim]")
-    if stopped_by is not None:
-        raise stopped_by
+    stopped.pass_on()
 
 
 def _answer_all(
@@ -250,6 +242,6 @@ def _as_json(row: Row) -> dict[str, Any]:
     return {**entry, "stats": row.stats.as_dict(), "text": text}
 
 
-def _shortened(prompt: str, limit: int = 300) -> str:
+def _shortened(prompt: str) -> str:
     flat = prompt.strip()
-    return flat if len(flat) <= limit else flat[: limit - 2].rstrip() + " …"
+    return flat if len(flat) <= 300 else f"{flat[:298].rstrip()} …"

@@ -54,22 +54,10 @@ def load_with_progress(
     if threads is not None:
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # of loading weights, which takes a second
-    try:
-        with _showing_progress() as show:
-            return load(
-                name,
-                device=device,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                progress=show,
-            )
-    except LadeError:
-        raise
-    except Exception as error:  # readers of damaged files may raise anything
-        reason = None if name is None else _why_not_loaded(name, error)
-        if reason is None:
-            raise
-        raise ValueError(reason) from error
+    with _saying_why(name), _showing_progress() as show:
+        return load(
+            name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=show
+        )
 
 
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
@@ -85,11 +73,25 @@ def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     console.print(f"[dim]Loading the tokenizer of {chosen} …[/dim]")
     from transformers import AutoTokenizer
 
-    try:
+    with _saying_why(chosen, f"the tokenizer of {chosen} could not be loaded: "):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _saying_why(name: str | None, what: str = "") -> Iterator[None]:
+    """Raise a `ValueError` with a reason for what loading a name raises.
+
+    An unknown reason is the error itself, after `what` or, without it, as it was raised.
+    """
+    try:
+        yield
+    except LadeError:
+        raise
     except Exception as error:  # readers of damaged files may raise anything
-        reason = _why_not_loaded(chosen, error) or in_one_line(error)
-        raise ValueError(f"the tokenizer of {chosen} could not be loaded: {reason}") from error
+        reason = None if name is None else _why_not_loaded(name, error)
+        if reason is None and not what:
+            raise
+        raise ValueError(f"{what}{reason or in_one_line(error)}") from error
 
 
 def find_model(model: str | None) -> str | None:

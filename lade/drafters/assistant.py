@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from lade.budget.sources import SourceCosts
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model
 from lade.drafters.expansion import ExpansionName, check_expansion
 from lade.drafters.lengths import Length, LengthName
 from lade.drafters.merging import alone
@@ -31,7 +29,6 @@ class AssistantModel(Drafter):
     Args:
         model: drafts; it is not changed, and may be in use elsewhere.
         tokenizer: of the assistant; see `target_tokenizer`.
-        device: where the model is to be; it is never moved.
         target_tokenizer: of the target. With both tokenizers, vocabularies may differ: tokens of
             the same ids are the same, however far models pad their number, and all others are
             translated. Without, the sizes of the vocabularies must be equal.
@@ -54,7 +51,6 @@ class AssistantModel(Drafter):
         self,
         model: Model,
         tokenizer: Any = None,
-        device: torch.device | str | None = None,
         *,
         target_tokenizer: Any = None,
         length: LengthName | int = "measured",
@@ -67,11 +63,6 @@ class AssistantModel(Drafter):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
         if max_draft_tokens is not None and max_draft_tokens < 1:
             raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
-        if device is not None and not _is_on(model, torch.device(device)):
-            raise ValueError(
-                f"expected {type(model).__name__} on {device}, got one on "
-                f"{device_of_inputs(model)}: move it with model.to({str(device)!r}) before"
-            )
         check_expansion(expansion)
         self.model = model
         self.name = name
@@ -135,9 +126,3 @@ class AssistantModel(Drafter):
             f"another vocabulary, of {mine} tokens and not {theirs}; with both tokenizers "
             "(tokenizer=, target_tokenizer=), drafts are translated"
         )
-
-
-def _is_on(model: Model, device: torch.device) -> bool:
-    """Return whether a model is on a device; without an index, any of its kind will do."""
-    held = device_of_inputs(model)
-    return held.type == device.type and device.index in (None, held.index)

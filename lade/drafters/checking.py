@@ -174,7 +174,7 @@ class _Checking:
         before = _random_states()
         try:
             return ask()
-        except Exception as error:
+        except Exception as error:  # the drafter is the user's
             self._note(f"{name} raises", f"{name} raises {in_one_line(error)}")
             raise _BrokenError from error
         finally:

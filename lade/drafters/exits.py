@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lade.attempts import Attempt
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs, mesh_of
-from lade.errors import UnsupportedModelError, in_one_line
+from lade.errors import UnsupportedModelError
 from lade.probing.profile import Profile, Profiles
 from lade.probing.selfcheck import check_tokens, unchanged_random_state
 from lade.targets.base import Forward
@@ -146,11 +147,10 @@ def layers_of(model: Model, profile: Profile) -> Layers:
         mine = counterpart(view, model, module)
         ids[id(mine)] = id(module)
         handles.append(mine.register_forward_hook(note))
-    try:
-        with unchanged_random_state(model, profile):
-            view(**_dozen(view))
-    except Exception as failure:
-        raise UnsupportedModelError(refusal(model, in_one_line(failure))) from failure
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        view(**_dozen(view))
+    if attempt.failure is not None:
+        raise UnsupportedModelError(refusal(model, attempt.failure))
     order = [which for which, _ in calls]
 
     def is_run_in_order(modules: list[nn.Module]) -> bool:
@@ -171,14 +171,13 @@ def layers_of(model: Model, profile: Profile) -> Layers:
 @torch.no_grad()
 def why_not_cut(model: Model, profile: Profile, layers: Layers, num_layers: int) -> str | None:
     """Return why the halves of a model are not the whole, or None; without a cache."""
-    try:
-        with unchanged_random_state(model, profile):
-            whole = model(**_dozen(model)).logits
-            cut = Cut(model, layers, num_layers)
-            exit_ = cut.first(_dozen(model))
-            rest = cut.rest(_dozen(model), exit_.hidden).logits
-    except Exception as failure:
-        return f"its layers from {num_layers} on do not run by themselves ({in_one_line(failure)})"
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        whole = model(**_dozen(model)).logits
+        cut = Cut(model, layers, num_layers)
+        exit_ = cut.first(_dozen(model))
+        rest = cut.rest(_dozen(model), exit_.hidden).logits
+    if attempt.failure is not None:
+        return f"its layers from {num_layers} on do not run by themselves ({attempt.failure})"
     if exit_.logits.shape != whole.shape:
         return f"its first {num_layers} layers give logits {list(exit_.logits.shape)}"
     apart = distance(rest, whole)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lade.attempts import Attempt
 from lade.budget.sources import SourceCosts
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs, placeholders_of
@@ -19,7 +20,7 @@ from lade.drafters.merging import alone
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for, prepared
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.errors import UnsupportedModelError, UnsupportedOptionError, in_one_line
+from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.profile import Profile, profile_of
 from lade.probing.rules import refuse_encoder_decoder
@@ -283,11 +284,10 @@ def why_not_early(
 
     tokens = check_tokens(model)
     halve = partial(Cut, layers=layers, num_layers=num_layers)
-    try:
-        with unchanged_random_state(model, profile):
-            apart = distance(logits_of(True), logits_of(False))
-    except Exception as failure:
-        return in_one_line(failure)
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        apart = distance(logits_of(True), logits_of(False))
+    if attempt.failure is not None:
+        return attempt.failure
     if not apart <= limit_of(model):
         return f"its logits then differ by {apart:.2g} of their standard deviation"
     return None

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import PrefixConstrainedLogitsProcessor
 
+from lade.attempts import Attempt
+
 # Forced text allows few tokens: the pieces that it begins with. Of SmolLM2's 49152 tokens, at most
 # 6 were allowed inside the keys of a JSON schema, and 28 or more where a free string begins.
 _MAX_PIECES = 16
@@ -69,12 +71,13 @@ class _PrefixForesight:
         prefix[:num_known] = torch.tensor(committed)
         forced: list[int] = []
         while len(forced) < max_tokens:
-            try:
+            with Attempt(even_memory=True) as attempt:
                 allowed = self._allowed_tokens(
                     row // self._num_beams, prefix[: num_known + len(forced)]
                 )
                 (token_id,) = (int(token_id) for token_id in allowed)
-            except Exception:  # not exactly one, or a prefix that plain decoding would never ask of
+            # It is not exactly one, or of a prefix that plain decoding would never ask of.
+            if attempt.failure is not None:
                 break
             prefix[num_known + len(forced)] = token_id
             forced.append(token_id)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lade.attempts import Attempt
 from lade.captures import apart_from_captures
 from lade.drafting.drafts import checked, checked_tokens
 from lade.errors import DrafterWarning, LadeError, in_one_line
@@ -78,7 +79,7 @@ class Guard:
                 return ask()
             with unchanged_generators(self._device):
                 return ask()
-        except Exception as failure:
+        except Exception as failure:  # the drafter may be the user's
             if self._is_strict or (may_refuse and isinstance(failure, LadeError)):
                 raise
             if not self.has_failed:
@@ -147,11 +148,9 @@ def may(look: Callable[[], bool]) -> bool:
 
     The call looks again, and goes on without the drafter.
     """
-    try:
-        with unchanged_generators(_CPU):
-            return look()
-    except Exception:
-        return True
+    with Attempt(even_memory=True), unchanged_generators(_CPU):
+        return look()
+    return True
 
 
 @contextmanager

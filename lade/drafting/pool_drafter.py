@@ -55,11 +55,7 @@ class PoolDrafter(Drafter):
         prompt = tuple(prompt_ids)
         new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
         sequence = self.pool.open_sequence(self._prewarmed, self._layers)
-        try:
-            self.pool.observe(new, sequence)
-        except BaseException:
-            self.pool.close_sequence(sequence)
-            raise
+        self.pool.observe(new, sequence)
         self._open_prompts[sequence] = prompt
         return sequence
 

@@ -1,9 +1,10 @@
 """What a decoder does about drafts: what each step verifies, and what is learned from it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,14 @@ from lade.drafting.drafts import chain
 from lade.drafting.lookahead import Window, likeliest_tokens
 from lade.drafting.proposer import Proposer
 from lade.drafting.ranks import Ranks
-from lade.drafting.successors import Ranked, Successors, SuccessorsCopy, rank, with_probs
+from lade.drafting.successors import (
+    PromptHarvester,
+    Ranked,
+    Successors,
+    SuccessorsCopy,
+    rank,
+    with_probs,
+)
 from lade.stats import Step
 from lade.tree import ROOT, Tree, origins
 from ngram_pool import Draft
@@ -108,6 +116,7 @@ class Speculator:
         lookahead: size of the windows to run beside the drafts, which takes verification by tree;
             None for no windows.
         ranks: the processes that run the target together, if there are several.
+        prompt_harvester: harvests successors from the prefill, for the drafter.
     """
 
     def __init__(
@@ -118,12 +127,14 @@ class Speculator:
         runner: Runner,
         lookahead: Lookahead | None = None,
         ranks: Ranks | None = None,
+        prompt_harvester: PromptHarvester | None = None,
     ) -> None:
         self._batch = batch
         self._proposer = proposer
         self._budget = budget
         self._runner = runner
         self._ranks = ranks
+        self._prompt_harvester = prompt_harvester
         # Processes that share a target measure different times, and must draft in the same steps.
         self._may_rest = ranks is None and lookahead is None and not proposer.has_grammar
         # Each has a seed of its own: otherwise samples of one prompt would have equal windows.
@@ -139,6 +150,11 @@ class Speculator:
         """Feed the drafter the prompts."""
         for row in self._batch.rows:
             self._proposer.open(row, self._batch.contexts[row])
+
+    def watching_prompts(self) -> AbstractContextManager[Any]:
+        """Return a context of the prefill: the view of the model to run; None for the model."""
+        harvester = self._prompt_harvester
+        return nullcontext() if harvester is None else harvester.watching()
 
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
@@ -271,6 +287,16 @@ class Speculator:
         is_whole = known.shape == logits.shape
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
+
+    def rank_prompts(self, logits: Tensor) -> Successors | None:
+        """Return the likeliest tokens after the prompts' last tokens but the very last, if known.
+
+        Args:
+            logits: of the very last tokens, [rows, 1, vocab_size].
+        """
+        if self._prompt_harvester is None:
+            return None
+        return self._prompt_harvester.successors(logits, self._batch.contexts)
 
     def advance_windows(self, plan: Plan, logits: Tensor) -> int:
         """Move the plan's windows on and feed the drafter the n-grams that they produced.

@@ -10,7 +10,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -340,12 +341,10 @@ class PoolExchange:
     def exchange(self) -> bool:
         """Send what the pool learned, take what others did; return whether that worked."""
         with self._one_at_a_time:
-            try:
+            num_failures = self._counted["num_failures"]
+            with self._noting("exchange deltas with"):
                 self._exchange()
-            except Exception as error:
-                self._note("num_failures", "exchange deltas with", error)
-                return False
-            return True
+            return self._counted["num_failures"] == num_failures
 
     def stats(self) -> ExchangeStats:
         """Return what was exchanged so far."""
@@ -354,14 +353,12 @@ class PoolExchange:
     # --- inside -----------------------------------------------------------------------------
 
     def _join(self, capacity_tokens: int) -> NGramPool:
-        try:
+        pool = None
+        with self._noting("join"):
             pool, self._cursor = self._collector.join()
-        except Exception as error:
-            self._note("num_failures", "join", error)
-            return NGramPool(capacity_tokens)
-        self._has_joined = True
-        self._counted["num_joined_tokens"] = len(pool)
-        return pool
+            self._has_joined = True
+            self._counted["num_joined_tokens"] = len(pool)
+        return NGramPool(capacity_tokens) if pool is None else pool
 
     def _run(self) -> None:
         while not self._is_done.wait(self._every_sec):
@@ -398,6 +395,14 @@ class PoolExchange:
                 self._counted["tokens_received"] += delta.num_tokens
         except ValueError as error:
             self._note("num_refused", "take a delta from", error)
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Go on without the collector where it fails, whatever the connection to it raises."""
+        try:
+            yield
+        except Exception as error:  # the collector is the user's, and may be far away
+            self._note("num_failures", what, error)
 
     def _note(self, count: str, what: str, error: Exception) -> None:
         self._counted[count] += 1

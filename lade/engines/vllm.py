@@ -168,7 +168,7 @@ class PoolProposer:
             return [[] for _ in sampled_token_ids]
         try:
             drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except Exception as error:
+        except Exception as error:  # an engine must not end because of its drafts
             self._note_failure(error)
             return [[] for _ in sampled_token_ids]
         self._num_failed_in_row = 0
@@ -211,7 +211,7 @@ class PoolProposer:
         self._stats.restarts += 1
         try:
             self._restart()
-        except Exception as failure:
+        except (OSError, ValueError, MemoryError) as failure:  # of its pools and their file
             self._stats.is_off = True
             _logger.error("lade drafts no more: it cannot restart", exc_info=failure)
 

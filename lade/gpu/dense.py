@@ -76,14 +76,14 @@ class _Recognition:
         forward = self._with_rotation(type(module).forward)
         return None if forward is None else {"forward": MethodType(forward, module)}
 
-    def _once(self, find: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-        """Return what `find` finds, None if it fails: then the module is of another kind."""
-        key = (find, _settings_of(module))
+    def _once(self, find: Callable[[Any], Any], code: Any) -> Any:
+        """Return what `find` finds in a module or function; None if that fails: it is another."""
+        key = (find, _settings_of(code) if isinstance(code, nn.Module) else code)
         if key not in self._known:
             try:
                 with torch.no_grad():
-                    self._known[key] = find(module)
-            except Exception:
+                    self._known[key] = find(code)
+            except Exception:  # the model's own code is run, on inputs of ours
                 self._known[key] = None
         return self._known[key]
 
@@ -94,16 +94,11 @@ class _Recognition:
         rotate = forward.__globals__.get(_ROTATE)
         if not callable(rotate):
             return None
-        if rotate not in self._known:
-            try:
-                with torch.no_grad():
-                    self._known[rotate] = _rotating(rotate) if _rotates(rotate) else None
-            except Exception:
-                self._known[rotate] = None
-        if self._known[rotate] is None:
+        ours = self._once(_rotating, rotate)
+        if ours is None:
             return None
         # The same code in a namespace of its own, so that the model's module stays as it is.
-        names = {**forward.__globals__, _ROTATE: self._known[rotate]}
+        names = {**forward.__globals__, _ROTATE: ours}
         made = FunctionType(
             forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
         )
@@ -197,8 +192,10 @@ def _rotates(rotate: Callable[..., Any]) -> bool:
     return True
 
 
-def _rotating(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes the place of `rotate`."""
+def _rotating(rotate: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return a function that takes the place of `rotate`, or None if it does something else."""
+    if not _rotates(rotate):
+        return None
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
         if len(args) != 4 or kwargs or not _is_plain(*args):

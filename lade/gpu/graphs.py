@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lade.attempts import Attempt
 from lade.captures import CAPTURING, free_unused
 from lade.closeness import distance, float32_precision
 from lade.compat import Model, device_of_inputs, experts_of, has_adapters, has_hook
-from lade.errors import in_one_line
 from lade.gpu.capture import (
     NoWaiting,
     clear_workspaces,
@@ -107,7 +107,7 @@ class CudaRecorder:
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode),
             ):
                 output = run(is_recorded=True)
-        except BaseException:
+        except BaseException:  # cleaned up after interrupts, too
             end_failed_capture(self._device, self._pool)
             raise
         finally:
@@ -215,18 +215,19 @@ class Graphs:
     def _failure_to_record(self, key: Hashable, run: StepCall, expected: Tensor) -> str | None:
         """Record a forward; return why that failed, or None."""
         try:
-            before = self._recorder.num_bytes()
-            recording = self._recorder.record(run)
-            recording.replay()
-            error = distance(recording.output, expected)
-            num_bytes = max(0, self._recorder.num_bytes() - before)
+            with Attempt() as attempt:
+                before = self._recorder.num_bytes()
+                recording = self._recorder.record(run)
+                recording.replay()
+                error = distance(recording.output, expected)
+                num_bytes = max(0, self._recorder.num_bytes() - before)
         except torch.OutOfMemoryError:
             return _NO_MEMORY
-        except Exception as failure:
-            return f"a step cannot be recorded ({in_one_line(failure)})"
-        except BaseException:
+        except BaseException:  # cleaned up after interrupts, too
             self.forget()  # a capture that was broken off may have spoiled what they share
             raise
+        if attempt.failure is not None:
+            return f"a step cannot be recorded ({attempt.failure})"
         if not error <= self._limit:
             return f"a recorded step differs from the same step by {error:.2g}"
         if num_bytes > self._recorder.max_bytes:

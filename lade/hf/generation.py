@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from lade.attempts import Attempt
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget
 from lade.closeness import is_exact_in
@@ -115,20 +116,19 @@ class Generation:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
             self._warn_once(f"lade reuses no prefix of {what}, which may change", RuntimeWarning)
             return None
-        try:
+        with Attempt(even_memory=True) as attempt:  # weights may be of unusual classes
             self._values = values = Values.of(self._model)  # read once in a call
             return reuse_of(self._call, self._profile, values)
-        except Exception as failure:  # unusual weights: only the reuse is lost
-            what = f"{type(failure).__name__}: {failure}"
-            self._warn_once(f"lade reuses no prefix of this model ({what})", RuntimeWarning)
-            return None
+        text = f"lade reuses no prefix of this model ({attempt.failure})"
+        self._warn_once(text, RuntimeWarning)
+        return None
 
     # --- the plan -----------------------------------------------------------------------------
 
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
         model, config = self._model, self._config
-        try:
+        with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
                 model,
                 self._profile,
@@ -163,11 +163,8 @@ class Generation:
                 self._profile,
                 self.policy,
             )
-        except (LadeError, MisfitError):
-            raise
-        except Exception as failure:  # plain decoding either hits the same error or works
-            why = f"{type(failure).__name__}: {failure}"
-            return VerificationPlan("plain", None, {"tree": why}), None, None
+        if attempt.failure is not None:  # plain decoding either hits the same error or works
+            return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
 
     def _drafter(
@@ -232,14 +229,12 @@ class Generation:
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
         limits = (target.max_candidates, config.max_candidates)
         max_candidates = min((limit for limit in limits if limit is not None), default=None)
-        try:
+        with Attempt(even_memory=True) as attempt:  # there may be no memory, or no compiler
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
-        except Exception as failure:  # no memory, no compiler: only the drafts are lost
-            what = f"{type(failure).__name__}: {failure}"
-            text = f"lade drafts nothing, for no pool can be made ({what})"
-            self._warn_once(text, DrafterWarning)
-            return Drafter()
+        text = f"lade drafts nothing, for no pool can be made ({attempt.failure})"
+        self._warn_once(text, DrafterWarning)
+        return Drafter()
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config = self._config
@@ -256,7 +251,7 @@ class Generation:
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
-        try:
+        with Attempt(even_memory=True) as attempt:  # there may be no compiler
             costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,
@@ -264,11 +259,9 @@ class Generation:
                 lambda: first_costs_of(self._model, self._profile, verification),
             )
             return MeasuredBudget(costs, temperature if self._call.options.do_sample else 0.0)
-        except Exception as failure:  # no compiler: only the drafts are lost
-            what = f"{type(failure).__name__}: {failure}"
-            text = f"lade drafts nothing, for the costs of steps cannot be learned ({what})"
-            self._warn_once(text, DrafterWarning)
-            return FixedBudget(0)
+        what = f"the costs of steps cannot be learned ({attempt.failure})"
+        self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
+        return FixedBudget(0)
 
     def _prompt_harvester(
         self, proposer: Proposer, target: Target, max_length: int
@@ -352,15 +345,16 @@ class Generation:
         contexts = _contexts(self._call.input_ids, self._call.model_kwargs.get("attention_mask"))
         batch = Batch(text, contexts, limits, choice.max_lead)
         ranks = Ranks.of(self._model)
+        harvester = self._prompt_harvester(proposer, target, limits.max_length)
+        speculator = Speculator(batch, proposer, budget, target, config.lookahead, ranks, harvester)
         decoder = Decoder(
             batch,
             target,
-            Speculator(batch, proposer, budget, target, config.lookahead, ranks),
+            speculator,
             choice,
             emit,
             outputs,
             self._spot_checks(ranks, rngs is not None),
-            self._prompt_harvester(proposer, target, limits.max_length),
             overlaps,
         )
         try:
@@ -487,14 +481,12 @@ class Generation:
             is_whole: whether its keys and values are to be trusted.
             target: holds them; None if the call's cache does.
         """
-        try:
+        with Attempt(even_memory=True) as attempt:
             if target is not None and is_whole:
                 target.hand_over(self._cache)
             if is_whole:
                 reuse.end(token_ids, self._has_callbacks)
-        except Exception:
-            is_whole = False
-        if not is_whole:
+        if not is_whole or attempt.failure is not None:
             reuse.undo()
         self._cache = None
 

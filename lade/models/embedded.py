@@ -341,7 +341,7 @@ def _convert(embedded: EmbeddedModel, source: Path, checkpoint: Path, report: Pr
         tokenizer.save_pretrained(checkpoint)
     except OSError:
         raise
-    except Exception as error:
+    except Exception as error:  # readers of files, as when loading
         raise ModelFetchError(f"{embedded.title} could not be converted: {error}") from error
     if not _is_complete(checkpoint):
         raise ModelFetchError(f"the conversion wrote no {', '.join(_FILES)}")

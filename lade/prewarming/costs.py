@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
 from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
@@ -51,7 +52,8 @@ def first_costs_of(
     """
     if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
         return {}
-    try:
+    costs: dict[int, float] = {}
+    with Attempt(even_memory=True):  # without costs, steps will be measured
         fingerprint = fingerprint_of(model)
         path = None
         if fingerprint is not None:
@@ -63,8 +65,6 @@ def first_costs_of(
             costs = _plausible({size: min(of_size) for size, of_size in times.items()})
             if path is not None and costs and all(map(_is_steady, times.values())):
                 write_costs(path, costs)
-    except Exception:  # steps will be measured
-        return {}
     return costs
 
 

@@ -6,10 +6,9 @@ what is learned.
 """
 
 import warnings
-from pathlib import Path
 
+from lade.attempts import Attempt
 from lade.compat import Model
-from lade.errors import in_one_line
 from lade.prewarming.run import prewarm
 
 _SHARE = 0.02  # of the time that calls take
@@ -22,13 +21,9 @@ class Learner:
     """Adds to a model's table after its calls, for 2 % of the time that they take.
 
     A failure is told once and ends the learning: no call fails because of it.
-
-    Args:
-        folder: of the tables; None for the user's cache.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._sec = 0.0  # to learn for
         self._least_sec = _LEAST_SEC
         # Taken by the thread that learns. A list, because locks cannot be copied with a model.
@@ -49,16 +44,16 @@ class Learner:
         except IndexError:  # another thread learns, or learning has failed
             return
         sec, self._sec = self._sec, 0.0
+        attempt = Attempt(even_memory=True)
         try:
-            made = prewarm(model, sec, folder=self._folder)
-            self._least_sec = _LEAST_SEC if made.has_prefix else 2 * self._least_sec
-        except Exception as error:
+            with attempt:
+                made = prewarm(model, sec)
+                self._least_sec = _LEAST_SEC if made.has_prefix else 2 * self._least_sec
+        finally:
+            if attempt.failure is None:
+                self._turn.append(True)
+        if attempt.failure is not None:
             warnings.warn(
-                f"lade learns nothing more of {type(model).__name__}: {in_one_line(error)}",
+                f"lade learns nothing more of {type(model).__name__}: {attempt.failure}",
                 stacklevel=2,
             )
-            return
-        except BaseException:
-            self._turn.append(True)
-            raise
-        self._turn.append(True)

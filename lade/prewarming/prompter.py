@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.cache_utils import DynamicCache
 
+from lade.attempts import Attempt
 from lade.compat import Model, device_of_inputs
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.probing.selfcheck import unchanged_random_state
@@ -178,11 +179,10 @@ class Prompter:
         self._write_by_generate(starts, _COMPARED_LENGTH, go_on, None)
         cache: Any = None
         for column, likely in zip(tokens, expected, strict=True):
-            try:
+            with Attempt() as attempt:
                 found, cache = self._step(column, cache)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # it wants more than tokens, or returns no cache: `generate` knows
+            # It may want more than tokens, or return no cache: `generate` knows.
+            if attempt.failure is not None:
                 return False
             shared = shared_probability(found, likely)
             if cache is None or shared < _LEAST_SHARED * likely.probs.sum():

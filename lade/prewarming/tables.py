@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import safetensors.numpy
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from lade._version import __version__
@@ -92,7 +92,7 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
     try:
         path = _found(model, tables_folder() if folder is None else folder)
         return None if path is None else read_table(path, model).table
-    except Exception as error:
+    except Exception as error:  # the model's, or that of a damaged file
         name, kind = type(without_compiler(model)).__name__, type(error).__name__
         reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
         warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
@@ -166,35 +166,6 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
     return StoredTable(table, effort)
 
 
-def add_to_table(
-    model: Model,
-    contexts: ArrayLike,
-    token_ids: ArrayLike,
-    probs: ArrayLike,
-    folder: Path | None = None,
-) -> None:
-    """Add successors to the table of a model, in its file.
-
-    What is known of a context already is averaged with what is added. Other processes may add to
-    the same table at the same time. A table that was read before stays as it is:
-    `forget_prewarmed_table` has the model read it again.
-
-    Args:
-        model: the model that the successors are of.
-        contexts, token_ids, probs: as for `SuccessorTable.put`.
-        folder: of the tables; None for the user's cache.
-
-    Raises:
-        OSError: the table cannot be read or written, or another process keeps it for a minute.
-        UnsupportedModelError: as for `path_of_table`.
-        ValueError: the successors are not as `put` expects them, a token is not in the model's
-            vocabulary, or the existing file is damaged.
-    """
-    added = SuccessorTable(DEFAULT_MAX_CONTEXTS)
-    added.put(contexts, token_ids, probs)
-    merge_table(path_of_table(model, folder), model, StoredTable(added, Effort()))
-
-
 def merge_table(
     path: Path, model: Model, added: StoredTable, max_contexts: int = DEFAULT_MAX_CONTEXTS
 ) -> StoredTable:
@@ -240,19 +211,15 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def effort_of(model: Model, folder: Path | None = None) -> Effort:
-    """Return what went into the table of a model so far; nothing, if it has none.
-
-    Args:
-        model: a causal LM.
-        folder: of the tables; None for the user's cache.
+def effort_of(model: Model) -> Effort:
+    """Return what went into the table of a model in the user's cache; nothing, if it has none.
 
     Raises:
         OSError: the file cannot be read.
         UnsupportedModelError: as for `path_of_table`.
         ValueError: the file is damaged, or not a table of this model.
     """
-    path = path_of_table(model, folder)
+    path = path_of_table(model)
     return read_table(path, model).effort if path.exists() else Effort()
 
 

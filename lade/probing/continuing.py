@@ -2,9 +2,9 @@
 
 import torch
 
+from lade.attempts import Attempt
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs
-from lade.errors import in_one_line
 from lade.probing.profile import Known, Profile
 from lade.probing.selfcheck import (
     check_tokens,
@@ -32,15 +32,12 @@ def _why_not(model: Model, profile: Profile) -> str | None:
     reason = reason_of_layers(model, profile)
     if reason is not None:
         return reason
-    try:
-        with unchanged_random_state(model, profile):
-            error = _error(model)
-        if profile.draws:
-            return "its forwards draw random numbers"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as failure:
-        return f"it cannot go on from a cache ({in_one_line(failure)})"
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        error = _error(model)
+    if attempt.failure is not None:
+        return f"it cannot go on from a cache ({attempt.failure})"
+    if profile.draws:
+        return "its forwards draw random numbers"
     if error <= limit_of(model):
         return None
     return (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lade.attempts import Attempt
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model
 
@@ -67,10 +68,10 @@ def _why_not_exact(model: Model, module: Any) -> str | None:
     first, second = (1.7 * angles).sin(), (2.3 * angles).cos()
     near = torch.stack([first, first + _SMALL * second, first - _SMALL * second])
     large = torch.stack([first, _LARGE * second, -_LARGE * second])
-    try:
+    with Attempt() as attempt:
         # Of the same shape, so that no kernel may be another one.
         once, again, beside = (_outputs(model, module, rows) for rows in (near, near, large))
-    except Exception:  # what does not run by itself is left to the check
+    if attempt.failure is not None:  # what does not run by itself is left to the check
         return None
     by_chance = _share_changed(once[0], again[0])  # kernels may add up in any order
     if _share_changed(once[0], beside[0]) > by_chance + _BY_CHANCE:

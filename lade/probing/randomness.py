@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import (
     _pop_mode,
 )
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, device_of_inputs
 
 
@@ -54,16 +55,16 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
     before = _state_of(device)
     noticing = None if _is_compiled(model) else _Noticing()
     try:
-        with noticing or nullcontext():
+        with Attempt() as attempt, noticing or nullcontext():
             run()
-    except Exception:  # the check will report what is wrong
+    finally:  # if interrupted while entering or leaving it, torch leaves the mode on
+        while noticing is not None and noticing in _get_current_dispatch_mode_stack():
+            _pop_mode()
+    if attempt.failure is not None:  # the check will report what is wrong
         has_drawn = bool(model.training)
     else:
         is_changed = not torch.equal(before, _state_of(device))
         has_drawn = is_changed and (noticing is None or noticing.has_drawn)
-    finally:  # if interrupted while entering or leaving it, torch leaves the mode on
-        while noticing is not None and noticing in _get_current_dispatch_mode_stack():
-            _pop_mode()
     if has_drawn:
         _put_back(device, before)
     return has_drawn

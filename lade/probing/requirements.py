@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.plan import WITHOUT_CACHE
@@ -194,12 +195,12 @@ def _needs_more(model: Model, input_ids: Tensor, model_kwargs: dict[str, Any]) -
         return f"the model input {next(iter(unknown))}" if unknown else None
     known = {name: value for name, value in model_kwargs.items() if name in _CONTINUED}
     known.pop("inputs_embeds", None)
-    try:
+    with Attempt() as attempt:
         later = model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1, is_first_iteration=False, **known, **unknown
         )
-    except Exception as failure:
-        return f"its inputs cannot be told apart ({type(failure).__name__}: {failure})"
+    if attempt.failure is not None:
+        return f"its inputs cannot be told apart ({attempt.failure})"
     for name in unknown:
         if not _is_nothing(later.get(name)):
             return f"every forward takes the model input {name}"

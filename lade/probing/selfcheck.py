@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
+from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import apart_from_captures
@@ -17,7 +18,7 @@ from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
 from lade.drafting.drafts import narrowed
-from lade.errors import UnsupportedModelError, in_one_line
+from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
@@ -52,48 +53,33 @@ def check(
     if verification == "tree":
         attentions = _attentions_for(model, widths, is_padded)
     execution: Execution = "eager" if widths is None else "fixed"
-    reason = None if is_drafting else reason_of_layers(model, profile)
-    if reason is not None:
-        return CheckResult(reason)
+    reason = None
     limit = _DRAFTING_LIMIT if is_drafting else limit_of(model)
-    for attention in attentions:
-        try:
-            with unchanged_random_state(model, profile):
-                chosen = VerificationPlan(verification, attention, {}, execution, widths)
-                check = _Check(model, profile, chosen, cache, is_padded)
-                error = check.error()
-                is_stable = not is_single(widths) or check.is_stable()
-        except UnsupportedModelError as failure:
-            return CheckResult(str(failure))  # a rule, independent of the attention
-        except torch.OutOfMemoryError:
-            return CheckResult("no memory was left to check it", is_lasting=False)
-        except Exception as failure:
-            found = f"its forward fails ({in_one_line(failure)})"
-        else:
-            if error <= limit and is_stable:
+    try:
+        if not is_drafting and (reason := reason_of_layers(model, profile)) is not None:
+            return CheckResult(reason)
+        for attention in attentions:
+            chosen = VerificationPlan(verification, attention, {}, execution, widths)
+            check = _Check(model, profile, chosen, cache, is_padded)
+            found = check.reason(limit)
+            if found is None:
                 return CheckResult(None, attention)
-            if error <= limit:
-                found = "its logits follow, in their last bits, what else is in a forward"
-            else:
-                found = (
-                    f"its logits differ from those of plain decoding by {error:.2g} of their "
-                    f"standard deviation (expected at most {limit:.2g})"
-                    + ("; the model is in training mode, try model.eval()" * model.training)
-                )
-        reason = reason or found
+            reason = reason or found
+    except UnsupportedModelError as failure:
+        return CheckResult(str(failure))  # a rule, independent of the attention
+    except torch.OutOfMemoryError:
+        return CheckResult("no memory was left to check it", is_lasting=False)
     return CheckResult(reason)
 
 
 def reason_of_layers(model: Model, profile: Profile) -> str | None:
     """Return why the layers of a model let no method be exact, or None; they are asked once."""
     if profile.why_not_exact is None:
-        try:
-            # This runs the model once if it was never run: some formats unpack their weights then.
-            with unchanged_random_state(model, profile):
-                profile.why_not_exact = Known(why_not_exact(model))
-        except Exception:  # the check will say what fails
-            return None
-    return profile.why_not_exact.value
+        # This runs the model once if it was never run: some formats unpack their weights then.
+        with Attempt(), unchanged_random_state(model, profile):
+            profile.why_not_exact = Known(why_not_exact(model))
+    # What fails is what the check will tell.
+    return None if profile.why_not_exact is None else profile.why_not_exact.value
 
 
 def _attentions_for(
@@ -137,12 +123,10 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
     """
     for name in names:
         if name not in profile.usual_outputs:
-            try:
-                with unchanged_random_state(model, profile):
-                    profile.usual_outputs[name] = _is_usual(model, name)
-            except Exception:  # plain decoding will show the caller what is wrong
-                return False
-    return all(profile.usual_outputs[name] for name in names)
+            with Attempt(), unchanged_random_state(model, profile):
+                profile.usual_outputs[name] = _is_usual(model, name)
+    # Where that failed, plain decoding will show the caller what is wrong.
+    return all(profile.usual_outputs.get(name, False) for name in names)
 
 
 def _is_usual(model: Model, name: str) -> bool:
@@ -207,6 +191,28 @@ class _Check(NamedTuple):
     chosen: VerificationPlan
     cache: CacheKind
     is_padded: bool
+
+    def reason(self, limit: float) -> str | None:
+        """Return why the method is not exact to a limit, or None.
+
+        Raises:
+            UnsupportedModelError: a rule excludes it.
+            torch.OutOfMemoryError: nothing is known.
+        """
+        model = self.model
+        with Attempt(UnsupportedModelError) as attempt, unchanged_random_state(model, self.profile):
+            error = self.error()
+            is_stable = not is_single(self.chosen.widths) or self.is_stable()
+        if attempt.failure is not None:
+            return f"its forward fails ({attempt.failure})"
+        if error <= limit:
+            why = "its logits follow, in their last bits, what else is in a forward"
+            return None if is_stable else why
+        hint = "; the model is in training mode, try model.eval()" if model.training else ""
+        return (
+            f"its logits differ from those of plain decoding by {error:.2g} of their "
+            f"standard deviation (expected at most {limit:.2g}){hint}"
+        )
 
     @torch.no_grad()
     def error(self) -> float:

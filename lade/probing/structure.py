@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lade.attempts import Attempt
 from lade.compat import Model, attention_of, is_own_hook
 from lade.probing.own_code import METHODS, Place, is_code, own_code_of, places_of
 
@@ -88,11 +89,11 @@ class Structure:
         self._parts: _Parts | None = None
         #: What of the user's own code runs in the model's forwards, or None.
         self.own_code: str | None = "code that cannot be looked at"
-        try:
+        with Attempt() as attempt:
             places = places_of(dict.fromkeys(map(type, model.modules())))
             self._root, self._parts = _root_of(model), _parts_of(model, inner, places)
             self.own_code = own_code_of(model, places)
-        except Exception:  # unusual code, which then always counts as changed
+        if attempt.failure is not None:  # unusual code, which then always counts as changed
             return
         # The parts hold dicts of the modules: drop them as soon as one of the modules is freed.
         mine = weakref.ref(self)  # no cycle: all of this is freed together with the model
@@ -107,15 +108,14 @@ class Structure:
     def is_of(self, model: Model) -> bool:
         """Return whether a model is unchanged; takes 0.1 ms for 30 layers."""
         parts = self._parts
-        try:
+        with Attempt():
             return (
                 parts is not None
                 and _root_of(model) == self._root
                 and vars(model)["_modules"] is parts.children[0]
                 and _is_same(parts)
             )
-        except Exception:  # something is missing, or can no longer be compared
-            return False
+        return False  # something is missing, or can no longer be compared
 
     def is_in_same_mode(self, model: Model) -> bool:
         """Return whether no module was put into training or out of it; takes 6 µs for 30 layers.
@@ -234,12 +234,10 @@ def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[A
     """
     kept = {}
     for name, value in config.items():
-        try:
+        with Attempt():  # a remote config may hold anything
             copied = copy.deepcopy(value)
             if not hasattr(value, "to_dict") and bool(copied == value):
                 kept[name] = copied
-        except Exception:  # a remote config may hold anything
-            continue
     return config, [*kept], [*kept.values()]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lade.attempts import Attempt
 from lade.compat import Model, has_adapters
 from lade.probing.own_code import PLAIN, state_of_partials
 from lade.probing.structure import UNRELATED
@@ -47,10 +48,9 @@ class Values(NamedTuple):
 
 def values_of(model: Model) -> Values | None:
     """Return the present values of a model; None where they cannot be read."""
-    try:
+    with Attempt(even_memory=True):  # weights may be of unusual classes
         return Values.of(model)
-    except Exception:  # weights of unusual classes
-        return None
+    return None
 
 
 def attributes_of(model: Model) -> Hashable:

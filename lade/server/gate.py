@@ -89,7 +89,7 @@ class Gate:
                 status = 499
             else:
                 await reply.refuse(error)
-        except Exception:
+        except Exception:  # every client gets an answer, and the server goes on
             logger.exception("a request failed")
             await reply.refuse(failed())
         status = status or reply.status

@@ -45,7 +45,7 @@ class Grammars:
         try:
             # Without this, a model may write blanks until its answer is full.
             return compiler.compile_json_schema(schema, any_whitespace=False)
-        except Exception as error:  # of its C++ code, of no common class
+        except (RuntimeError, ValueError) as error:  # of its C++ code, or text that it cannot take
             raise ApiError(
                 400,
                 f"expected a JSON schema that xgrammar knows: {str(error)[:300]}",

@@ -54,7 +54,7 @@ def answer(
         if exchange.error is not None:
             raise exchange.error
         return _answer(exchange, model, tokenizer, inputs, options, streamer)
-    except Exception:
+    except Exception:  # the model's, its processors' or the grammar's
         if exchange.error is None:  # else it was ended from outside
             logger.exception("an answer failed")
             exchange.end(failed())

@@ -139,7 +139,7 @@ class _Manager(GenerateManager):  # type: ignore[misc]
             result, error = None, None
             try:
                 result = fn(*args, **kwargs)
-            except Exception as failure:
+            except Exception as failure:  # it is raised where the result is awaited
                 error = failure
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, future, result, error)

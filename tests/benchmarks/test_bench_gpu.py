@@ -24,7 +24,7 @@ import lade
 from benchmarks.__main__ import app
 from benchmarks.gpu import work
 from benchmarks.gpu.acceptance import MAT, counts_for
-from benchmarks.gpu.answers import SAMPLED, measure_answers, measure_side_by_side
+from benchmarks.gpu.answers import SAMPLED, Replayed, measure_answers, measure_side_by_side
 from benchmarks.gpu.chat import measure_chat
 from benchmarks.gpu.command import choose_device
 from benchmarks.gpu.device import forget_peak, peak_bytes
@@ -294,7 +294,7 @@ def test_methods_answer_one_after_the_other_and_say_what_they_used(known: KnownM
     names = ("plain", "static", "eager", "graphs")
     counts = counts_for(TINY.max_new_tokens)
     for name in names:
-        measure_answers(known, TINY, name, counts, 32, stage)
+        measure_answers(known, TINY, name, Replayed(counts, 32), stage)
     compare([stage])
     rows = {row["method"]: row for row in stage.rows}
     assert list(rows) == list(names)
@@ -327,7 +327,7 @@ def test_answers_of_recorded_steps_count_what_was_recorded() -> None:
     known, recorder = make_model(TINY, CPU), CpuRecorder()
     stage = stage_for("sampled")
     policy = RecordingPolicy(recorder)
-    measure_answers(known, TINY, "graphs", [1, 2], 8, stage, SAMPLED, policy)
+    measure_answers(known, TINY, "graphs", Replayed([1, 2], 8), stage, SAMPLED, policy)
     (row,) = stage.rows
     assert (row["execution"], row["why_not_recorded"]) == ("graphs", None)
     assert row["decoding"] == "sampling at temperature 0.7, top-p 0.9"
@@ -342,7 +342,7 @@ def test_answers_of_recorded_steps_count_what_was_recorded() -> None:
 def test_batches_are_held_against_plain_ones_of_the_same_size(known: KnownModel) -> None:
     stage, recorder = stage_for("batches"), CpuRecorder()
     policy = RecordingPolicy(recorder)
-    measure_side_by_side(known, TINY, [0, 3, 1], 8, stage, policy=policy, nums_rows=(2,))
+    measure_side_by_side(known, TINY, Replayed([0, 3, 1], 8), stage, policy=policy, nums_rows=(2,))
     compare([stage])
     sizes = [(row["method"], row["num_rows"]) for row in stage.rows]
     assert sizes == [("plain", 2), ("graphs", 2)]
@@ -438,7 +438,7 @@ def test_a_model_that_decodes_plainly_is_told_with_the_reason(
     monkeypatch.setattr("lade.hf.generation.make_target", fail)
     stage = stage_for("eager")
     with pytest.warns(PlainDecodingWarning):
-        measure_answers(known, TINY, "eager", [1, 2], 8, stage)
+        measure_answers(known, TINY, "eager", Replayed([1, 2], 8), stage)
     (row,) = stage.rows
     assert (row["verification"], row["execution"]) == ("plain", "plain")
     assert row["why_not_recorded"] == "tree: RuntimeError: no target"
@@ -494,7 +494,7 @@ def test_a_static_cache_that_cannot_be_compiled_is_left_out(
 
     monkeypatch.setattr("benchmarks.gpu.answers._static", fail)
     stage = stage_for("static")
-    measure_answers(known, TINY, "static", [1, 2], 8, stage)
+    measure_answers(known, TINY, "static", Replayed([1, 2], 8), stage)
     assert stage.left_out == {"static": "RuntimeError: no compiler"}
     assert stage.rows == []
 
@@ -522,7 +522,7 @@ def test_methods_there_is_no_time_for_are_left_out_and_the_others_answer_every_p
     known: KnownModel,
 ) -> None:
     stage = ends_with_the_first_part("sampled")
-    measure_side_by_side(known, TINY, [1, 2], 8, stage)
+    measure_side_by_side(known, TINY, Replayed([1, 2], 8), stage)
     assert stage.left_out == {"warming graphs up": NO_TIME}
     (row,) = stage.rows
     assert (row["method"], row["num_repeats"]) == ("plain", 2)

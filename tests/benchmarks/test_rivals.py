@@ -17,7 +17,6 @@ from benchmarks.rivals.lookahead import LookaheadDrafter
 from benchmarks.rivals.prompt_lookup import PromptLookupDrafter
 from benchmarks.rivals.recycling import Place, RecyclingDrafter, static_tree
 from benchmarks.rivals.sam import SamDrafter, SamRecyclingDrafter, SuffixAutomaton
-from benchmarks.rivals.suffix import SuffixDrafter, SuffixTrie
 from benchmarks.run import choose
 from lade.bench import methods
 from lade.bench.baselines import Given
@@ -32,7 +31,7 @@ from tests.lade.tiny import tiny_model
 
 HARVESTING = ["rival_recycling", "rival_sam_recycling", "rival_goose"]
 #: Whose first nodes do not depend on how many are asked for.
-CUT_FROM_BEHIND = [name for name in RIVALS if name not in ("rival_goose", "rival_suffix")]
+CUT_FROM_BEHIND = [name for name in RIVALS if name != "rival_goose"]
 
 
 def drafted(drafter: Drafter, text: Sequence[int], max_draft_tokens: int = 100) -> tuple[Any, Any]:
@@ -292,75 +291,6 @@ def test_goose_gives_less_to_spines_that_fail() -> None:
     assert lengths == [4, 3, 3, 2]
 
 
-# --- SuffixDecoding -------------------------------------------------------------------------
-
-
-def occurrences(texts: Sequence[list[int]], wanted: list[int]) -> list[tuple[int, ...]]:
-    """Return what followed each place of `wanted`: one token, or none at the end of a text."""
-    size = len(wanted)
-    return [
-        tuple(text[start + size : start + size + 1])
-        for text in texts
-        for start in range(len(text) - size + 1)
-        if text[start : start + size] == wanted
-    ]
-
-
-def test_the_trie_counts_as_a_search_of_all_text_does() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        num_tokens = int(rng.integers(1, 4))
-        texts = [rng.integers(0, num_tokens, rng.integers(0, 40)).tolist() for _ in range(3)]
-        trie = SuffixTrie()
-        for text in texts:
-            trie.extend(text)
-            trie.end_text()
-        for text in texts:
-            for start in range(len(text)):
-                for stop in range(start + 1, min(len(text), start + 23) + 1):
-                    found = occurrences(texts, text[start:stop])
-                    place = trie.find(text[start:stop])
-                    assert place is not None
-                    shares = {token: share for token, _, share in trie.following(place)}
-                    expected = {each[0]: found.count(each) / len(found) for each in found if each}
-                    assert shares == pytest.approx(expected)
-        assert trie.find([9]) is None
-
-
-def test_suffix_drafts_from_the_match_that_promises_most() -> None:
-    text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
-    # After 1 2 comes 3 more often; but 1 2 3 1 2 occurred, too, and five tokens at 0.5 are more
-    # than two. Half, because the place at the end counts as well.
-    sequence = (drafter := SuffixDrafter()).open(text)
-    draft = drafter.draft(sequence, text, 24)
-    assert draft.token_ids.tolist() == [4, 1, 2, 3, 1]
-    assert draft.probs.tolist() == [0.5] * 5
-    assert len(drafter.draft(sequence, text, 3)) == 3
-    assert drafted(SuffixDrafter(), [1, 2, 3]) == ([], [])
-
-
-def test_suffix_grows_a_tree_from_earlier_answers() -> None:
-    drafter = SuffixDrafter()
-    for answer in ([8, 5, 6, 2], [8, 5, 6, 2], [8, 5, 7], [8, 5, 7]):
-        sequence = drafter.open([0])
-        drafter.observe(sequence, answer)
-        drafter.close(sequence)
-    assert drafted(drafter, [8, 5]) == ([6, 7], [-1, -1])  # two, for two that matched
-    assert drafted(drafter, [8, 5], 1) == ([6], [-1])
-    assert drafted(drafter, [0]) == ([], [])  # prompts are not learned for others
-    assert drafted(drafter, [7]) == ([], [])  # one answer does not follow the other
-
-
-def test_suffix_leaves_out_what_is_less_likely_than_a_tenth() -> None:
-    for num_others, expected in ((10, [20]), (11, [])):
-        drafter = SuffixDrafter()
-        sequence = drafter.open([])
-        for i in range(num_others):
-            drafter.observe(sequence, [9, 20 + i])
-        drafter.close(sequence)
-        assert drafted(drafter, [9])[0] == expected
-
-
 # --- all of them ----------------------------------------------------------------------------
 
 
@@ -469,7 +399,7 @@ def test_only_the_warm_ones_know_earlier_prompts(name: str) -> None:
         harvest(drafter, sequence, [1], {i: [i + 1, i + 2] for i in range(1, 6)})
     drafter.observe(sequence, [1, 2, 3, 4, 5, 6])
     drafter.close(sequence)
-    is_warm = name in ("rival_recycling", "rival_sam_recycling", "rival_suffix")
+    is_warm = name in ("rival_recycling", "rival_sam_recycling")
     assert (drafted(drafter, [3, 4])[0] != []) == is_warm
 
 
@@ -492,7 +422,7 @@ def test_each_rival_has_its_own_budget_unless_one_is_asked_for(
         return lade.generate(*args, drafter=drafter, config=config, **options)
 
     monkeypatch.setattr(methods, "generate", generate)
-    own = [10, 28, 28, 80, 40, 80, 100, 24]
+    own = [10, 28, 28, 80, 40, 80, 100]
     window = {"rival_lookahead_window": Lookahead(window_size=7, ngram_size=5)}
     for config, budgets in ((Config(), own), (Config(max_draft_tokens=6), [6] * len(own))):
         taken.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lade.bench.report import write_json
 from lade.config import Execution
 from tests.support import formats_report, report
 from tests.support.formats import all_formats, run_formats
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(made.summary(rows))
             if asked.json is not None:
                 options = () if asked.formats else (execution,)
-                made.write_json(asked.json, made.results_of(rows, asked.seed, is_stopped, *options))
+                results = made.results_of(rows, asked.seed, is_stopped, *options)
+                write_json(asked.json, made.content_of(results))
     if asked.json is not None and asked.json.resolve().parent == RESULTS:
         document = formats_report.document(RESULTS)
         RESULTS.with_name("SUPPORT.md").write_text(document, encoding="utf-8")

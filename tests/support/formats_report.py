@@ -9,7 +9,7 @@ from typing import Any
 from lade.bench.environment import environment
 from tests.support import report
 from tests.support.formats import NUM_COMPARED, NUM_REPEATS, TIMED, TINY, WIDTHS, FormatRow
-from tests.support.report import as_json, in_cell, reason_of, row_of, short, write_entries
+from tests.support.report import as_json, in_cell, reason_of, row_of, short
 from tests.support.run import CASES
 
 _HEADINGS = (
@@ -101,13 +101,18 @@ def cells(row: FormatRow) -> tuple[str, ...]:
 # --- JSON -----------------------------------------------------------------------------------
 
 
-def write_json(path: Path, results: report.Results[FormatRow]) -> None:
-    """Write a result file, one row per line."""
-    write_entries(path, results, counts(results.rows), "formats", map(_entry_of, results.rows))
+def content_of(results: report.Results[FormatRow]) -> dict[str, Any]:
+    """Return what a result file has."""
+    return {
+        "environment": results.environment,
+        "settings": results.settings,
+        "summary": counts(results.rows),
+        "formats": [*map(_entry_of, results.rows)],
+    }
 
 
 def read_json(path: Path) -> report.Results[FormatRow]:
-    """Return what `write_json` wrote."""
+    """Return what a file has of `content_of`."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = [_row_of(entry) for entry in content["formats"]]
     return report.Results[FormatRow](content["environment"], content["settings"], rows)

@@ -200,31 +200,22 @@ def results_of(
     return Results(environment(), settings, [*rows])
 
 
-def write_json(path: Path, results: Results[Row]) -> None:
-    """Write a result file, one row per line."""
+def content_of(results: Results[Row]) -> dict[str, Any]:
+    """Return what a result file has."""
     summary = {
         "architectures": counts(row for row in results.rows if not row.is_variant),
         "variants": counts(row for row in results.rows if row.is_variant),
     }
-    write_entries(path, results, summary, "rows", map(as_json, results.rows))
-
-
-def write_entries(
-    path: Path, results: Results[Any], summary: object, name: str, entries: Iterable[dict[str, Any]]
-) -> None:
-    """Write environment, settings, a summary, and under a name one entry per line."""
-    head = {
+    return {
         "environment": results.environment,
         "settings": results.settings,
         "summary": summary,
+        "rows": [*map(as_json, results.rows)],
     }
-    lines = ",\n".join("  " + json.dumps(entry) for entry in entries)
-    text = f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n ]\n}}\n'
-    path.write_text(text, encoding="utf-8")
 
 
 def read_json(path: Path) -> Results[Row]:
-    """Return what `write_json` wrote."""
+    """Return what a file has of `content_of`."""
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = [row_of(entry) for entry in content["rows"]]
     return Results(content["environment"], content["settings"], rows)

@@ -10,17 +10,18 @@ import torch
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import lade
+from lade.bench.report import write_json
 from tests.support import formats
 from tests.support.__main__ import main
 from tests.support.formats import FORMATS, WIDTHS, Format, FormatRow, all_formats, run_format
 from tests.support.formats_report import (
     cells,
+    content_of,
     counts,
     markdown,
     read_json,
     results_of,
     summary,
-    write_json,
 )
 from tests.support.run import CASES, QUICK_CASES, Difference, Row
 
@@ -196,7 +197,7 @@ def test_cells_and_counts() -> None:
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     results = results_of(_rows(), 7, stopped=False)
     path = tmp_path / "x.json"
-    write_json(path, results)
+    write_json(path, content_of(results))
     assert read_json(path) == results
     content = json.loads(path.read_text())
     assert content["environment"]["torch"] == metadata.version("torch")

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, Llam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import lade
+from lade.bench.report import write_json
 from lade.hf.generation import Generation
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import IS_NEWEST
@@ -21,6 +22,7 @@ from tests.support.drafter import AnswerDrafter
 from tests.support.report import (
     Results,
     cells,
+    content_of,
     counts,
     markdown,
     read_json,
@@ -28,7 +30,6 @@ from tests.support.report import (
     results_of,
     summary,
     text_of,
-    write_json,
 )
 from tests.support.run import CASES, QUICK_CASES, Difference, Row, run_all, run_one
 from tests.support.tiny import VARIANTS, CannotBuild, NotText, causal_lm_types, tiny_model
@@ -259,7 +260,7 @@ def test_cells_say_each_reason_once_and_shortly() -> None:
 def test_files_of_several_versions_make_one_document(tmp_path: Path) -> None:
     results = results_of(_rows(), 7, stopped=False)
     path = tmp_path / "x.json"
-    write_json(path, results)
+    write_json(path, content_of(results))
     assert read_json(path) == results
     content = json.loads(path.read_text())
     assert content["summary"]["architectures"]["tree"] == 1

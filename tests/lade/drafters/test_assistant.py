@@ -294,7 +294,6 @@ def test_equal_tokens_are_one_vocabulary_whatever_its_size() -> None:
         ({"length": "long"}, ValueError, "expected length to be 'measured'"),
         ({"expansion": "bush"}, ValueError, "expected expansion to be one of 'tree'"),
         ({"max_draft_tokens": 0}, ValueError, "expected max_draft_tokens of at least 1, got 0"),
-        ({"device": "meta"}, ValueError, r"expected LlamaForCausalLM on meta, got one on cpu"),
     ],
 )
 def test_wrong_arguments_are_refused(

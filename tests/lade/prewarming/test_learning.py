@@ -27,7 +27,7 @@ def learn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn after every call, the same in every run."""
     monkeypatch.setattr(learning, "_LEAST_SEC", 0.0)
     monkeypatch.setattr(
-        learning, "prewarm", lambda model, sec, folder: prewarm(model, 3600, max_tokens=3000)
+        learning, "prewarm", lambda model, sec: prewarm(model, 3600, max_tokens=3000)
     )
     rng = np.random.default_rng
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_what_is_learned_is_used_and_the_text_stays(learn_at_once: None) -> None
 def test_calls_give_a_fiftieth_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def ask(model: Any, sec: float, folder: Any) -> Any:
+    def ask(model: Any, sec: float) -> Any:
         asked.append(sec)
         return SimpleNamespace(has_prefix=len(asked) > 2)
 

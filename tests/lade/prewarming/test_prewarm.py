@@ -396,7 +396,7 @@ def test_memory_running_out_halves_the_batch(monkeypatch: pytest.MonkeyPatch) ->
         assert prompter.num_rows == 8
     assert run.made().num_lone_tokens >= VOCAB_SIZE - 3  # a bucket may be full
     monkeypatch.setattr(type(model), "forward", out_of_memory)
-    with prompting(model, 8) as prompter, pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError), prompting(model, 8) as prompter:
         prompter.successors_of(7, np.arange(40))
 
 

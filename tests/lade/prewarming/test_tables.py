@@ -28,7 +28,6 @@ from lade.prewarming.run import Prewarmed, PrewarmProgress
 from lade.prewarming.tables import (
     Effort,
     StoredTable,
-    add_to_table,
     load_table,
     merge_table,
     path_of_table,
@@ -424,17 +423,17 @@ def test_what_is_added_joins_what_is_in_the_file(written: SimpleNamespace) -> No
     assert len(new.table) == 2  # as it was
 
 
-def test_successors_are_added_to_the_table_of_a_model(tmp_path: Path) -> None:
+def test_what_is_added_is_averaged_and_a_run_goes_on_from_there(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    add_to_table(model, [[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]], tmp_path)
-    add_to_table(model, [[4, 5]], [[8, 9]], [[0.25, 0.125]], tmp_path)
+    path = path_of_table(model, tmp_path)
+    for prob in (0.75, 0.25):
+        merge_table(path, model, added((-1, 5), (4, 5), prob=prob))
     table = table_for(model, tmp_path)
     assert table is not None
     token_ids, probs = table.get(4, 5) or ((), ())
-    assert [*token_ids] == [8, 9]
-    np.testing.assert_allclose(probs, [0.5, 0.125], rtol=2e-3)
-    assert read_table(path_of_table(model, tmp_path), model).effort == Effort()
-    made = lade.prewarm(model, 0.2, folder=tmp_path)  # and a run goes on from there
+    assert [*token_ids] == [5]
+    np.testing.assert_allclose(probs, [0.5], rtol=2e-3)
+    made = lade.prewarm(model, 0.2, folder=tmp_path)
     assert made.num_contexts > len(table) == 2
 
 
@@ -444,7 +443,7 @@ def test_a_table_that_was_read_is_read_again_once_it_is_forgotten(
     monkeypatch.setattr(tables, "table_for", partial(table_for, folder=tmp_path))
     model = tiny_model("llama")
     assert tables.prewarmed_table_of(model, profile_of(model)) is None
-    add_to_table(model, [[4, 5]], [[8]], [[0.5]], tmp_path)
+    merge_table(path_of_table(model, tmp_path), model, added((4, 5)))
     assert tables.prewarmed_table_of(model, profile_of(model)) is None  # read already
     tables.forget_prewarmed_table(model)
     table = tables.prewarmed_table_of(model, profile_of(model))
@@ -454,12 +453,12 @@ def test_a_table_that_was_read_is_read_again_once_it_is_forgotten(
 
 def test_what_cannot_be_of_the_model_is_not_added(tmp_path: Path) -> None:
     model = tiny_model("llama")
+    table = SuccessorTable(64)
+    table.put([[4, 5]], [[VOCAB_SIZE]], [[0.5]])
     with pytest.raises(
         ValueError, match=f"expected token ids below {VOCAB_SIZE}, got {VOCAB_SIZE}"
     ):
-        add_to_table(model, [[4, 5]], [[VOCAB_SIZE]], [[0.5]], tmp_path)
-    with pytest.raises(ValueError, match="expected contexts of shape"):
-        add_to_table(model, [4, 5], [[3]], [[0.5]], tmp_path)
+        merge_table(path_of_table(model, tmp_path), model, StoredTable(table, Effort()))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -478,7 +477,7 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from lade.prewarming.tables import Effort, StoredTable, add_to_table, merge_table, path_of_table
+from lade.prewarming.tables import Effort, StoredTable, merge_table, path_of_table
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import tiny_model
 model, folder, number = tiny_model("llama"), Path(sys.argv[1]), int(sys.argv[2])
@@ -530,7 +529,7 @@ def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path
             assert process.poll() is None
         process.kill()
     began = time.monotonic()
-    add_to_table(model, [[7, 7]], [[3]], [[0.5]], tmp_path)
+    merge_table(path, model, added((7, 7)))
     assert time.monotonic() - began < 10  # it does not wait for the dead
     contexts = {*map(tuple, read_table(path, model).table.contexts().tolist())}
     assert contexts >= {(7, 7), *((1, last) for last in range(4))}
