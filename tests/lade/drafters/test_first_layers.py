@@ -92,7 +92,7 @@ def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
     num_accepted = 0
     model = tiny_model(family)
     for number in range(8):
-        length: Any = "seed" if number % 2 else 2
+        length: Any = "confidence" if number % 2 else 2
         drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)
         prompt = random_prompt(rng)
         options: dict[str, Any] = {"max_new_tokens": 20}
