@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,18 +174,28 @@ class DraftingCall:
     step_sec: Callable[[int], float] | None = None
 
 
-def num_successors_of(drafter: Drafter) -> int:
-    """Return the number of top target tokens that a drafter wants per node; 0 for none.
+class Abilities(NamedTuple):
+    """What a drafter says that it does, looked at once in a call; see `Drafter`."""
 
-    Raises:
-        TypeError, ValueError: it is no number, or below 0.
-    """
-    wanted: Any = drafter.num_successors
-    if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
-        raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
-    if wanted < 0:
-        raise ValueError(f"expected num_successors of at least 0, got {wanted}")
-    return int(wanted)
+    num_successors: int = 0
+    draws: bool = False
+    learns_ngrams: bool = False
+    has_table: bool = False
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "Abilities":
+        """Look at a drafter.
+
+        Raises:
+            TypeError, ValueError: `num_successors` is no number, or below 0.
+        """
+        wanted: Any = drafter.num_successors
+        if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
+            raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
+        if wanted < 0:
+            raise ValueError(f"expected num_successors of at least 0, got {wanted}")
+        flags = (drafter.draws, drafter.learns_ngrams, drafter.has_table)
+        return cls(int(wanted), *map(bool, flags))
 
 
 def sources_of(drafter: Drafter) -> dict[str, SourceStats]:
