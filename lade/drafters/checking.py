@@ -76,14 +76,9 @@ def check(
     """
     call = DraftingCall(
         model=model,
-        target=None,
         vocab_size=vocab_size,
-        num_rows=2,
         max_length=_NUM_PROMPT + 8 * num_steps,
-        max_candidates=None,
-        processors=(),
-        samples=False,
-        rngs=None,
+        num_rows=2,
         make_pool_drafter=_pool_drafter,
         is_strict=True,
     )

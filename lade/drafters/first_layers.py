@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from lade.drafters.merging import alone
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for, prepared
 from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError, UnsupportedOptionError, in_one_line
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.profile import Profile, profile_of
@@ -24,7 +24,6 @@ from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import check_tokens, unchanged_random_state
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
-from ngram_pool import Draft
 
 
 class FirstLayers(Drafter):
@@ -264,7 +263,7 @@ def why_not_early(
                 for level, of_level in grown if is_early else ():
                     target.run_early([tokens[i] for i in level], of_level, halve)
                     num_nodes += len(level)
-                tree = _tree(tokens[root], [tokens[i] for i in drafted], parents)
+                tree = Tree.build(tokens[root], draft_of([tokens[i] for i in drafted], parents))
                 found.append(target.forward(target.inputs([tree])).logits[0])
                 if target.early_failure is not None:
                     raise RuntimeError(target.early_failure)
@@ -295,11 +294,3 @@ _SCRIPT: list[
     (13, [], ([], []), [0]),
     (14, [([6], [0])], ([6, 7], [-1, 0]), [0, 1, 2]),
 ]
-
-
-def _tree(root: int, token_ids: Sequence[int], parents: Sequence[int]) -> Tree:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Tree.build(root, Draft(ids, over, down, np.ones(len(token_ids))))

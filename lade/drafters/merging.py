@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from lade.budget.calibration import Calibration, Outcome
 from lade.budget.sources import SourceCosts, Sources
 from lade.compat import mesh_of
-from lade.drafters.joining import joined, matched_depth
+from lade.drafters.joining import joined
 from lade.drafting.drafter import Abilities, Drafter, DraftingCall, sources_of
+from lade.drafting.drafts import matched_depth
 from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors

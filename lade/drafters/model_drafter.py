@@ -14,6 +14,7 @@ from lade.budget.sources import FEW_BEHIND
 from lade.drafters.expansion import Grown, Limits, Ranked, drawn, likeliest
 from lade.drafters.growth import Growth
 from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import matched_depth
 from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
 from ngram_pool import Draft
@@ -122,7 +123,10 @@ class ModelDrafter(Drafter):
         """See what became of the last draft."""
         state = self._sequences[sequence]
         if state.grown is not None:
-            self._learn(state, state.grown, token_ids)
+            draft, levels = state.grown
+            num_right = matched_depth(draft, token_ids)
+            is_ended = num_right < len(token_ids)
+            state.rule.learn(levels, min(num_right, len(levels)), is_ended)
             state.grown = None
 
     def close(self, sequence: int) -> None:
@@ -149,24 +153,6 @@ class ModelDrafter(Drafter):
         is_chain = is_chain or most is not None
         rng = rngs[state.row]
         return drawn(speaker, limits, rule.goes_on, rng, rule.mean_right, is_chain=is_chain)
-
-    def _learn(self, state: _Sequence, grown: Grown, emitted: Sequence[int]) -> None:
-        """Walk down a draft along what was emitted after it."""
-        draft, levels = grown
-        children = {
-            place: node
-            for node, place in enumerate(
-                zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
-            )
-        }
-        node, num_right, is_ended = -1, 0, False
-        for token_id in emitted:
-            child = children.get((node, token_id))
-            if child is None:
-                is_ended = True
-                break
-            node, num_right = child, num_right + 1
-        state.rule.learn(levels, min(num_right, len(levels)), is_ended)
 
 
 class ModelSpeaker:

@@ -142,10 +142,11 @@ class DraftingCall:
 
     Attributes:
         model: The target's model; not to be changed.
-        target: The target (`lade.targets.base.Target`), before its prefill.
         vocab_size: Exclusive upper bound of the token ids in a draft.
-        num_rows: Sequences of the call; they are opened in the order of its rows.
         max_length: Maximum length of a row, prompt included.
+        target: The target (`lade.targets.base.Target`), before its prefill; None to check a drafter
+            without one.
+        num_rows: Sequences of the call; they are opened in the order of its rows.
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
         processors: The call's logits processors; those that keep state must not be called.
         samples: Whether tokens are sampled; else decoding is greedy.
@@ -160,15 +161,15 @@ class DraftingCall:
     """
 
     model: Any
-    target: Any
     vocab_size: int
-    num_rows: int
     max_length: int
-    max_candidates: int | None
-    processors: Sequence[Any]
-    samples: bool
-    rngs: Sequence[np.random.Generator] | None
-    make_pool_drafter: Callable[[], Drafter]
+    target: Any = None
+    num_rows: int = 1
+    max_candidates: int | None = None
+    processors: Sequence[Any] = ()
+    samples: bool = False
+    rngs: Sequence[np.random.Generator] | None = None
+    make_pool_drafter: Callable[[], Drafter] = Drafter
     is_strict: bool = False
     is_part: bool = False
     step_sec: Callable[[int], float] | None = None

@@ -14,9 +14,9 @@ import lade
 from lade.drafters import AssistantModel
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner
-from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafter import DraftingCall
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE
+from tests.lade.both import ONE, THREE, same_as_generate
 from tests.lade.drafting.test_drafters import OPTIONS, SAMPLED, one_warning
 from tests.lade.drafting.test_drafters import compared as compared_with_plain
 from tests.lade.shared import shared_model
@@ -38,21 +38,7 @@ def compared(
     model: Any, prompt: torch.Tensor, drafter: Any, config: lade.Config = EIGHT, **options: Any
 ) -> lade.DecodeStats:
     """Return what was counted; text and random state are those of plain `generate`."""
-    options = {
-        "attention_mask": (prompt != 0).long(),
-        "do_sample": False,
-        "max_new_tokens": 24,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-        **options,
-    }
-    torch.manual_seed(0)
-    expected = model.generate(prompt, **options)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    got = lade.generate(model, prompt, drafter=drafter, config=config, **options)
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    assert torch.equal(torch.get_rng_state(), state)
+    _, got = same_as_generate(model, prompt, drafter=drafter, config=config, **options)
     stats: lade.DecodeStats = got.stats
     return stats
 
@@ -66,22 +52,6 @@ def nearly(model: Any, noise: float) -> Any:
             size = noise * theirs.std() if theirs.dim() > 1 else 0.0
             mine.copy_(theirs + size * torch.randn(theirs.shape, generator=generator))
     return twin
-
-
-def call_of(model: Any, max_length: int) -> DraftingCall:
-    """Return a greedy call of one row."""
-    return DraftingCall(
-        model=model,
-        target=None,
-        vocab_size=model.config.vocab_size,
-        num_rows=1,
-        max_length=max_length,
-        max_candidates=None,
-        processors=[],
-        samples=False,
-        rngs=None,
-        make_pool_drafter=Drafter,
-    )
 
 
 # --- the text -------------------------------------------------------------------------------
@@ -347,8 +317,7 @@ def test_drafts_are_those_of_transformers(
         ),
     }[schedule]
     theirs = drafts_of_transformers(monkeypatch, model, assistant, **options)  # changes K for good
-    call = call_of(model, max_length=ONE.shape[1] + 60)
-    asked = drafter.for_call(call)
+    asked = drafter.for_call(DraftingCall(model, model.config.vocab_size, ONE.shape[1] + 60))
     sequence = asked.open(ONE[0].tolist())
     num_known = ONE.shape[1]
     assert len(theirs) > 5

@@ -133,18 +133,7 @@ class KnowingScorer:
 
 
 def a_call(max_length: int) -> DraftingCall:
-    return DraftingCall(
-        model=a_target(),
-        target=None,
-        vocab_size=len(byte_level()),
-        num_rows=1,
-        max_length=max_length,
-        max_candidates=None,
-        processors=[],
-        samples=True,
-        rngs=[],
-        make_pool_drafter=Drafter,
-    )
+    return DraftingCall(a_target(), len(byte_level()), max_length, samples=True, rngs=[])
 
 
 def decoded(scorer: KnowingScorer, text: str, max_draft_tokens: int = 8) -> tuple[int, Any]:
