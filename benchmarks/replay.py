@@ -16,7 +16,7 @@ from benchmarks.points import as_json, plot, points, table
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.traces import Trace, Traces, read_traces
 from lade.cli.bench import ResultFiles, fingerprint, keeping, progress_bar, say_written
-from lade.drafting.drafter import Drafter, num_successors_of
+from lade.drafting.drafter import Abilities, Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
@@ -175,7 +175,7 @@ def _harvest(proposer: Proposer, trace: Trace, start: int, stop: int) -> None:
 
 def _check_successors(name: str, drafter: Drafter, recorded: Traces) -> None:
     """Raise if the drafter needs more successors than were recorded."""
-    wanted = num_successors_of(drafter)
+    wanted = Abilities.of(drafter).num_successors
     known = recorded.num_successors
     if wanted > known and known < recorded.vocab_size:
         raise ValueError(

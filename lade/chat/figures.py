@@ -1,8 +1,10 @@
 """Figures of answers, as words."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lade.chat.conversation import Context, PoolFill, Turn
+from lade.closeness import is_exact_in
 
 _SEPARATOR = " · "
 
@@ -28,6 +30,22 @@ def speed_of(turn: Turn, plain_tokens_per_sec: float | None) -> list[str]:
     if plain_tokens_per_sec and not turn.is_plain:
         parts.append(f"{turn.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
     return parts
+
+
+def likeness_of(plain: Turn, with_drafts: Turn, model: Any) -> str:
+    """Tell whether two answers to one question are the same, and why not; empty if one stopped."""
+    if plain.is_interrupted or with_drafts.is_interrupted:
+        return ""
+    one, other = (turn.thinking + turn.text for turn in (plain, with_drafts))
+    if one == other:
+        return "The texts are the same."
+    pairs = enumerate(zip(one, other, strict=False))
+    num_same = next((i for i, pair in pairs if len({*pair}) > 1), min(len(one), len(other)))
+    parting = f"The texts part after {num_same:,} characters"
+    dtype = str(model.dtype).removeprefix("torch.")
+    if is_exact_in(model):
+        return f"{parting}; in {dtype} they should not: please report this as a fault."
+    return f"{parting}: in {dtype} a near-tie may fall the other way. --dtype float32 is exact."
 
 
 def fill_of(context: Context, pool: PoolFill | None) -> list[str]:

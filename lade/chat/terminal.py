@@ -27,11 +27,10 @@ from rich.text import Text
 
 from lade.chat.commands import COMMANDS, parse
 from lade.chat.conversation import Context, Conversation, Turn
-from lade.chat.figures import figures_of, fill_of, fitted, speed_of
+from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
 from lade.chat.learning import IdleLearner
 from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
-from lade.closeness import is_exact_in
 from lade.errors import ContextLengthError, in_one_line
 from lade.stats import DecodeStats
 
@@ -157,25 +156,7 @@ class Terminal:
         with_drafts = self._answer(None, seed=plain.seed)
         self.console.print()
         self.console.print(_comparison(plain, with_drafts, self.console.width))
-        self._say(self._likeness(plain, with_drafts))
-
-    def _likeness(self, plain: Turn, with_drafts: Turn) -> str:
-        """Tell whether two answers are the same, and why not."""
-        one, other = (turn.thinking + turn.text for turn in (plain, with_drafts))
-        if with_drafts.is_interrupted:
-            return "stopped"
-        if one == other:
-            return "The texts are the same."
-        num_same = next(
-            (i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1),
-            min(len(one), len(other)),
-        )
-        model = self.conversation.loaded.model
-        dtype = str(model.dtype).removeprefix("torch.")
-        parts = f"The texts part after {num_same:,} characters"
-        if is_exact_in(model):
-            return f"{parts}; in {dtype} they should not: please report this as a fault."
-        return f"{parts}: in {dtype} a near-tie may fall the other way. --dtype float32 is exact."
+        self._say(likeness_of(plain, with_drafts, self.conversation.loaded.model) or "stopped")
 
     # --- commands -----------------------------------------------------------------------------
 

@@ -146,18 +146,7 @@ class Page:
             history = gr.HTML(_EMPTY, elem_id="history")
             current = gr.HTML("", elem_id="current")
         note = gr.HTML("", elem_id="note")
-        with gr.Row(elem_id="composer"):
-            message = gr.Textbox(
-                label="Message",
-                placeholder="Ask something",
-                lines=1,
-                max_lines=8,
-                elem_id="message",
-                scale=5,
-                min_width=160,
-                autofocus=True,
-            )
-            send = gr.Button("Send", variant="primary", elem_id="send", scale=0, min_width=80)
+        message, send = _composer("Message", "message", "Send", "composer", autofocus=True)
         with gr.Row(elem_id="actions"):
             names = ("Stop", "Retry", "Undo", "Clear")
             buttons = {
@@ -173,17 +162,7 @@ class Page:
             '<p class="hint">The same question, answered by plain <code>generate</code> and then '
             "by lade. Each begins knowing nothing of the chat or of earlier races.</p>"
         )
-        with gr.Row(elem_id="race-composer"):
-            question = gr.Textbox(
-                label="Question",
-                placeholder="Ask something",
-                lines=1,
-                max_lines=8,
-                elem_id="race-question",
-                scale=5,
-                min_width=160,
-            )
-            start = gr.Button("Start", variant="primary", elem_id="start", scale=0, min_width=80)
+        question, start = _composer("Question", "race-question", "Start", "race-composer")
         stop = gr.Button("Stop", size="sm", elem_id="race-stop")
         note = gr.HTML("", elem_id="race-note")
         result = gr.HTML("", elem_id="race")
@@ -269,22 +248,16 @@ class Page:
     async def _retry(
         self, system: str, temperature: float, longest: float, request: gr.Request
     ) -> AsyncIterator[Outputs]:
-        session = self._session(request)
         choices = Choices(system, temperature, int(longest))
-        await self._settle(session)
-        async for shown in self._attempt(session, lambda: session.retry(choices)):
+        async for shown in self._attempt(request, lambda session: session.retry(choices)):
             yield shown
 
     async def _undo(self, request: gr.Request) -> AsyncIterator[Outputs]:
-        session = self._session(request)
-        await self._settle(session)
-        async for shown in self._attempt(session, session.undo):
+        async for shown in self._attempt(request, Session.undo):
             yield shown
 
     async def _clear(self, request: gr.Request) -> AsyncIterator[Outputs]:
-        session = self._session(request)
-        await self._settle(session)
-        async for shown in self._attempt(session, session.clear):
+        async for shown in self._attempt(request, Session.clear):
             yield shown
 
     def _stop(self, request: gr.Request) -> None:
@@ -316,16 +289,16 @@ class Page:
     def _session(self, request: gr.Request) -> Session:
         return self.sessions.of(_name_of(request))
 
-    async def _settle(self, session: Session) -> None:
-        """Stop a session's answer and wait for its end, a step of the model at most."""
+    async def _attempt(
+        self, request: gr.Request, act: Callable[[Session], None]
+    ) -> AsyncIterator[Outputs]:
+        """Stop a session's answer, do something to it, and show what comes of it."""
+        session = self._session(request)
         session.stop()
-        while session.is_busy:
+        while session.is_busy:  # a step of the model at most
             await asyncio.sleep(_SETTLE_SEC)
-
-    async def _attempt(self, session: Session, act: Callable[[], None]) -> AsyncIterator[Outputs]:
-        """Do something to a settled session, and show what comes of it."""
         try:
-            act()
+            act(session)
         except LadeError as error:
             yield gr.skip(), gr.skip(), note_html(str(error), is_error=True), gr.skip()
             return
@@ -371,6 +344,25 @@ class Page:
             if is_over:
                 return
             await asyncio.sleep(_FRAME_SEC)
+
+
+def _composer(
+    label: str, name: str, button: str, row: str, *, autofocus: bool = False
+) -> tuple[Any, Any]:
+    """Return a box for a text and the button beside it."""
+    with gr.Row(elem_id=row):
+        box = gr.Textbox(
+            label=label,
+            placeholder="Ask something",
+            lines=1,
+            max_lines=8,
+            elem_id=name,
+            scale=5,
+            min_width=160,
+            autofocus=autofocus,
+        )
+        asks = gr.Button(button, variant="primary", elem_id=button.lower(), scale=0, min_width=80)
+    return box, asks
 
 
 def _free_port(host: str, port: int | None) -> int:

@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import NamedTuple
 
 from lade.chat.conversation import Conversation, Turn
+from lade.chat.figures import likeness_of
 from lade.chat.settings import Settings
-from lade.closeness import is_exact_in
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.errors import LadeError, in_one_line
@@ -82,7 +82,8 @@ class Task:
         self.cancelled.set()
         self._future.cancel()
 
-    def _do(self, work: Callable[["Task"], object]) -> None:
+    def do(self, work: "Work") -> None:
+        """Do its work, unless it was cancelled before."""
         if not self._future.set_running_or_notify_cancel():
             return
         try:
@@ -91,6 +92,9 @@ class Task:
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
+
+
+Work = Callable[[Task], object]
 
 
 class Desk:
@@ -103,18 +107,18 @@ class Desk:
 
     def __init__(self, rest: Rest = no_rest) -> None:
         self._rest = rest
-        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Task, Work] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._tasks: list[Task] = []  # not done when last looked at
         # A daemon: leaving does not wait for a long forward.
         self._thread = threading.Thread(target=self._run, name="lade-desk", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[Task], object]) -> Task:
+    def submit(self, work: Work) -> Task:
         """Put work at the end of the line."""
         task = Task(self)
         with self._lock:
-            self._queue.put(_Work(task, work))
+            self._queue.put((task, work))
             self._tasks = [each for each in self._tasks if not each.is_done] + [task]
         return task
 
@@ -138,17 +142,14 @@ class Desk:
         sec = 0.0
         while True:
             with self._rest(sec):
-                work = self._queue.get()
-            if work is None:
+                taken = self._queue.get()
+            if taken is None:
                 return
             begin = perf_counter()
-            work.task._do(work.work)
+            task, work = taken
+            task.do(work)
+            del taken, work  # a session is not held while nothing is asked
             sec = perf_counter() - begin
-
-
-class _Work(NamedTuple):
-    task: Task
-    work: Callable[[Task], object]
 
 
 # --- one browser tab ------------------------------------------------------------------------
@@ -363,16 +364,13 @@ class Race:
 
     def _compared(self) -> str:
         plain, lade = self.plain, self.lade
-        if plain is None or lade is None or plain.is_interrupted or lade.is_interrupted:
+        if plain is None or lade is None:
             return ""
-        is_same = [plain.text, plain.thinking] == [lade.text, lade.thinking]
-        texts = "the text is the same" if is_same else "the texts differ"
-        model = self._conversations[0].loaded.model
-        if not is_same and not is_exact_in(model):
-            dtype = str(model.dtype).removeprefix("torch.")
-            texts += f", as near-ties may fall the other way in {dtype}"
+        likeness = likeness_of(plain, lade, self._conversations[0].loaded.model)
+        if not likeness:
+            return ""
         ratio = lade.tokens_per_sec / plain.tokens_per_sec
-        return f"lade had {ratio:.2f} times the tokens per second of generate; {texts}."
+        return f"lade had {ratio:.2f} times the tokens per second of generate. {likeness}"
 
     def _turn(self, place: int) -> Turn | None:
         conversations = [*self._conversations]

@@ -1,10 +1,10 @@
 """Drafters that are models, and what combines drafters: objects for `drafter=`.
 
 `AssistantModel` is another causal LM, `FirstLayers` the target's own first layers. What both share
-is in `model_drafter.py`: rules for how far a draft goes are in `lengths.py`, its tree in
-`expansion.py`. `runner.py` runs a model with a cache of its own, `translated.py` in another
-vocabulary, through the text of `vocabularies.py`; `exits.py` cuts a model in two. `Merged` is
-several drafters as one; `check` finds what is wrong with a drafter.
+is in `model_drafter.py`: how far a draft goes is in `growth.py`, its tree in `expansion.py`.
+`runner.py` runs a model with a cache of its own, `translated.py` in another vocabulary, through the
+text of `vocabularies.py`; `exits.py` cuts a model in two. `Merged` is several drafters as one;
+`check` finds what is wrong with a drafter.
 """
 
 from importlib import import_module

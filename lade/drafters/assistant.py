@@ -5,8 +5,7 @@ from typing import Any
 
 from lade.budget.sources import SourceCosts
 from lade.compat import Model
-from lade.drafters.expansion import ExpansionName, check_expansion
-from lade.drafters.lengths import Length, LengthName
+from lade.drafters.growth import ExpansionName, Growth, LengthName
 from lade.drafters.merging import alone
 from lade.drafters.model_drafter import ModelDrafter, OpenScorer
 from lade.drafters.runner import ModelRunner, plan_for
@@ -34,13 +33,10 @@ class AssistantModel(Drafter):
             translated. Without, the sizes of the vocabularies must be equal.
         length: how many tokens a draft has along a path, K: "measured" goes on as long as that
             makes tokens come faster, by measured times; "confidence" ends after the first token of
-            a probability below `confidence`; "seed" begins with 1, adds 1 after a draft that was
-            right to its end and takes 1 off after any other; "heuristic" is that of transformers:
-            it begins with `num_assistant_tokens` of the assistant's generation config, or 20, adds
-            2 or takes 1 off, and heeds `confidence`, too; a number is a constant K.
-        expansion: "tree" drafts the likeliest paths, "chain" one, "beam" those of full length.
+            a probability below `confidence`, as transformers does; a number is a constant K.
+        expansion: "tree" drafts the likeliest paths, "chain" one.
         max_draft_tokens: tokens of a draft at most, all paths together; None for no limit.
-        confidence: threshold of "confidence" and "heuristic", from 0 to 1.
+        confidence: threshold of "confidence", and of "measured" until times are known, from 0 to 1.
         name: of this source in `DecodeStats.sources`.
 
     Raises:
@@ -61,21 +57,14 @@ class AssistantModel(Drafter):
     ) -> None:
         if not callable(getattr(model, "generate", None)):
             raise TypeError(f"expected a causal LM of transformers, got {type(model).__name__}")
-        if max_draft_tokens is not None and max_draft_tokens < 1:
-            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
-        check_expansion(expansion)
         self.model = model
         self.name = name
         self._has_tokenizers = tokenizer is not None and target_tokenizer is not None
         self._vocabularies: Vocabularies | None = None  # if they differ
         if self._has_tokenizers and not shares_ids(target_tokenizer, tokenizer, self._vocab_size):
             self._vocabularies = Vocabularies(target_tokenizer, tokenizer)
-        # As transformers does, a K that grows from what the assistant says itself.
-        first = getattr(model.generation_config, "num_assistant_tokens", None)
-        self._length = Length(length, confidence, max_draft_tokens, first or 20)
+        self._growth = Growth(length, expansion, max_draft_tokens, confidence)
         self._costs = SourceCosts()
-        self._expansion = expansion
-        self._max_draft_tokens = max_draft_tokens
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.
@@ -98,19 +87,13 @@ class AssistantModel(Drafter):
             made = TranslatedDrafter(
                 call, self._vocabularies, self.model, self._drafter, open_scorer
             )
-        return alone(self.name, made, self._costs, call, asks_all=not self._length.is_measured)
+        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
 
     def _drafter(self, call: DraftingCall, open_scorer: OpenScorer) -> ModelDrafter:
         """Return a drafter for a call in the vocabulary of the assistant."""
         config = self.model.config.get_text_config(decoder=True)
-        return ModelDrafter(
-            call,
-            open_scorer,
-            self._length,
-            self._expansion,
-            self._max_draft_tokens,
-            getattr(config, "max_position_embeddings", None),
-        )
+        max_length = getattr(config, "max_position_embeddings", None)
+        return ModelDrafter(call, open_scorer, self._growth, max_length)
 
     @property
     def _vocab_size(self) -> int:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lade.drafting.drafter import Drafter, DraftingCall, num_successors_of
-from lade.drafting.drafts import checked_tokens
+from lade.drafting.drafter import Abilities, Drafter, DraftingCall
+from lade.drafting.drafts import checked, checked_tokens
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.errors import LadeError, in_one_line
@@ -74,8 +74,20 @@ def check(
     Raises:
         DrafterError: lists every flaw found.
     """
-    checking = _Checking(drafter, vocab_size, max_draft_tokens, num_steps, model, seed)
-    checking.run()
+    call = DraftingCall(
+        model=model,
+        vocab_size=vocab_size,
+        max_length=_NUM_PROMPT + 8 * num_steps,
+        num_rows=2,
+        make_pool_drafter=_pool_drafter,
+        is_strict=True,
+    )
+    checking = _Checking(drafter, call, max_draft_tokens, np.random.default_rng(seed))
+    if isinstance(drafter, Drafter):
+        checking.run(num_steps)
+    else:
+        what = "it is a class" if isinstance(drafter, type) else "no subclass of it"
+        checking.note("base", f"it is no lade.Drafter: {what}")
     if checking.flaws:
         raise DrafterError(type(drafter).__name__, [*checking.flaws.values()])
 
@@ -88,98 +100,64 @@ class _Checking:
     """One check; `flaws` has the first of each kind that was found."""
 
     def __init__(
-        self,
-        drafter: Any,
-        vocab_size: int,
-        max_draft_tokens: int,
-        num_steps: int,
-        model: Any,
-        seed: int,
+        self, drafter: Any, call: DraftingCall, most: int, rng: np.random.Generator
     ) -> None:
         self.flaws: dict[str, str] = {}
-        self._given = drafter
-        self._drafter: Drafter = drafter
-        self._num_successors = 0
-        self._draws = self._learns_ngrams = False
-        self._vocab_size = vocab_size
-        self._most = max_draft_tokens
-        self._num_steps = num_steps
-        self._rng = np.random.default_rng(seed)
-        self._call = DraftingCall(
-            model=model,
-            target=None,
-            vocab_size=vocab_size,
-            num_rows=2,
-            max_length=_NUM_PROMPT + 8 * num_steps,
-            max_candidates=None,
-            processors=(),
-            samples=False,
-            rngs=None,
-            make_pool_drafter=_pool_drafter,
-            is_strict=True,
-        )
+        self._given = self._drafter = drafter
+        self._able = Abilities()
+        self._call = call
+        self._vocab_size = call.vocab_size
+        self._most = most
+        self._rng = rng
 
-    def run(self) -> None:
+    def run(self, num_steps: int) -> None:
         """Run all parts of the check, each with sequences of its own."""
-        if not isinstance(self._given, Drafter):
-            what = "it is a class" if isinstance(self._given, type) else "no subclass of it"
-            self._note("base", f"it is no lade.Drafter: {what}")
-            return
-        for part in (self._check_drafts, self._check_two_at_once, self._check_size):
+        parts = (self._check_drafts, self._check_two_at_once, partial(self._check_size, num_steps))
+        for part in parts:
             self._run(part, self._call)
+        is_made = self._drafter is not self._given
         rngs = [np.random.default_rng(each) for each in (1, 2)]
         drawing = replace(self._call, samples=True, rngs=rngs)
-        if self._drafter is not self._given or self._draws:
+        if is_made or self._able.draws:
             self._run(self._check_drawn, drawing)
-        if self._drafter is not self._given:
+        if is_made:
             chain = replace(drawing, max_candidates=1, make_pool_drafter=partial(_pool_drafter, 1))
             self._run(self._check_chain, chain)
 
+    def note(self, kind: str, text: str) -> None:
+        """Remember a flaw, if it is the first of its kind."""
+        self.flaws.setdefault(kind, text)
+
     def _run(self, part: Callable[[], None], call: DraftingCall) -> None:
         try:
-            self._drafter = self._made(call)
-            self._asked("looking at it", self._look)
+            self._asked("for_call", lambda: self._make(call))
+            self._able = self._asked("looking at it", lambda: Abilities.of(self._drafter))
             part()
         except _BrokenError:
             pass
 
-    def _made(self, call: DraftingCall) -> Drafter:
-        """Return the drafter of a call; what draws its drafts may refuse some calls by name."""
-
-        def make() -> Drafter | None:
-            try:
-                made: Drafter = self._given.for_call(call)
-            except LadeError:
-                if call.rngs is None:
-                    raise
-                return None
-            return made
-
-        made = self._asked("for_call", make)
-        if made is None:
-            raise _BrokenError
-        return made
-
-    def _look(self) -> None:
-        drafter = self._drafter
-        self._num_successors = num_successors_of(drafter)
-        self._draws, self._learns_ngrams = bool(drafter.draws), bool(drafter.learns_ngrams)
-        bool(drafter.has_table)
-
-    def _note(self, kind: str, text: str) -> None:
-        self.flaws.setdefault(kind, text)
+    def _make(self, call: DraftingCall) -> None:
+        """Make the drafter of a call; what draws its drafts may refuse some calls by name."""
+        try:
+            self._drafter = self._given.for_call(call)
+        except LadeError:
+            if call.rngs is None:
+                raise
+            raise _BrokenError from None
 
     def _asked(self, name: str, ask: Callable[[], _T]) -> _T:
         """Ask the drafter something, and look what it does besides."""
         before = _random_states()
         try:
             return ask()
+        except _BrokenError:
+            raise
         except Exception as error:  # the drafter is the user's
-            self._note(f"{name} raises", f"{name} raises {in_one_line(error)}")
+            self.note(f"{name} raises", f"{name} raises {in_one_line(error)}")
             raise _BrokenError from error
         finally:
             if _random_states() != before:
-                self._note(
+                self.note(
                     "random state",
                     f"{name} draws from a global random generator, which is that of all threads; "
                     "have one of your own",
@@ -204,16 +182,15 @@ class _Checking:
         with self._opened(text[:_NUM_PROMPT]) as handle:
             place, step = _NUM_PROMPT, 0
             while place < len(text):
-                for most in (self._most, 1 + step % 3):
-                    self._drafted(handle, text[:place], most)
-                if self._num_successors:
-                    self._explored(handle)
                 num_new = 1 + step % 3
-                emitted = text[place : place + num_new]
-                self._called("observe", handle, emitted)
-                if self._num_successors:
-                    self._harvested(handle, text[:place], self._num_successors)
-                if self._learns_ngrams:
+                for most in (self._most, num_new):
+                    self._drafted(handle, text[:place], most)
+                if self._able.num_successors:
+                    self._explored(handle)
+                self._called("observe", handle, text[place : place + num_new])
+                if self._able.num_successors:
+                    self._harvested(handle, text[:place], self._able.num_successors)
+                if self._able.learns_ngrams:
                     ngrams = self._rng.integers(0, self._vocab_size, (2, 4)).astype(np.int32)
                     self._called("observe_ngrams", handle, ngrams)
                 place, step = place + num_new, step + 1
@@ -222,58 +199,36 @@ class _Checking:
         seen = [*committed]
         draft: Draft = self._called("draft", handle, seen, most)
         if seen != committed:
-            self._note("committed", "draft changes the list of committed tokens")
+            self.note("committed", "draft changes the list of committed tokens")
         self._check_draft(draft, most)
         if isinstance(draft, SampledDraft):
-            self._note("drawn", "draft returns a SampledDraft where drafts are not drawn")
+            self.note("drawn", "draft returns a SampledDraft where drafts are not drawn")
         return draft
 
     def _check_draft(self, draft: Any, most: int) -> None:
-        """Note what is wrong with a draft; raise where nothing more can be said of it."""
-        if not isinstance(draft, Draft):
-            self._note("type", f"a draft is a {type(draft).__name__}, not a lade.Draft")
-            raise _BrokenError
-        kinds: dict[str, Any] = {
-            "token_ids": np.int32,
-            "parents": np.int32,
-            "depths": np.int32,
-            "probs": np.float64,
-        }
-        for name, kind in kinds.items():
-            array = getattr(draft, name)
-            if not isinstance(array, np.ndarray) or array.ndim != 1:
-                self._note("shape", f"{name} is no array of one axis")
-                raise _BrokenError
-            if array.dtype != kind:
-                self._note(f"dtype {name}", f"{name} is {array.dtype}, not {np.dtype(kind)}")
-        lengths = {name: len(getattr(draft, name)) for name in kinds}
-        if len({*lengths.values()}) > 1:
-            self._note("lengths", f"the arrays of a draft differ in length: {lengths}")
-            raise _BrokenError
-        num = len(draft)
+        """Note what is wrong with a draft, also what a call would put up with."""
+        try:
+            sound = checked(draft, sys.maxsize)
+        except (TypeError, ValueError) as error:
+            self.note("draft", f"a draft is wrong: {error}")
+            raise _BrokenError from error
+        for name in ("token_ids", "parents", "depths", "probs"):
+            given, due = np.asarray(getattr(draft, name)), getattr(sound, name)
+            if given.dtype != due.dtype:
+                self.note(f"dtype {name}", f"{name} is {given.dtype}, not {due.dtype}")
+        num, tokens = len(draft), draft.token_ids.tolist()
         if num > most:
-            self._note("size", f"a draft has {num} nodes where {most} were asked for")
-        parents, tokens = draft.parents.tolist(), draft.token_ids.tolist()
-        if any(not -1 <= parent < node for node, parent in enumerate(parents)):
-            self._note("parents", f"parents do not come before their children: {parents}")
-            raise _BrokenError
+            self.note("size", f"a draft has {num} nodes where {most} were asked for")
         outside = [token for token in tokens if not 0 <= token < self._vocab_size]
         if outside:
-            self._note("ids", f"a token id is not from 0 to {self._vocab_size - 1}: {outside[0]}")
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        if draft.depths.tolist() != depths:
-            self._note("depths", f"depths are {draft.depths.tolist()}, not {depths}")
-        if len({*zip(parents, tokens, strict=True)}) < num:
-            self._note("siblings", "two children of one parent have the same token")
-        self._check_probs(draft)
-
-    def _check_probs(self, draft: Draft) -> None:
-        if not ((draft.probs >= 0) & (draft.probs <= 1)).all():  # False for NaN
-            self._note("probs", f"a probability is not from 0 to 1: {draft.probs.tolist()}")
-        elif not isinstance(draft, SampledDraft) and (np.diff(draft.probs) > _TOLERANCE).any():
-            self._note("order", "probabilities increase along a draft; the best node comes first")
+            self.note("ids", f"a token id is not from 0 to {self._vocab_size - 1}: {outside[0]}")
+        depths = draft.depths.tolist()
+        if depths != sound.depths.tolist():
+            self.note("depths", f"depths are {depths}, not {sound.depths.tolist()}")
+        if len({*zip(draft.parents.tolist(), tokens, strict=True)}) < num:
+            self.note("siblings", "two children of one parent have the same token")
+        if not isinstance(draft, SampledDraft) and (np.diff(draft.probs) > _TOLERANCE).any():
+            self.note("order", "probabilities increase along a draft; the best node comes first")
 
     def _explored(self, handle: Any) -> None:
         excluded = np.array([0, 1, 2], np.int32)
@@ -281,21 +236,19 @@ class _Checking:
         try:
             token_ids, _ = checked_tokens(*found)
         except (TypeError, ValueError) as error:
-            self._note("explore", f"explore is wrong: {in_one_line(error)}")
+            self.note("explore", f"explore is wrong: {in_one_line(error)}")
             return
         if len(token_ids) > self._most:
-            self._note("explore", f"explore names {len(token_ids)} tokens, not {self._most}")
+            self.note("explore", f"explore names {len(token_ids)} tokens, not {self._most}")
         if np.isin(token_ids, excluded).any():
-            self._note("excluded", "explore names tokens that it was told not to")
+            self.note("excluded", "explore names tokens that it was told not to")
 
     def _harvested(self, handle: Any, committed: list[int], num_successors: int) -> None:
         ids = [self._rng.permutation(self._vocab_size)[:num_successors] for _ in range(3)]
         probs = np.sort(self._rng.dirichlet(np.ones(num_successors), 3))[:, ::-1]
         successors = Successors(np.array(ids, np.int32), probs.astype(np.float32))
-        nodes = [committed[-1], *ids[0][:2].tolist()]
-        nodes += [0] * (3 - len(nodes))
-        parents = [-1, 0, 0]
-        self._called("harvest", handle, committed, nodes, parents, successors)
+        nodes = [committed[-1], *ids[0][:2].tolist(), 0][:3]
+        self._called("harvest", handle, committed, nodes, [-1, 0, 0][: len(nodes)], successors)
 
     # --- several sequences ----------------------------------------------------------------------
 
@@ -304,7 +257,7 @@ class _Checking:
         alone = self._share_of_others(is_alone=True)
         beside = self._share_of_others(is_alone=False)
         if beside > alone + 0.2:
-            self._note(
+            self.note(
                 "disturbed",
                 f"two sequences disturb each other: {beside:.0%} of the tokens drafted for one are "
                 f"only in the other, where {alone:.0%} are while it is not open",
@@ -318,9 +271,7 @@ class _Checking:
         of_others = {*others} - {*mine}
         drafted: list[int] = []
         with self._opened(mine[:_NUM_PROMPT]) as handle:
-            beside = None
-            if not is_alone:
-                beside = self._called("open", others[:_NUM_PROMPT])
+            beside = None if is_alone else self._called("open", others[:_NUM_PROMPT])
             for place in range(_NUM_PROMPT, len(mine)):
                 drafted += self._drafted(handle, mine[:place], self._most).token_ids.tolist()
                 if beside is not None:
@@ -333,9 +284,9 @@ class _Checking:
                     beside = None
         return sum(token in of_others for token in drafted) / max(1, len(drafted))
 
-    def _check_size(self) -> None:
+    def _check_size(self, num_steps: int) -> None:
         """Repeat the same text, and look whether anything of it is kept each time."""
-        text = self._text(max(8, self._num_steps // _NUM_ROUNDS))
+        text = self._text(max(8, num_steps // _NUM_ROUNDS))
         sizes = []
         for _ in range(_NUM_ROUNDS):
             with self._opened(text[:_NUM_PROMPT]) as handle:
@@ -345,7 +296,7 @@ class _Checking:
             sizes.append(_size_of([self._given, self._drafter]))
         growth = np.diff(sizes)[1:]  # the first time, it may learn
         if (growth > _MOST_KEPT).all():
-            self._note(
+            self.note(
                 "size of state",
                 f"its state grows: by {int(growth.min())} bytes or more each time that the same "
                 f"{len(text)} tokens were drafted for and closed",
@@ -364,84 +315,70 @@ class _Checking:
         rng = np.random.default_rng(self._rng.integers(2**32))
         with self._opened(text[:_NUM_PROMPT]) as handle:
             self._called("observe", handle, text[_NUM_PROMPT:])
-            for number in range(_MOST_DRAWS):
-                draft = self._drawn(handle, text, self._most, np.random.default_rng(number))
-                if isinstance(draft, SampledDraft):
-                    self._check_supports(draft)
-                    uniform += self._as_uniform(draft, rng)
-                    self._check_first(handle, text, draft, number)
-                if len(uniform) >= _MOST_DRAWS or (number > 100 and not uniform):
+            for seed in range(_MOST_DRAWS):
+                draft = self._drawn(handle, text, seed)
+                for node, token in enumerate(draft.token_ids.tolist()):
+                    ids, probs = draft.support_token_ids[node], draft.support_probs[node]
+                    below = float(probs[ids < token].sum())
+                    uniform.append(below + rng.random() * float(probs[ids == token].sum()))
+                if self._able.draws and len(draft) > 1 and seed % 40 == 0:
+                    self._check_first(handle, text, draft, seed)
+                if len(uniform) >= _MOST_DRAWS or (seed > 100 and not uniform):
                     break
         if uniform and _chance_of_uniform(uniform) < _FALSE_ALARM:
-            self._note(
+            self.note(
                 "distribution",
                 f"of {len(uniform)} drawn tokens, some come more often and some less than "
                 "support_probs says",
             )
-
-    def _drawn(self, handle: Any, text: list[int], most: int, rng: np.random.Generator) -> Draft:
-        """Return a draft as a call that draws would have it."""
-        draft: Draft = self._called("draft", handle, [*text], most)
-        is_drawn = isinstance(draft, SampledDraft) or not len(draft)
-        if not is_drawn and self._draws:
-            draft = self._called("sample", handle, [*text], len(draft), rng)
-        self._check_draft(draft, most)
-        return draft
-
-    def _check_first(self, handle: Any, text: list[int], draft: SampledDraft, seed: int) -> None:
-        """Look whether fewer tokens are the first of more, drawn with the same numbers."""
-        if not self._draws or len(draft) < 2 or seed % 40:
-            return
-        few = len(draft) // 2
-        rng = np.random.default_rng(seed)
-        fewer = self._called("sample", handle, [*text], few, rng)
-        same = draft.first(few)
-        if fewer.token_ids.tolist() != same.token_ids.tolist():
-            self._note(
-                "first",
-                f"sample draws others where {few} tokens are asked for than among the first {few} "
-                f"of {len(draft)}: a node may depend only on the draws before it",
-            )
-
-    def _check_supports(self, draft: SampledDraft) -> None:
-        ids, probs = np.asarray(draft.support_token_ids), np.asarray(draft.support_probs)
-        if ids.ndim != 2 or ids.shape != probs.shape or len(ids) != len(draft):
-            self._note(
-                "supports",
-                f"supports have the shapes {ids.shape} and {probs.shape}, not [{len(draft)}, n]",
-            )
-            raise _BrokenError
-        if not ((probs >= 0) & (probs <= 1)).all() or (np.abs(probs.sum(axis=1) - 1) > 1e-6).any():
-            self._note("support probs", "support_probs of a node are no distribution")
-            raise _BrokenError
-        is_own = (ids == draft.token_ids[:, None]) & (probs > 0)
-        if (is_own.sum(axis=1) != 1).any():
-            self._note("support", "a drawn token is not once in the support that it was drawn from")
-            raise _BrokenError
-
-    def _as_uniform(self, draft: SampledDraft, rng: np.random.Generator) -> list[float]:
-        found = []
-        for node, token in enumerate(draft.token_ids.tolist()):
-            ids, probs = draft.support_token_ids[node], draft.support_probs[node]
-            below = float(probs[ids < token].sum())
-            found.append(below + rng.random() * float(probs[ids == token].sum()))
-        return found
 
     def _check_chain(self) -> None:
         """Look whether drawn drafts have one path where only one can be verified."""
         text = self._text(40)
         with self._opened(text[:_NUM_PROMPT]) as handle:
             self._called("observe", handle, text[_NUM_PROMPT:])
-            for number in range(8):
-                draft = self._drawn(handle, text, self._most, np.random.default_rng(number))
-                if isinstance(draft, SampledDraft) and len({*draft.parents.tolist()}) < len(draft):
-                    self._note("paths", "a drawn draft has several paths where max_candidates is 1")
+            for seed in range(8):
+                draft = self._drawn(handle, text, seed)
+                if len({*draft.parents.tolist()}) < len(draft):
+                    self.note("paths", "a drawn draft has several paths where max_candidates is 1")
+
+    def _drawn(self, handle: Any, text: list[int], seed: int) -> SampledDraft:
+        """Return a draft as a call that draws would have it, without one that is not drawn."""
+        draft: Draft = self._called("draft", handle, [*text], self._most)
+        if self._able.draws and len(draft) and not isinstance(draft, SampledDraft):
+            draft = self._sampled(handle, text, len(draft), seed)
+        self._check_draft(draft, self._most)
+        if not isinstance(draft, SampledDraft):
+            return SampledDraft.empty()
+        probs = draft.support_probs
+        if (np.abs(probs.sum(axis=1) - 1) > 1e-6).any():
+            self.note("support probs", "support_probs of a node are no distribution")
+            raise _BrokenError
+        is_own = (draft.support_token_ids == draft.token_ids[:, None]) & (probs > 0)
+        if (is_own.sum(axis=1) > 1).any():
+            self.note("support", "a drawn token is twice in the support that it was drawn from")
+            raise _BrokenError
+        return draft
+
+    def _sampled(self, handle: Any, text: list[int], num: int, seed: int) -> Draft:
+        found: Draft = self._called("sample", handle, [*text], num, np.random.default_rng(seed))
+        return found
+
+    def _check_first(self, handle: Any, text: list[int], draft: Draft, seed: int) -> None:
+        """Look whether fewer tokens are the first of more, drawn with the same numbers."""
+        few = len(draft) // 2
+        fewer = self._sampled(handle, text, few, seed)
+        if fewer.token_ids.tolist() != draft.first(few).token_ids.tolist():
+            self.note(
+                "first",
+                f"sample draws others where {few} tokens are asked for than among the first {few} "
+                f"of {len(draft)}: a node may depend only on the draws before it",
+            )
 
     def _text(self, num_tokens: int, alphabet: NDArray[Any] | None = None) -> list[int]:
         """Return a text whose n-grams repeat."""
         if alphabet is None:
-            num = min(12, self._vocab_size)
-            alphabet = self._rng.permutation(self._vocab_size)[:num]
+            alphabet = self._rng.permutation(self._vocab_size)[:12]
         phrases = [
             self._rng.choice(alphabet, int(self._rng.integers(3, 7))).tolist() for _ in range(4)
         ]

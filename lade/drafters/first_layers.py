@@ -3,9 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,12 +12,12 @@ from lade.budget.sources import SourceCosts
 from lade.closeness import distance, limit_of
 from lade.compat import Model, device_of_inputs, placeholders_of
 from lade.drafters.exits import Cut, Layers, layers_of, refusal, why_not_cut
-from lade.drafters.expansion import ExpansionName, check_expansion
-from lade.drafters.lengths import Length, LengthName
+from lade.drafters.growth import ExpansionName, Growth, LengthName
 from lade.drafters.merging import alone
 from lade.drafters.model_drafter import ModelDrafter
 from lade.drafters.runner import ModelRunner, plan_for, prepared
 from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.profile import Profile, profile_of
@@ -27,7 +25,6 @@ from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import check_tokens, unchanged_random_state
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
-from ngram_pool import Draft
 
 
 class FirstLayers(Drafter):
@@ -66,15 +63,10 @@ class FirstLayers(Drafter):
             raise TypeError(f"expected num_layers to be an int, got {num_layers!r}")
         if num_layers < 1:
             raise ValueError(f"expected num_layers of at least 1, got {num_layers}")
-        if max_draft_tokens is not None and max_draft_tokens < 1:
-            raise ValueError(f"expected max_draft_tokens of at least 1, got {max_draft_tokens}")
-        check_expansion(expansion)
         self.num_layers = num_layers
         self.name = name
-        self._length = Length(length, confidence, max_draft_tokens)
+        self._growth = Growth(length, expansion, max_draft_tokens, confidence)
         self._costs = SourceCosts()
-        self._expansion = expansion
-        self._max_draft_tokens = max_draft_tokens
 
     def for_call(self, call: DraftingCall) -> Drafter:
         """Return a drafter for one call.
@@ -88,27 +80,26 @@ class FirstLayers(Drafter):
         num_layers = self.num_layers
         exits.check(num_layers)
         target = call.target
-        options = (self._length, self._expansion, self._max_draft_tokens)
         if isinstance(target, TreeTarget) and exits.why_not_early(target, num_layers) is None:
             halve = partial(Cut, layers=exits.layers, num_layers=num_layers)
             runner = EarlyRunner(target, halve, placeholders_of(call.model))
-            return self._alone(_EarlyDrafter(call, runner, *options), call)
+            return self._alone(_EarlyDrafter(call, runner, self._growth), call)
         view, plan = exits.view(num_layers)
 
         def open_scorer(committed: Sequence[int]) -> ModelRunner:
             return ModelRunner(view, plan, call.max_length)
 
-        return self._alone(ModelDrafter(call, open_scorer, *options), call)
+        return self._alone(ModelDrafter(call, open_scorer, self._growth), call)
 
     def _alone(self, made: Drafter, call: DraftingCall) -> Drafter:
-        return alone(self.name, made, self._costs, call, asks_all=not self._length.is_measured)
+        return alone(self.name, made, self._costs, call, asks_all=not self._growth.is_measured)
 
 
 class _EarlyDrafter(ModelDrafter):
     """A drafter of the one row of a call whose target runs the drafts, too."""
 
-    def __init__(self, call: DraftingCall, runner: "EarlyRunner", *options: Any) -> None:
-        super().__init__(call, lambda committed: runner, *options)
+    def __init__(self, call: DraftingCall, runner: "EarlyRunner", growth: Growth) -> None:
+        super().__init__(call, lambda committed: runner, growth)
         self._runner = runner
 
     def open(self, prompt_ids: Sequence[int]) -> int:
@@ -273,7 +264,7 @@ def why_not_early(
                 for level, of_level in grown if is_early else ():
                     target.run_early([tokens[i] for i in level], of_level, halve)
                     num_nodes += len(level)
-                tree = _tree(tokens[root], [tokens[i] for i in drafted], parents)
+                tree = Tree.build(tokens[root], draft_of([tokens[i] for i in drafted], parents))
                 found.append(target.forward(target.inputs([tree])).logits[0])
                 if target.early_failure is not None:
                     raise RuntimeError(target.early_failure)
@@ -303,11 +294,3 @@ _SCRIPT: list[
     (13, [], ([], []), [0]),
     (14, [([6], [0])], ([6, 7], [-1, 0]), [0, 1, 2]),
 ]
-
-
-def _tree(root: int, token_ids: Sequence[int], parents: Sequence[int]) -> Tree:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Tree.build(root, Draft(ids, over, down, np.ones(len(token_ids))))

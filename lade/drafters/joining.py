@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
 
@@ -34,29 +33,15 @@ def joined(drafts: Sequence[Draft], max_nodes: int) -> Draft:
     sums = [0.0] * (1 + len(places))  # of siblings, by parent
     for (above, _), miss in zip(places, misses, strict=True):
         sums[above + 1] += 1.0 - miss
-    probs, depths = [1.0], [0]  # the root's, then of each place
+    probs = [1.0]  # the root's, then of each place
     for (above, _), miss in zip(places, misses, strict=True):
         probs.append(probs[above + 1] * (1.0 - miss) / max(1.0, sums[above + 1]))
-        depths.append(depths[above + 1] + 1)
     keys = [*places]
     # Of equals, parents stay first.
     order = sorted(range(len(keys)), key=lambda place: -probs[place + 1])[:max_nodes]
     new_place = {-1: -1} | {place: node for node, place in enumerate(order)}
-    return Draft(
-        np.array([keys[place][1] for place in order], np.int32),
-        np.array([new_place[keys[place][0]] for place in order], np.int32),
-        np.array([depths[place + 1] for place in order], np.int32),
-        np.array([probs[place + 1] for place in order], np.float64),
+    return draft_of(
+        [keys[place][1] for place in order],
+        [new_place[keys[place][0]] for place in order],
+        [probs[place + 1] for place in order],
     )
-
-
-def matched_depth(draft: Draft, token_ids: Sequence[int]) -> int:
-    """Return how many of the first emitted tokens are a path of a draft."""
-    node, depth = -1, 0
-    nodes = zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
-    for child, place in enumerate(nodes):
-        if depth == len(token_ids):
-            break
-        if place == (node, token_ids[depth]):
-            node, depth = child, depth + 1
-    return depth

@@ -11,7 +11,7 @@ from typing import Any
 
 from lade.budget.sources import SourceCosts
 from lade.drafters.merging import MergedDrafter, Part, guard_of
-from lade.drafting.drafter import Drafter, DraftingCall, num_successors_of
+from lade.drafting.drafter import Abilities, Drafter, DraftingCall
 from lade.drafting.guard import Guard, may
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.errors import UnsupportedOptionError
@@ -108,17 +108,13 @@ def _made(name: str, part: Drafter | NGramPool, call: DraftingCall, guard: Guard
     guard.asks(drafter)
     is_pool = isinstance(drafter, PoolDrafter)
     makes = isinstance(part, Drafter) and type(part).for_call is not Drafter.for_call
-    made = Part(
-        name,
-        drafter,
-        guard,
-        num_successors_of(drafter),
-        bool(drafter.draws),
-        bool(drafter.learns_ngrams),
-        bool(drafter.has_table),
-        is_made=makes and not is_pool,
-    )
-    if made.draws and call.rngs is not None and call.max_candidates is not None and not is_pool:
+    made = Part(name, drafter, guard, Abilities.of(drafter), is_made=makes and not is_pool)
+    if (
+        made.able.draws
+        and call.rngs is not None
+        and call.max_candidates is not None
+        and not is_pool
+    ):
         raise UnsupportedOptionError(
             f"lade does not support the drafter {name!r}, which draws its drafts, where "
             f"only {call.max_candidates} of their paths can be verified"

@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from lade.budget.calibration import Calibration, Outcome
 from lade.budget.sources import SourceCosts, Sources
 from lade.compat import mesh_of
-from lade.drafters.joining import joined, matched_depth
-from lade.drafting.drafter import Drafter, DraftingCall, sources_of
+from lade.drafters.joining import joined
+from lade.drafting.drafter import Abilities, Drafter, DraftingCall, sources_of
+from lade.drafting.drafts import matched_depth
 from lade.drafting.guard import Guard
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.stats import SourceStats
 from ngram_pool import Draft
+
+_NONE = Abilities()  # until a part was looked at
 
 
 @dataclass(slots=True)
@@ -32,10 +35,7 @@ class Part:
     name: str
     drafter: Drafter
     guard: Guard  # drops it, with one warning, where it fails
-    num_successors: int = 0
-    draws: bool = False  # by `sample`
-    learns_ngrams: bool = False
-    has_table: bool = False
+    able: Abilities = _NONE
     # For the call, as models are: then `draft` draws where drafts are drawn.
     is_made: bool = False
     stats: SourceStats = field(default_factory=SourceStats)
@@ -100,10 +100,11 @@ class MergedDrafter(Drafter):
         # and tokens emitted since.
         self._begun: float | None = None
         self._num_drafted = self._num_observed = self._num_emitted = 0
-        self.num_successors = max(part.num_successors for part in parts)
-        self.draws = any(part.draws for part in parts)
-        self.learns_ngrams = any(part.learns_ngrams for part in parts)
-        self.has_table = any(part.has_table for part in parts)
+        able = [part.able for part in parts]
+        self.num_successors = max(each.num_successors for each in able)
+        self.draws = any(each.draws for each in able)
+        self.learns_ngrams = any(each.learns_ngrams for each in able)
+        self.has_table = any(each.has_table for each in able)
 
     @property
     def sources(self) -> Mapping[str, SourceStats]:
@@ -249,7 +250,7 @@ class MergedDrafter(Drafter):
         known = self._open[sequence]
         asked = known.asked[-1]
         part, handle = self._parts[asked.source], known.handles[asked.source]
-        if not part.draws:
+        if not part.able.draws:
             return asked.draft.first(max_draft_tokens)  # chosen, not drawn
         drawn = part.guard.sample(handle, committed, max_draft_tokens, rng)
         known.asked[-1] = asked._replace(draft=drawn, after=drawn)
@@ -268,7 +269,7 @@ class MergedDrafter(Drafter):
         """Tell the parts that harvest what the target found likely, as much as each asks for."""
         for source, handle in self._open[sequence].handles.items():
             part = self._parts[source]
-            if num := part.num_successors:
+            if num := part.able.num_successors:
                 mine = Successors(successors.token_ids[:, :num], successors.probs[:, :num])
                 part.guard.tell("harvest", handle, committed, token_ids, parents, mine)
 
@@ -279,7 +280,7 @@ class MergedDrafter(Drafter):
         named = [(np.empty(0, np.int32), np.empty(0))]
         for source, handle in self._open[sequence].handles.items():
             part = self._parts[source]
-            if part.num_successors:
+            if part.able.num_successors:
                 named.append(part.guard.explore(handle, excluded, max_tokens))
         if len(named) < 3:
             return named[-1]
@@ -292,7 +293,7 @@ class MergedDrafter(Drafter):
     def observe_ngrams(self, sequence: int, ngrams: NDArray[np.int32]) -> None:
         """Tell the parts that learn n-grams those of a lookahead window."""
         for source, handle in self._open[sequence].handles.items():
-            if self._parts[source].learns_ngrams:
+            if self._parts[source].able.learns_ngrams:
                 self._parts[source].guard.tell("observe_ngrams", handle, ngrams)
 
 

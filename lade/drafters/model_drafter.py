@@ -11,17 +11,10 @@ from torch import Tensor
 
 from lade.budget.levels import Rule
 from lade.budget.sources import FEW_BEHIND
-from lade.drafters.expansion import (
-    DrawnExpansion,
-    Expansion,
-    ExpansionName,
-    Grown,
-    Limits,
-    Ranked,
-    check_expansion,
-)
-from lade.drafters.lengths import Length
+from lade.drafters.expansion import Grown, Limits, Ranked, drawn, likeliest
+from lade.drafters.growth import Growth
 from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import matched_depth
 from lade.sampling.processors import HypotheticalProcessors
 from lade.transfer import HostCopy
 from ngram_pool import Draft
@@ -71,9 +64,7 @@ class ModelDrafter(Drafter):
     Args:
         call: the call.
         open_scorer: returns the model for a sequence, given its text; asked at its first draft.
-        length: how far drafts go.
-        expansion: which tree they are.
-        max_draft_tokens: nodes of a draft at most.
+        growth: how far drafts go, and which tree they are.
         max_length: tokens, text and draft together, that the model has positions for.
     """
 
@@ -81,19 +72,12 @@ class ModelDrafter(Drafter):
         self,
         call: DraftingCall,
         open_scorer: OpenScorer,
-        length: Length,
-        expansion: ExpansionName,
-        max_draft_tokens: int | None = None,
+        growth: Growth,
         max_length: int | None = None,
     ) -> None:
-        check_expansion(expansion)
-        if call.rngs is not None:
-            DrawnExpansion.of(expansion, True, 1.0)  # raises now rather than in a step
         self._call = call
         self._open_scorer = open_scorer
-        self._length = length
-        self._expansion = expansion
-        self._max_draft_tokens = max_draft_tokens
+        self._growth = growth
         self._max_length = min(call.max_length - 1, max_length or call.max_length)
         self._sequences: dict[int, _Sequence] = {}
         self._num_opened = 0
@@ -104,14 +88,14 @@ class ModelDrafter(Drafter):
         """Begin a sequence."""
         handle = self._num_opened
         self._num_opened += 1
-        self._sequences[handle] = _Sequence(handle, self._length.rule(self._call.step_sec))
+        self._sequences[handle] = _Sequence(handle, self._growth.rule(self._call.step_sec))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a draft after the text."""
         state = self._sequences[sequence]
         limits = Limits(
-            min(max_draft_tokens, self._max_draft_tokens or max_draft_tokens),
+            min(max_draft_tokens, self._growth.max_draft_tokens or max_draft_tokens),
             self._max_length - len(committed),
         )
         state.grown = None
@@ -132,14 +116,17 @@ class ModelDrafter(Drafter):
         state.grown = self._grown(speaker, limits, state, state.scorer.is_chain)
         state.num_followed = len(committed)
         for sec in speaker.secs[num_behind > FEW_BEHIND :]:
-            self._length.forward_sec.add_sec(sec)
+            self._growth.forward_sec.add_sec(sec)
         return state.grown.draft
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """See what became of the last draft."""
         state = self._sequences[sequence]
         if state.grown is not None:
-            self._learn(state, state.grown, token_ids)
+            draft, levels = state.grown
+            num_right = matched_depth(draft, token_ids)
+            is_ended = num_right < len(token_ids)
+            state.rule.learn(levels, min(num_right, len(levels)), is_ended)
             state.grown = None
 
     def close(self, sequence: int) -> None:
@@ -158,33 +145,14 @@ class ModelDrafter(Drafter):
     def _grown(
         self, speaker: "ModelSpeaker", limits: Limits, state: _Sequence, is_chain: bool
     ) -> Grown:
-        most, rngs = self._call.max_candidates, self._call.rngs
+        most, rngs, rule = self._call.max_candidates, self._call.rngs, state.rule
+        is_chain = is_chain or self._growth.is_chain
         if rngs is None:
-            expansion = Expansion.of(self._expansion, is_chain or most == 1)
-            return expansion.grow(speaker, limits, state.rule.goes_on)
+            return likeliest(speaker, limits, rule.goes_on, is_chain=is_chain or most == 1)
         # Of a drawn tree, no path can be left out afterwards.
-        drawn = DrawnExpansion.of(
-            self._expansion, is_chain or most is not None, state.rule.mean_right
-        )
-        return drawn.grow(speaker, limits, state.rule.goes_on, rngs[state.row])
-
-    def _learn(self, state: _Sequence, grown: Grown, emitted: Sequence[int]) -> None:
-        """Walk down a draft along what was emitted after it."""
-        draft, levels = grown
-        children = {
-            place: node
-            for node, place in enumerate(
-                zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
-            )
-        }
-        node, num_right, is_ended = -1, 0, False
-        for token_id in emitted:
-            child = children.get((node, token_id))
-            if child is None:
-                is_ended = True
-                break
-            node, num_right = child, num_right + 1
-        state.rule.learn(levels, min(num_right, len(levels)), is_ended)
+        is_chain = is_chain or most is not None
+        rng = rngs[state.row]
+        return drawn(speaker, limits, rule.goes_on, rng, rule.mean_right, is_chain=is_chain)
 
 
 class ModelSpeaker:

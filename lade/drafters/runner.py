@@ -4,12 +4,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from lade.compat import Model, device_of_inputs
+from lade.drafting.drafts import draft_of, path_along
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.plan import choose_for_drafting
@@ -18,7 +18,6 @@ from lade.probing.rules import refuse_encoder_decoder
 from lade.probing.selfcheck import unchanged_random_state
 from lade.probing.structure import Structure
 from lade.tree import Tree
-from ngram_pool import Draft
 
 
 def plan_for(model: Model) -> VerificationPlan:
@@ -153,16 +152,7 @@ class ModelRunner:
         """Keep the longest path of what was run that the text takes; never its last token."""
         if not self._tokens:
             return
-        children = {
-            place: node for node, place in enumerate(zip(self._parents, self._tokens, strict=True))
-        }
-        path, node = list[int](), -1
-        for token_id in committed[len(self._held) : -1]:
-            child = children.get((node, token_id))
-            if child is None:
-                break
-            path.append(child)
-            node = child
+        path = path_along(self._tokens, self._parents, committed[len(self._held) : -1])
         self._target.commit([path])
         self._held += [self._tokens[node] for node in path]
         self._tokens, self._parents = [], []
@@ -180,22 +170,10 @@ class ModelRunner:
 
     def _run(self, num_run: int) -> Tensor:
         self._check_mode()
-        tree = _tree(self._tokens, self._parents)
+        parents = [parent - 1 for parent in self._parents[1:]]
+        tree = Tree.build(self._tokens[0], draft_of(self._tokens[1:], parents))
         logits: Tensor = self._target.extend(tree, num_run).logits[0]
         return logits
-
-
-def _tree(token_ids: Sequence[int], parents: Sequence[int]) -> Tree:
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    draft = Draft(
-        np.array(token_ids[1:], np.int32),
-        np.array(parents[1:], np.int32) - 1,
-        np.array(depths[1:], np.int32),
-        np.ones(len(token_ids) - 1),
-    )
-    return Tree.build(token_ids[0], draft)
 
 
 def prepared(

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from lade.drafters.model_drafter import OpenScorer, Scorer
 from lade.drafters.vocabularies import Translation, Vocabularies
 from lade.drafting.drafter import Drafter, DraftingCall
+from lade.drafting.drafts import chain
 from ngram_pool import Draft
 
 # A token that no draft has: what it stands for left the draft.
@@ -79,11 +79,11 @@ class TranslatedDrafter(Drafter):
         if most < 1:
             return Draft.empty()
         self._asking = state.translation
-        chain = self._drafter.draft(sequence, state.translation.follow(committed), most)
-        if not len(chain):
-            return chain
-        state.chain = chain.token_ids.tolist()
-        return _chain(*state.translation.back(state.chain, chain.probs.tolist())).first(most)
+        draft = self._drafter.draft(sequence, state.translation.follow(committed), most)
+        if not len(draft):
+            return draft
+        state.chain = draft.token_ids.tolist()
+        return chain(*state.translation.back(state.chain, draft.probs.tolist())).first(most)
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         """See what became of the last draft."""
@@ -142,8 +142,3 @@ class _SettledScorer:
         """Free what is held."""
         if self._scorer is not None:
             self._scorer.close()
-
-
-def _chain(token_ids: Sequence[int], probs: Sequence[float]) -> Draft:
-    depths = np.arange(1, len(token_ids) + 1, dtype=np.int32)
-    return Draft(np.array(token_ids, np.int32), depths - 2, depths, np.array(probs, np.float64))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,10 +142,11 @@ class DraftingCall:
 
     Attributes:
         model: The target's model; not to be changed.
-        target: The target (`lade.targets.base.Target`), before its prefill.
         vocab_size: Exclusive upper bound of the token ids in a draft.
-        num_rows: Sequences of the call; they are opened in the order of its rows.
         max_length: Maximum length of a row, prompt included.
+        target: The target (`lade.targets.base.Target`), before its prefill; None to check a drafter
+            without one.
+        num_rows: Sequences of the call; they are opened in the order of its rows.
         max_candidates: Paths of a draft that can be verified at once; None for no limit.
         processors: The call's logits processors; those that keep state must not be called.
         samples: Whether tokens are sampled; else decoding is greedy.
@@ -160,32 +161,42 @@ class DraftingCall:
     """
 
     model: Any
-    target: Any
     vocab_size: int
-    num_rows: int
     max_length: int
-    max_candidates: int | None
-    processors: Sequence[Any]
-    samples: bool
-    rngs: Sequence[np.random.Generator] | None
-    make_pool_drafter: Callable[[], Drafter]
+    target: Any = None
+    num_rows: int = 1
+    max_candidates: int | None = None
+    processors: Sequence[Any] = ()
+    samples: bool = False
+    rngs: Sequence[np.random.Generator] | None = None
+    make_pool_drafter: Callable[[], Drafter] = Drafter
     is_strict: bool = False
     is_part: bool = False
     step_sec: Callable[[int], float] | None = None
 
 
-def num_successors_of(drafter: Drafter) -> int:
-    """Return the number of top target tokens that a drafter wants per node; 0 for none.
+class Abilities(NamedTuple):
+    """What a drafter says that it does, looked at once in a call; see `Drafter`."""
 
-    Raises:
-        TypeError, ValueError: it is no number, or below 0.
-    """
-    wanted: Any = drafter.num_successors
-    if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
-        raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
-    if wanted < 0:
-        raise ValueError(f"expected num_successors of at least 0, got {wanted}")
-    return int(wanted)
+    num_successors: int = 0
+    draws: bool = False
+    learns_ngrams: bool = False
+    has_table: bool = False
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> "Abilities":
+        """Look at a drafter.
+
+        Raises:
+            TypeError, ValueError: `num_successors` is no number, or below 0.
+        """
+        wanted: Any = drafter.num_successors
+        if isinstance(wanted, bool) or not isinstance(wanted, int | np.integer):
+            raise TypeError(f"expected num_successors to be an int, got {wanted!r}")
+        if wanted < 0:
+            raise ValueError(f"expected num_successors of at least 0, got {wanted}")
+        flags = (drafter.draws, drafter.learns_ngrams, drafter.has_table)
+        return cls(int(wanted), *map(bool, flags))
 
 
 def sources_of(drafter: Drafter) -> dict[str, SourceStats]:

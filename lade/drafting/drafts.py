@@ -12,15 +12,45 @@ from ngram_pool import Draft, SampledDraft
 Floats = NDArray[np.float64]
 
 
-def chain(token_ids: Sequence[int], prob: float = 1.0) -> Draft:
-    """Return a draft of one path, all of whose nodes have the same probability."""
+def draft_of(
+    token_ids: Sequence[int] | NDArray[np.int32],
+    parents: Sequence[int] | NDArray[np.int32],
+    probs: Sequence[float] | Floats | float = 1.0,
+) -> Draft:
+    """Return a draft of nodes, of which each comes after its parent, with their depths."""
     num_nodes = len(token_ids)
+    parents = np.array(parents, np.int32).reshape(num_nodes)
+    depths: list[int] = []
+    for parent in parents.tolist():
+        depths.append(1 if parent < 0 else depths[parent] + 1)
     return Draft(
         np.array(token_ids, np.int32).reshape(num_nodes),
-        np.arange(-1, num_nodes - 1, dtype=np.int32),
-        np.arange(1, num_nodes + 1, dtype=np.int32),
-        np.full(num_nodes, prob),
+        parents,
+        np.array(depths, np.int32).reshape(num_nodes),
+        np.full(num_nodes, probs, np.float64),
     )
+
+
+def chain(token_ids: Sequence[int], probs: Sequence[float] | float = 1.0) -> Draft:
+    """Return a draft of one path."""
+    return draft_of(token_ids, range(-1, len(token_ids) - 1), probs)
+
+
+def path_along(token_ids: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
+    """Return the nodes of a tree that a text takes, beginning under the root, -1."""
+    children = {place: node for node, place in enumerate(zip(parents, token_ids, strict=True))}
+    path: list[int] = []
+    for token_id in text:
+        child = children.get((path[-1] if path else -1, token_id))
+        if child is None:
+            break
+        path.append(child)
+    return path
+
+
+def matched_depth(draft: Draft, token_ids: Sequence[int]) -> int:
+    """Return how many of the first emitted tokens are a path of a draft."""
+    return len(path_along(draft.token_ids.tolist(), draft.parents.tolist(), token_ids))
 
 
 def after(token_ids: Sequence[int], draft: Draft) -> Draft:
@@ -126,12 +156,9 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
         raise ValueError(f"expected parents[i] from -1 to i - 1, got {parents.tolist()}")
     if not ((probs >= 0) & (probs <= 1)).all():  # False for NaN
         raise ValueError("expected probs from 0 to 1")
-    depths: list[int] = []
-    for parent in parents.tolist():
-        depths.append(1 if parent < 0 else depths[parent] + 1)
     # Ids outside the vocabulary are cut off later; here they only have to fit into int32.
     ids = np.clip(token_ids[:num_nodes], -1, np.iinfo(np.int32).max).astype(np.int32)
-    whole = Draft(ids, parents, np.array(depths, np.int32), probs)
+    whole = draft_of(ids, parents, probs)
     if not isinstance(draft, SampledDraft):
         return whole
     support_ids = np.asarray(draft.support_token_ids)[:num_nodes]

@@ -108,8 +108,8 @@ class Guard:
         """Return a valid draft, or None where the drafter fails; `check` may raise, too."""
 
         def ask() -> Draft:
-            found = self._drafter.draft(sequence, committed, max_draft_tokens)
-            draft: Draft = found if self._is_own else checked(found, max_draft_tokens)
+            draft = self._drafter.draft(sequence, committed, max_draft_tokens)
+            draft = self._valid(draft, max_draft_tokens)
             check(draft)
             return draft
 
@@ -125,11 +125,13 @@ class Guard:
         """Return a valid draft that is drawn, or an empty one where the drafter fails."""
 
         def ask() -> Draft:
-            found = self._drafter.sample(sequence, committed, max_draft_tokens, rng)
-            draft: Draft = found if self._is_own else checked(found, max_draft_tokens)
-            return draft
+            draft = self._drafter.sample(sequence, committed, max_draft_tokens, rng)
+            return self._valid(draft, max_draft_tokens)
 
         return self.ask(ask, Draft.empty())
+
+    def _valid(self, draft: Any, max_draft_tokens: int) -> Draft:
+        return draft if self._is_own else checked(draft, max_draft_tokens)
 
     def explore(
         self, sequence: int | None, excluded: NDArray[np.int32], max_tokens: int

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lade.drafting.drafter import Drafter, num_successors_of, sources_of
+from lade.drafting.drafter import Abilities, Drafter, sources_of
 from lade.drafting.drafts import after, exploring, narrowed
 from lade.drafting.grammar import ForcedTokens
 from lade.drafting.guard import Guard
@@ -78,20 +78,17 @@ class Proposer:
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._grammar = grammar
-        self._num_successors, self.has_table, draws = self._guard.ask(self._look, (0, False, False))
+        able = self._guard.ask(lambda: Abilities.of(drafter), Abilities())
+        self._num_successors, self.has_table = able.num_successors, able.has_table
         # Where drafts are drawn, or paths are few, every node should be as likely as can be.
         self._explores = self._num_successors > 0 and max_candidates is None and rngs is None
         if self._num_successors:
             self._guard.ask(compile_kernels, None)
         self._may_be_drawn = rngs is not None  # by `draft` itself
-        self._rngs = rngs if draws else None
+        self._rngs = rngs if able.draws else None
         self._sequences: dict[int, int] = {}  # row -> the drafter's handle
         self._proposals: dict[int, _Proposal] = {}  # by row
         self._prepared: dict[int, _Prepared] = {}  # by row
-
-    def _look(self) -> tuple[int, bool, bool]:
-        drafter = self._drafter
-        return num_successors_of(drafter), bool(drafter.has_table), bool(drafter.draws)
 
     @property
     def num_successors(self) -> int:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -53,21 +53,21 @@ class Exchanged(NamedTuple):
     num_missed: int  # deltas that were dropped before they were fetched
 
 
-@dataclass(frozen=True)
+@dataclass
 class CollectorStats:
     """What a collector holds, and what it did since it was made."""
 
-    num_joined: int
-    num_exchanges: int
-    num_deltas: int  # taken, empty ones left out
-    num_repeated: int  # deltas that were sent again
-    num_refused: int  # deltas that could not be read or merged
-    num_missed: int  # deltas that somebody did not fetch in time
-    bytes_in: int
-    bytes_out: int  # of deltas; joining not counted
-    log_bytes: int
-    pool_tokens: int
-    pool_bytes: int
+    num_joined: int = 0
+    num_exchanges: int = 0
+    num_deltas: int = 0  # taken, empty ones left out
+    num_repeated: int = 0  # deltas that were sent again
+    num_refused: int = 0  # deltas that could not be read or merged
+    num_missed: int = 0  # deltas that somebody did not fetch in time
+    bytes_in: int = 0
+    bytes_out: int = 0  # of deltas; joining not counted
+    log_bytes: int = 0
+    pool_tokens: int = 0
+    pool_bytes: int = 0
 
 
 class Collecting(Protocol):
@@ -134,15 +134,12 @@ class Collector:
         self._log: deque[tuple[str, bytes]] = deque()  # with the origin of each
         self._num_logged = 0  # those that were dropped, too
         self._saved_at = time.monotonic()
-        self._counted = dict.fromkeys(
-            ("joined", "exchanges", "deltas", "repeated", "refused", "missed"), 0
-        )
-        self._bytes = {"in": 0, "out": 0, "log": 0}
+        self._stats = CollectorStats()
 
     def join(self) -> Joined:
         """Return a copy of the merged pool, and the cursor from which to go on."""
         with self._lock:
-            self._counted["joined"] += 1
+            self._stats.num_joined += 1
             return Joined(copy.copy(self._pool), self._cursor())
 
     def exchange(self, delta: bytes, cursor: Cursor) -> Exchanged:
@@ -159,16 +156,16 @@ class Collector:
                 Nothing was taken.
         """
         with self._lock:
-            self._counted["exchanges"] += 1
-            self._bytes["in"] += len(delta)
+            self._stats.num_exchanges += 1
+            self._stats.bytes_in += len(delta)
             try:
                 origin = self._take(delta)
             except ValueError:
-                self._counted["refused"] += 1
+                self._stats.num_refused += 1
                 raise
             found = self._since(cursor, origin)
-            self._counted["missed"] += found.num_missed
-            self._bytes["out"] += sum(map(len, found.deltas))
+            self._stats.num_missed += found.num_missed
+            self._stats.bytes_out += sum(map(len, found.deltas))
         if time.monotonic() - self._saved_at >= self._save_every_sec:
             self.save()
         return found
@@ -182,7 +179,7 @@ class Collector:
         with self._lock:
             num_found = self._pool.forget(token_ids)
             self._log.clear()
-            self._bytes["log"] = 0
+            self._stats.log_bytes = 0
         self.save()
         return num_found
 
@@ -199,14 +196,7 @@ class Collector:
     def stats(self) -> CollectorStats:
         """Return what was done since the collector was made."""
         with self._lock:
-            return CollectorStats(
-                **{f"num_{name}": number for name, number in self._counted.items()},
-                bytes_in=self._bytes["in"],
-                bytes_out=self._bytes["out"],
-                log_bytes=self._bytes["log"],
-                pool_tokens=len(self._pool),
-                pool_bytes=self._pool.nbytes,
-            )
+            return replace(self._stats, pool_tokens=len(self._pool), pool_bytes=self._pool.nbytes)
 
     # --- inside, under the lock -------------------------------------------------------------
 
@@ -219,14 +209,14 @@ class Collector:
         delta = PoolDelta.from_bytes(data)
         origin = delta.since.origin
         if not self._pool.merge(delta):
-            self._counted["repeated"] += 1
+            self._stats.num_repeated += 1
         elif delta:
-            self._counted["deltas"] += 1
+            self._stats.num_deltas += 1
             self._log.append((origin, data))
             self._num_logged += 1
-            self._bytes["log"] += len(data)
-            while self._bytes["log"] > self._log_bytes:
-                self._bytes["log"] -= len(self._log.popleft()[1])
+            self._stats.log_bytes += len(data)
+            while self._stats.log_bytes > self._log_bytes:
+                self._stats.log_bytes -= len(self._log.popleft()[1])
         return origin
 
     def _since(self, cursor: Cursor, origin: str) -> Exchanged:
@@ -243,24 +233,20 @@ class Collector:
         return Cursor(self._name, self._num_logged)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExchangeStats:
     """What a pool and its collector told each other."""
 
-    has_joined: bool  # began with what was collected
-    num_joined_tokens: int
-    num_exchanges: int
-    num_failures: int  # calls of the collector that failed
-    num_refused: int  # deltas, sent or received, that could not be merged
-    num_missed: int  # deltas of others that came too late to be fetched
-    bytes_sent: int
-    bytes_received: int
-    tokens_sent: int
-    tokens_received: int
-
-    def as_dict(self) -> dict[str, int | bool]:
-        """Return the counts by name."""
-        return asdict(self)
+    has_joined: bool = False  # began with what was collected
+    num_joined_tokens: int = 0
+    num_exchanges: int = 0
+    num_failures: int = 0  # calls of the collector that failed
+    num_refused: int = 0  # deltas, sent or received, that could not be merged
+    num_missed: int = 0  # deltas of others that came too late to be fetched
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    tokens_sent: int = 0
+    tokens_received: int = 0
 
 
 class PoolExchange:
@@ -299,15 +285,8 @@ class PoolExchange:
         self._every_sec = every_sec
         self._with_harvest = with_harvest
         self._max_delta_bytes = positive("max_delta_bytes", max_delta_bytes)
-        self._counted = dict.fromkeys(
-            (
-                *("num_joined_tokens", "num_exchanges", "num_failures", "num_refused"),
-                *("num_missed", "bytes_sent", "bytes_received", "tokens_sent", "tokens_received"),
-            ),
-            0,
-        )
+        self._stats = ExchangeStats()
         self._said: set[str] = set()
-        self._has_joined = False
         self._cursor = Cursor()
         self.pool = self._join(positive("capacity_tokens", capacity_tokens))
         self._since: PoolStamp = self.pool.stamp()
@@ -341,14 +320,14 @@ class PoolExchange:
     def exchange(self) -> bool:
         """Send what the pool learned, take what others did; return whether that worked."""
         with self._one_at_a_time:
-            num_failures = self._counted["num_failures"]
+            num_failures = self._stats.num_failures
             with self._noting("exchange deltas with"):
                 self._exchange()
-            return self._counted["num_failures"] == num_failures
+            return self._stats.num_failures == num_failures
 
     def stats(self) -> ExchangeStats:
         """Return what was exchanged so far."""
-        return ExchangeStats(has_joined=self._has_joined, **self._counted)
+        return replace(self._stats)
 
     # --- inside -----------------------------------------------------------------------------
 
@@ -356,8 +335,7 @@ class PoolExchange:
         pool = None
         with self._noting("join"):
             pool, self._cursor = self._collector.join()
-            self._has_joined = True
-            self._counted["num_joined_tokens"] = len(pool)
+            self._stats.has_joined, self._stats.num_joined_tokens = True, len(pool)
         return NGramPool(capacity_tokens) if pool is None else pool
 
     def _run(self) -> None:
@@ -376,25 +354,27 @@ class PoolExchange:
             found = self._collector.exchange(data, self._cursor)
         except ValueError as error:  # it would be refused again
             self._unacknowledged = None
-            self._note("num_refused", "send a delta to", error)
+            self._stats.num_refused += 1
+            self._warn("send a delta to", error)
             return
         self._unacknowledged = None
-        self._counted["num_exchanges"] += 1
-        self._counted["num_missed"] += found.num_missed
-        self._counted["bytes_sent"] += len(data)
-        self._counted["tokens_sent"] += delta.num_tokens
+        self._stats.num_exchanges += 1
+        self._stats.num_missed += found.num_missed
+        self._stats.bytes_sent += len(data)
+        self._stats.tokens_sent += delta.num_tokens
         self._cursor = found.cursor
         for received in found.deltas:
             self._take(received)
 
     def _take(self, data: bytes) -> None:
-        self._counted["bytes_received"] += len(data)
+        self._stats.bytes_received += len(data)
         try:
             delta = PoolDelta.from_bytes(data)
             if self.pool.merge(delta):
-                self._counted["tokens_received"] += delta.num_tokens
+                self._stats.tokens_received += delta.num_tokens
         except ValueError as error:
-            self._note("num_refused", "take a delta from", error)
+            self._stats.num_refused += 1
+            self._warn("take a delta from", error)
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -402,10 +382,11 @@ class PoolExchange:
         try:
             yield
         except Exception as error:  # the collector is the user's, and may be far away
-            self._note("num_failures", what, error)
+            self._stats.num_failures += 1
+            self._warn(what, error)
 
-    def _note(self, count: str, what: str, error: Exception) -> None:
-        self._counted[count] += 1
+    def _warn(self, what: str, error: Exception) -> None:
+        """Say once what could not be done."""
         if what not in self._said:
             self._said.add(what)
             _logger.warning(

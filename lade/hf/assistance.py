@@ -64,17 +64,16 @@ class Steering(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Return arguments of drafters that are models, for chains as transformers drafts them.
 
-        Its defaults stand for options that are not given. Without any, lade's own decide.
+        Its defaults stand for options that are not given. Without any, lade's own decide; and a
+        number of tokens that follows what came of drafts is lade's own, which is measured.
         """
-        from lade.drafters.lengths import Heuristic
-
         if self == Steering():
             return {}
         num_tokens = self.num_tokens or _DEFAULTS["num_assistant_tokens"]
         threshold = _DEFAULTS[_THRESHOLD] if self.threshold is None else self.threshold
         made: dict[str, Any] = {"expansion": "chain", "confidence": threshold}
         if self.schedule in ("heuristic", "heuristic_transient"):
-            return {**made, "length": Heuristic(num_tokens)}
+            return {**made, "length": "measured"}
         if threshold == 0:
             return {**made, "length": num_tokens}
         return {**made, "length": "confidence", "max_draft_tokens": num_tokens}

@@ -16,7 +16,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from lade.chat.conversation import Conversation
-from lade.chat.figures import fitted
+from lade.chat.figures import fitted, likeness_of
 from lade.chat.settings import Settings
 from lade.chat.terminal import Terminal, _Completer, history_in
 from lade.config import Config
@@ -222,7 +222,7 @@ def test_texts_that_part_are_told(chat: Chat) -> None:
     turn = chat.conversation.turn
     assert turn is not None
     other = type(turn)(0, True, 1, pieces=[turn.pieces[0], turn.pieces[0]._replace(text="?!")])
-    told = chat.terminal._likeness(other, turn)
+    told = likeness_of(other, turn, chat.conversation.loaded.model)
     assert told.startswith(f"The texts part after {len(turn.pieces[0].text)} characters")
     assert "report this as a fault" in told  # in float64
 

@@ -385,7 +385,7 @@ def test_a_race_draws_both_timelines(open_tab: Callable[..., Tab], served: Serve
     question = tab.open_race()
     question.fill("abcabcabc")
     question.press("Enter")
-    tab.wait_for_note("times the tokens per second of generate; the text is the same", "#race")
+    tab.wait_for_note("times the tokens per second of generate. The texts are the same", "#race")
     assert tab.find("#race .chart polyline").count() == 2
     label = tab.find("#race .chart svg").get_attribute("aria-label")
     assert label.startswith(f"generate: {_SHORT} tokens in ")

@@ -285,7 +285,8 @@ def test_a_race_knows_nothing_of_earlier_ones(desk: Desk, loaded: LoadedModel) -
         assert race.plain.is_plain
         assert race.plain.text == race.lade.text
         assert re.fullmatch(
-            r"lade had \d+\.\d\d times the tokens per second of generate; the text is the same\.",
+            r"lade had \d+\.\d\d times the tokens per second of generate\. "
+            r"The texts are the same\.",
             race.result,
         )
         assert race.lade.num_reused_tokens == 0

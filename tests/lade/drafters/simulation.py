@@ -9,10 +9,9 @@ import pytest
 from lade.budget.budget import MeasuredBudget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import ForwardCosts
-from lade.drafters.joining import matched_depth
 from lade.drafters.merged import Merged
 from lade.drafting.drafter import Drafter, DraftingCall
-from lade.drafting.drafts import chain
+from lade.drafting.drafts import chain, matched_depth
 from ngram_pool import Draft
 
 VOCAB_SIZE = 50
@@ -81,10 +80,7 @@ class Source(Drafter):
                 right if is_right else (right + int(self.rng.integers(1, VOCAB_SIZE))) % VOCAB_SIZE
             )
         promised = rate if self.honest else 0.9
-        return Draft(
-            *(chain(tokens).token_ids, chain(tokens).parents, chain(tokens).depths),
-            promised ** np.arange(1.0, len(tokens) + 1),
-        )
+        return chain(tokens, (promised ** np.arange(1.0, len(tokens) + 1)).tolist())
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         pass
@@ -112,20 +108,8 @@ class Run(NamedTuple):
 
 
 def a_call(max_length: int = 10**6, **changes: Any) -> DraftingCall:
-    fields: dict[str, Any] = {
-        "model": None,
-        "target": None,
-        "vocab_size": VOCAB_SIZE,
-        "num_rows": 1,
-        "max_length": max_length,
-        "max_candidates": None,
-        "processors": [],
-        "samples": False,
-        "rngs": None,
-        "make_pool_drafter": lambda: None,
-        "is_strict": True,
-    }
-    return DraftingCall(**(fields | changes))
+    fields: dict[str, Any] = {"model": None, "vocab_size": VOCAB_SIZE, "is_strict": True}
+    return DraftingCall(max_length=max_length, **(fields | changes))
 
 
 def decode(

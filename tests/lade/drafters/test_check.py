@@ -67,22 +67,25 @@ def nodes(
 
 
 FLAWS: dict[str, tuple[Callable[..., Any], str]] = {
-    "no draft": (lambda self, draft, committed: [1, 2], "a draft is a list, not a lade.Draft"),
-    "two axes": (nodes(token_ids=ints(1, 2)[None]), "token_ids is no array of one axis"),
+    "no draft": (
+        lambda self, draft, committed: [1, 2],
+        "a draft is wrong: expected a Draft, got list",
+    ),
+    "two axes": (nodes(token_ids=ints(1, 2)[None]), "expected token_ids of shape [1], got [1, 2]"),
     "dtype": (nodes(token_ids=np.array([1, 2])), "token_ids is int64, not int32"),
     "floats": (nodes(probs=np.array([0.5, 0.4], np.float32)), "probs is float32, not float64"),
     "lengths": (
         lambda self, draft, committed: Draft(ints(1), ints(), ints(1), np.ones(1)),
-        "the arrays of a draft differ in length",
+        "expected parents of shape [1], got [0]",
     ),
-    "cycle": (nodes(parents=(1, 0)), "parents do not come before their children: [1"),
-    "parent of itself": (nodes(parents=(0, -1)), "parents do not come before their children"),
+    "cycle": (nodes(parents=(1, 0)), "expected parents[i] from -1 to i - 1, got [1"),
+    "parent of itself": (nodes(parents=(0, -1)), "expected parents[i] from -1 to i - 1"),
     "ids too large": (nodes(token_ids=(1, 97)), "a token id is not from 0 to 96: 97"),
     "negative ids": (nodes(token_ids=(-1, 2)), "a token id is not from 0 to 96: -1"),
     "depths": (nodes(depths=(1, 1)), "depths are [1, 1], not [1, 2]"),
     "twins": (nodes((3, 3), (-1, -1), (1, 1)), "two children of one parent have the same token"),
-    "above 1": (nodes(probs=(1.5, 0.4)), "a probability is not from 0 to 1: [1.5"),
-    "not a number": (nodes(probs=(np.nan, 0.4)), "a probability is not from 0 to 1: [nan"),
+    "above 1": (nodes(probs=(1.5, 0.4)), "expected probs from 0 to 1"),
+    "not a number": (nodes(probs=(np.nan, 0.4)), "expected probs from 0 to 1"),
     "increasing": (nodes(probs=(0.2, 0.4)), "probabilities increase along a draft"),
     "drawn": (
         lambda self, draft, committed: SampledDraft.empty(),
@@ -261,7 +264,7 @@ class Backwards(Drawing):
     [
         (Biased, "some come more often and some less than support_probs says"),
         (NoDistribution, "support_probs of a node are no distribution"),
-        (OutOfSupport, "a drawn token is not once in the support that it was drawn from"),
+        (OutOfSupport, "expected every token to be in the support that it was drawn from"),
         (Backwards, "a node may depend only on the draws before it"),
     ],
 )

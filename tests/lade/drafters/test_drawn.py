@@ -8,7 +8,7 @@ from transformers import TemperatureLogitsWarper
 
 import lade
 from lade.drafters import AssistantModel
-from lade.drafters.expansion import _DrawnNodes
+from lade.drafters.expansion import _Drawn
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
 from tests.lade.both import ONE, THREE
@@ -65,7 +65,7 @@ def test_the_test_finds_drafts_that_tell_other_distributions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Drawn from the assistant's distribution, and said to be from a flat one."""
-    draw = _DrawnNodes.draw
+    draw = _Drawn._draw
 
     def flattened(self: Any, parent: int, token_ids: Any, probs: Any, prob: float) -> int:
         node = draw(self, parent, token_ids, probs, prob)
@@ -73,7 +73,7 @@ def test_the_test_finds_drafts_that_tell_other_distributions(
         self._support_probs[-1] = flat / flat.sum()
         return node
 
-    monkeypatch.setattr(_DrawnNodes, "draw", flattened)
+    monkeypatch.setattr(_Drawn, "_draw", flattened)
     model = small(3)
     drafter = AssistantModel(small(4), length=2, expansion="chain")
     counts, _ = counted(model, drafter, 1000, temperature=0.7)
@@ -141,9 +141,3 @@ def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
         )
         assert out.sequences.shape[1] == ONE.shape[1] + 20
         assert out.stats.num_draft_tokens > 0
-
-
-def test_beams_are_not_drawn() -> None:
-    drafter = AssistantModel(tiny_model("llama", 2), expansion="beam")
-    with pytest.raises(lade.UnsupportedOptionError, match="expansion='beam' where drafts are"):
-        counted(shared_model("llama", seed=1), drafter, 1)

@@ -2,21 +2,20 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import lade
 from lade.drafters.expansion import (
-    DrawnExpansion,
-    Expansion,
-    ExpansionName,
+    TREE_CHILDREN,
+    TREE_WIDTH,
     Grown,
     Limits,
     Ranked,
-    check_expansion,
+    drawn,
+    likeliest,
 )
 from ngram_pool import SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
@@ -84,7 +83,7 @@ def paths_of(grown: Grown) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
     table = Table(seed)
-    grown = Expansion.of("chain", False).grow(table, Limits(64, 6), always)
+    grown = likeliest(table, Limits(64, 6), always, is_chain=True)
     expected: tuple[int, ...] = ()
     while len(expected) < 6 and expected[-1:] != (END,):
         expected = (*expected, int(table.probs(expected).argmax()))
@@ -101,42 +100,26 @@ def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
 def test_a_tree_has_the_likeliest_paths_best_first(seed: int) -> None:
     """Of all paths whose parents were run: the rule for what is run is checked beside."""
     table = Table(seed)
-    expansion = Expansion.of("tree", False)
-    grown = expansion.grow(table, Limits(12, 4), always)
+    grown = likeliest(table, Limits(12, 4), always)
     run = set(itertools.chain(*table.forwards))
-    assert all(len(paths) <= expansion.width for paths in table.forwards)
+    assert all(len(paths) <= TREE_WIDTH for paths in table.forwards)
     children = [
         (*path, int(token))
         for path in run
-        for token in np.argsort(-table.probs(path))[: expansion.num_children]
+        for token in np.argsort(-table.probs(path))[:TREE_CHILDREN]
     ]
     expected = sorted(children, key=lambda path: -table.prob_of(path))[:12]
     assert paths_of(grown) == expected
     assert (np.diff(grown.draft.probs) <= 0).all()
     np.testing.assert_allclose(grown.draft.probs, [table.prob_of(path) for path in expected])
     for level, paths in enumerate(table.forwards[1:]):
-        likeliest = sorted(
+        ranked = sorted(
             (path for path in children if len(path) == level + 1),
             key=lambda path: -table.prob_of(path),
         )
-        best = [path for path in likeliest[: expansion.width] if path[-1] != END]
-        share = table.prob_of(likeliest[0]) * 0.1
+        best = [path for path in ranked[:TREE_WIDTH] if path[-1] != END]
+        share = table.prob_of(ranked[0]) * 0.1
         assert paths == [path for path in best if table.prob_of(path) >= share]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_beams_are_those_of_a_plain_search(seed: int) -> None:
-    table = Table(seed)
-    expansion = Expansion.of("beam", False)
-    grown = expansion.grow(table, Limits(64, 4), always)
-    beams: list[tuple[int, ...]] = [()]
-    for _ in range(4):
-        longer = [(*beam, token) for beam in beams if beam[-1:] != (END,) for token in range(6)]
-        if not longer:
-            break
-        beams = sorted(longer, key=lambda path: -table.prob_of(path))[: expansion.width]
-    expected = {beam[:depth] for beam in beams for depth in range(1, len(beam) + 1)}
-    assert {*paths_of(grown)} == expected
 
 
 def test_rules_for_k_and_limits_end_a_draft() -> None:
@@ -147,11 +130,11 @@ def test_rules_for_k_and_limits_end_a_draft() -> None:
         seen.append(len(levels))
         return len(levels) < 2
 
-    for name in get_args(ExpansionName):
-        grown = Expansion.of(name, False).grow(table, Limits(64, 9), twice)
+    for is_chain in (False, True):
+        grown = likeliest(table, Limits(64, 9), twice, is_chain=is_chain)
         assert int(grown.draft.depths.max()) == len(grown.levels) == 2
-    assert seen == [1, 2] * 3
-    grown = Expansion.of("tree", False).grow(table, Limits(5, 9), always)
+    assert seen == [1, 2] * 2
+    grown = likeliest(table, Limits(5, 9), always)
     assert len(grown.draft) == 5
 
 
@@ -160,29 +143,28 @@ def test_tokens_that_are_ruled_out_are_no_nodes() -> None:
         def probs(self, path: tuple[int, ...]) -> NDArray[np.float64]:
             return np.array([0.0, 0.6, 0.4, 0.0, 0.0, 0.0])
 
-    grown = Expansion.of("tree", False).grow(OnlyTwo(0), Limits(64, 3), always)
+    grown = likeliest(OnlyTwo(0), Limits(64, 3), always)
     assert {*grown.draft.token_ids.tolist()} == {1, 2}
     rng = np.random.default_rng(0)
-    drawn = DrawnExpansion.of("tree", False, 0.3).grow(OnlyTwo(0), Limits(64, 3), always, rng)
-    assert {*drawn.draft.token_ids.tolist()} == {1, 2}
+    grown = drawn(OnlyTwo(0), Limits(64, 3), always, rng, 0.3)
+    assert {*grown.draft.token_ids.tolist()} == {1, 2}
 
 
 # --- drawn ----------------------------------------------------------------------------------
 
 
-def drawn_drafts(num: int, name: ExpansionName, table: Table) -> list[tuple[SampledDraft, Grown]]:
+def drawn_drafts(num: int, table: Table, is_chain: bool) -> list[tuple[SampledDraft, Grown]]:
     rng = np.random.default_rng(0)
-    expansion = DrawnExpansion.of(name, False, 0.5)
     drafts = []
     for _ in range(num):
-        grown = expansion.grow(table, Limits(64, 2), always, rng)
+        grown = drawn(table, Limits(64, 2), always, rng, 0.5, is_chain=is_chain)
         assert isinstance(grown.draft, SampledDraft)
         drafts.append((grown.draft, grown))
     return drafts
 
 
-@pytest.mark.parametrize("name", ["chain", "tree"])
-def test_drawn_tokens_have_the_distributions_that_they_tell(name: ExpansionName) -> None:
+@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
+def test_drawn_tokens_have_the_distributions_that_they_tell(is_chain: bool) -> None:
     """First, second and third child of the text, and the first child of the likeliest token.
 
     A later sibling's distribution leaves out those before it.
@@ -191,7 +173,7 @@ def test_drawn_tokens_have_the_distributions_that_they_tell(name: ExpansionName)
     likeliest = int(table.probs(()).argmax())
     counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
     dense: dict[tuple[int, ...], NDArray[np.float64]] = {}
-    for draft, grown in drawn_drafts(3000, name, table):
+    for draft, grown in drawn_drafts(3000, table, is_chain):
         told = draft.dense_probs(VOCAB_SIZE)
         siblings: dict[int, tuple[int, ...]] = {}
         paths = paths_of(grown)
@@ -208,7 +190,7 @@ def test_drawn_tokens_have_the_distributions_that_they_tell(name: ExpansionName)
                 place = (*path, -1, *before)
                 counts.setdefault(place, np.zeros(VOCAB_SIZE, np.int64))[token_id] += 1
                 dense[place] = told[node]
-    assert len(counts) > (30 if name == "tree" else 1)
+    assert len(counts) > (1 if is_chain else 30)
     for place, of_place in counts.items():
         assert p_value(of_place.tolist(), dense[place].tolist()) > FALSE_ALARM, place
 
@@ -221,7 +203,7 @@ def test_the_shape_of_a_drawn_draft_does_not_depend_on_its_tokens() -> None:
         def grow(self, *args: Any) -> Ranked:
             return self._ranked([(1,)] * len(args[0]), args[-1])
 
-    drafts = [draft for draft, _ in drawn_drafts(200, "tree", Endless(1))]
+    drafts = [draft for draft, _ in drawn_drafts(200, Endless(1), is_chain=False)]
     assert len({tuple(draft.token_ids.tolist()) for draft in drafts}) > 100
     shapes = {tuple(draft.parents.tolist()) for draft in drafts}
     assert len(shapes) == 1
@@ -230,16 +212,8 @@ def test_the_shape_of_a_drawn_draft_does_not_depend_on_its_tokens() -> None:
 
 def test_more_children_are_drawn_where_tokens_are_rarely_accepted() -> None:
     def num_children(acceptance: float) -> int:
-        expansion = DrawnExpansion.of("tree", False, acceptance)
         rng = np.random.default_rng(0)
-        draft = expansion.grow(Table(1), Limits(64, 1), always, rng).draft
+        draft = drawn(Table(1), Limits(64, 1), always, rng, acceptance).draft
         return sum(parent == -1 for parent in draft.parents.tolist())
 
     assert [num_children(acceptance) for acceptance in (1.0, 0.6, 0.2)] == [1, 3, 4]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected expansion to be one of 'tree', 'chain', 'beam'"):
-        check_expansion("bush")
-    with pytest.raises(lade.UnsupportedOptionError, match="expansion='beam' where drafts are draw"):
-        DrawnExpansion.of("beam", False, 0.5)

@@ -16,7 +16,7 @@ from lade.drafters import FirstLayers
 from lade.drafters.exits import Cut, layers_of
 from lade.drafters.first_layers import EarlyRunner
 from lade.drafters.runner import prepared
-from lade.drafting.drafts import chain
+from lade.drafting.drafts import chain, draft_of
 from lade.errors import DrafterWarning, UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification
@@ -25,6 +25,7 @@ from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
 from tests.grids import thinned
+from tests.lade.both import same_as_generate
 from tests.lade.drafters.test_exits import REFUSED, state_of
 from tests.lade.tiny import FAMILIES, random_prompt, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
@@ -36,23 +37,10 @@ STRICT = lade.Config(step_costs=FLAT, strict_drafter=True)
 PROMPT = [5, 6, 7, 8, 5, 6, 9, 10]
 
 
-def plain(model: Any, prompt: Tensor, **options: Any) -> Tensor:
-    torch.manual_seed(1)
-    mask = torch.ones_like(prompt)
-    ids: Tensor = model.generate(prompt, **{"attention_mask": mask, "do_sample": False, **options})
-    return ids
-
-
 def ours(model: Any, prompt: Tensor, drafter: Any, config: Any = STRICT, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return lade.generate(
-        model,
-        prompt,
-        drafter=drafter,
-        config=config,
-        return_dict_in_generate=True,
-        **{"attention_mask": torch.ones_like(prompt), "do_sample": False, **options},
-    )
+    """Return what lade returns, whose text and random state are those of plain `generate`."""
+    given = {"attention_mask": torch.ones_like(prompt), **options}
+    return same_as_generate(model, prompt, drafter=drafter, config=config, seed=1, **given)[1]
 
 
 def tree_target(model: Any, token_ids: Sequence[int] = PROMPT) -> TreeTarget:
@@ -74,14 +62,6 @@ def held(target: TreeTarget) -> list[Tensor]:
     return [each for layer in target.cache._held for each in (layer.keys, layer.values)]  # type: ignore[misc]
 
 
-def draft_of(token_ids: list[int], parents: list[int]) -> Draft:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    ids, over, down = (np.array(each, np.int32) for each in (token_ids, parents, depths))
-    return Draft(ids, over, down, np.ones(len(token_ids)))
-
-
 # --- the text ---------------------------------------------------------------------------------
 
 
@@ -92,14 +72,13 @@ def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
     num_accepted = 0
     model = tiny_model(family)
     for number in range(8):
-        length: Any = "seed" if number % 2 else 2
+        length: Any = "confidence" if number % 2 else 2
         drafter = FirstLayers(1 + number % 2, length=length, expansion=expansion)
         prompt = random_prompt(rng)
         options: dict[str, Any] = {"max_new_tokens": 20}
         if number % 4 > 1:
             options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
         output = ours(model, prompt, drafter, **options)
-        assert output.sequences.tolist() == plain(model, prompt, **options).tolist()
         num_accepted += output.stats.num_accepted_tokens
     assert num_accepted > 3
 
@@ -120,7 +99,6 @@ def test_text_is_the_same_however_it_is_verified(config: lade.Config) -> None:
     model = tiny_model("llama")
     prompt = torch.tensor([PROMPT])
     output = ours(model, prompt, FirstLayers(2, length=3), config, max_new_tokens=24)
-    assert output.sequences.tolist() == plain(model, prompt, max_new_tokens=24).tolist()
     assert output.stats.num_accepted_tokens > 0
     assert output.stats.sources["first_layers"].num_asked > 0
 
@@ -130,8 +108,6 @@ def test_a_batch_has_the_rows_it_would_have_alone() -> None:
     prompts = torch.tensor([PROMPT, [0, 0, *PROMPT[:6]]])
     mask = (prompts != 0).long()
     output = ours(model, prompts, FirstLayers(2, length=2), max_new_tokens=16, attention_mask=mask)
-    expected = plain(model, prompts, max_new_tokens=16, attention_mask=mask)
-    assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_accepted_tokens > 0
 
 
@@ -151,9 +127,10 @@ def test_hidden_states_that_are_asked_for_are_those_of_all_layers() -> None:
 def test_drawn_drafts_are_verified_by_rejection() -> None:
     model = tiny_model("llama")
     config = lade.Config(acceptance="rejection", strict_drafter=True)
-    output = ours(
-        model, torch.tensor([PROMPT]), FirstLayers(2, length=2), config,
-        max_new_tokens=24, do_sample=True,
+    torch.manual_seed(1)
+    output = lade.generate(
+        model, torch.tensor([PROMPT]), drafter=FirstLayers(2, length=2), config=config,
+        max_new_tokens=24, do_sample=True, return_dict_in_generate=True,
     )  # fmt: skip
     assert output.sequences.shape[1] == len(PROMPT) + 24
     assert output.stats.num_accepted_tokens > 0
@@ -264,20 +241,17 @@ def test_what_was_run_early_is_dropped_with_the_step() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("expansion", ["tree", "chain", "beam"])
+@pytest.mark.parametrize("expansion", ["tree", "chain"])
+@pytest.mark.parametrize("length", ["confidence", "measured", 4])
 @pytest.mark.filterwarnings("error")
-def test_spot_checks_run_what_the_first_layers_have_run(expansion: Any) -> None:
+def test_spot_checks_run_what_the_first_layers_have_run(length: Any, expansion: Any) -> None:
     model = tiny_model("llama", vocab_size=12)
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    config = lade.Config(max_draft_tokens=4, strict_drafter=True)
     for prompt in ([9], [1], PROMPT):
-        drafter = FirstLayers(1, length="seed", expansion=expansion)
-        config = lade.Config(max_draft_tokens=4, strict_drafter=True)
+        drafter = FirstLayers(1, length=length, expansion=expansion)
         output = ours(model, torch.tensor([prompt]), drafter, config, max_new_tokens=30)
-        assert (
-            output.sequences.tolist()
-            == plain(model, torch.tensor([prompt]), max_new_tokens=30).tolist()
-        )
-        assert output.stats.num_accepted_tokens
+        assert output.stats.num_steps > 3
 
 
 def test_a_root_that_is_run_plainly_runs_all_layers() -> None:
@@ -319,7 +293,6 @@ def test_a_drafter_that_fails_halfway_leaves_nothing(
     model = tiny_model("llama")
     prompt = torch.tensor([PROMPT])
     drafter = FirstLayers(1, length=3)
-    expected = plain(model, prompt, max_new_tokens=20)
     ours(model, prompt, drafter, max_new_tokens=4)  # checked and ready
     first, num_run = Cut.first, [0]
 
@@ -333,7 +306,6 @@ def test_a_drafter_that_fails_halfway_leaves_nothing(
     monkeypatch.setattr(Cut, "first", failing)
     with pytest.warns(DrafterWarning, match="broken"):
         output = ours(model, prompt, drafter, None, max_new_tokens=20)
-    assert output.sequences.tolist() == expected.tolist()
     fresh = model(output.sequences[:, :-1]).past_key_values
     for mine, theirs in zip(output.past_key_values.layers, fresh.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys)
@@ -351,8 +323,7 @@ def test_a_verification_that_cannot_go_on_runs_all_layers(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Cut, "rest", failing)
     with pytest.warns(DrafterWarning, match="could not go on"):
-        output = ours(model, prompt, drafter, None, max_new_tokens=20)
-    assert output.sequences.tolist() == plain(model, prompt, max_new_tokens=20).tolist()
+        ours(model, prompt, drafter, None, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("at_call", [1, 2, 3, 5, 8])
@@ -370,7 +341,7 @@ def test_interrupted_in_a_layer_nothing_is_left(at_call: int) -> None:
 
     handle = model.model.layers[0].mlp.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ours(model, prompt, drafter, max_new_tokens=12)
+        lade.generate(model, prompt, drafter=drafter, config=STRICT, max_new_tokens=12)
     handle.remove()
     assert state_of(model) == before
     assert torch.equal(ours(model, prompt, drafter, max_new_tokens=12).sequences, expected)
@@ -379,7 +350,7 @@ def test_interrupted_in_a_layer_nothing_is_left(at_call: int) -> None:
 def test_nothing_of_the_model_is_changed() -> None:
     model = tiny_model("gemma3_text")
     prompt = torch.tensor([PROMPT])
-    plain(model, prompt, max_new_tokens=4)
+    ours(model, prompt, FirstLayers(1), max_new_tokens=4)
     before, settings = state_of(model), copy.deepcopy(model.config.to_dict())
     for config in (STRICT, lade.Config(verification="chain", strict_drafter=True)):
         ours(model, prompt, FirstLayers(1), config, max_new_tokens=12)
@@ -463,7 +434,6 @@ def _text_is_kept(name: str) -> str:
         for samples in (False, True):
             options = {"max_new_tokens": 12, "do_sample": samples}
             output = ours(model, prompt, drafter, **options)
-            assert output.sequences.tolist() == plain(model, prompt, **options).tolist()
             num_asked += sum(each.num_asked for each in output.stats.sources.values())
     profile = profile_of(model)
     if choose_verification(model, profile=profile).verification == "plain":

@@ -8,22 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lade.drafters.joining import joined, matched_depth
+from lade.drafters.joining import joined
+from lade.drafting.drafts import draft_of, matched_depth
 from ngram_pool import Draft
 
 Path = tuple[int, ...]
 
 
-def draft_of(nodes: list[tuple[Path, float]]) -> Draft:
+def tree_of(nodes: list[tuple[Path, float]]) -> Draft:
     """Return a draft of paths, parents before children."""
     place: dict[Path, int] = {(): -1}
     place |= {path: number for number, (path, _) in enumerate(nodes)}
-    return Draft(
-        np.array([path[-1] for path, _ in nodes], np.int32),
-        np.array([place[path[:-1]] for path, _ in nodes], np.int32),
-        np.array([len(path) for path, _ in nodes], np.int32),
-        np.array([prob for _, prob in nodes], np.float64),
-    )
+    parents = [place[path[:-1]] for path, _ in nodes]
+    return draft_of([path[-1] for path, _ in nodes], parents, [prob for _, prob in nodes])
 
 
 def paths_of(draft: Draft) -> list[Path]:
@@ -45,7 +42,7 @@ def drafts(draw: Any) -> Draft:
             nodes.append(node)
             known.append(node)
     nodes.sort(key=lambda node: -node[1])  # stable: parents stay before children of equal ones
-    return draft_of(nodes)
+    return tree_of(nodes)
 
 
 def joined_plainly(drafts: list[Draft]) -> dict[Path, float]:
@@ -84,8 +81,8 @@ def test_a_joined_tree_is_that_of_all_paths(parts: list[Draft]) -> None:
 
 
 def test_agreement_makes_more_of_a_token_and_a_dispute_less() -> None:
-    one = draft_of([((5,), 0.6), ((5, 6), 0.3)])
-    other = draft_of([((5,), 0.5), ((7,), 0.4)])
+    one = tree_of([((5,), 0.6), ((5, 6), 0.3)])
+    other = tree_of([((5,), 0.5), ((7,), 0.4)])
     whole = joined([one, other], 9)
     probs = dict(zip(paths_of(whole), whole.probs.tolist(), strict=True))
     # 5 comes unless both are wrong, 1 - 0.4 * 0.5 = 0.8; 0.8 and 0.4 cannot both be.

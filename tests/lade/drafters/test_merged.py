@@ -22,6 +22,7 @@ from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.lade.both import same_as_generate
 from tests.lade.drafters.simulation import a_call
 from tests.lade.drafting.test_call_drafters import Maker
 from tests.lade.drafting.test_drafters import (
@@ -94,22 +95,18 @@ class MadeLate(Guessing):
         return self
 
 
-def answers_of(model: Any, prompt: torch.Tensor, seed: int | None, **options: Any) -> Any:
-    options = {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0} | options
-    torch.manual_seed(seed or 0)
-    return model.generate(prompt, do_sample=seed is not None, **options)
+def answers_of(model: Any, prompt: torch.Tensor, num_tokens: int, **options: Any) -> Any:
+    options = {"do_sample": False, "pad_token_id": 0} | options
+    mask = torch.ones_like(prompt)
+    return model.generate(
+        prompt, attention_mask=mask, max_new_tokens=num_tokens, **options
+    ).tolist()
 
 
-def ours(model: Any, prompt: torch.Tensor, seed: int | None, drafter: Any, **changes: Any) -> Any:
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(prompt),
-        "pad_token_id": 0,
-        "config": STRICT,
-        "return_dict_in_generate": True,
-        "do_sample": seed is not None,
-    } | changes
-    torch.manual_seed(seed or 0)
-    return lade.generate(model, prompt, drafter=drafter, **options)
+def ours(model: Any, prompt: torch.Tensor, drafter: Any, num_tokens: int, **options: Any) -> Any:
+    """Return what lade returns, whose text and random state are those of plain `generate`."""
+    given: dict[str, Any] = {"config": STRICT, "max_new_tokens": num_tokens, **options}
+    return same_as_generate(model, prompt, drafter=drafter, **given)[1]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -122,15 +119,14 @@ def test_text_is_that_of_plain_generate(family: str, samples: bool, num_rows: in
     total = lade.DecodeStats()
     for number in range(4):
         prompt = random_prompt(rng).repeat(num_rows, 1)
-        seed = number if samples else None
-        expected = answers_of(model, prompt, seed, max_new_tokens=24)
-        guessing = MadeLate(expected.tolist(), number)
-        merged = Merged([CallPool(), guessing, Guessing(expected.tolist()), assistant])
+        torch.manual_seed(number)
+        expected = answers_of(model, prompt, 24, do_sample=samples)
+        guessing = MadeLate(expected, number)
+        merged = Merged([CallPool(), guessing, Guessing(expected), assistant])
         for most in (None, 12):  # the second time with what was learned
             config = lade.Config(strict_drafter=True, max_draft_tokens=most)
-            options: dict[str, Any] = {"max_new_tokens": 24, "config": config}
-            got = ours(model, prompt, seed, merged, pool=lade.NGramPool(), **options)
-            assert got.sequences.tolist() == expected.tolist()
+            options = {"config": config, "do_sample": samples, "seed": number}
+            got = ours(model, prompt, merged, 24, pool=lade.NGramPool(), **options)
             assert not guessing.texts
             total.add(got.stats)
     assert total.num_accepted_tokens > 30
@@ -144,13 +140,12 @@ def test_text_is_that_of_plain_generate(family: str, samples: bool, num_rows: in
 def test_joined_drafts_accept_at_least_what_each_part_would() -> None:
     model = shared_model("llama", seed=2)
     prompt = random_prompt(np.random.default_rng(1))
-    expected = answers_of(model, prompt, None, max_new_tokens=40)
-    right = Guessing(expected.tolist())
+    right = Guessing(answers_of(model, prompt, 40))
     right.rng = np.random.default_rng(9)
     config = lade.Config(strict_drafter=True, max_draft_tokens=16)
-    alone = ours(model, prompt, None, copy.deepcopy(right), max_new_tokens=40, config=config)
+    alone = ours(model, prompt, copy.deepcopy(right), 40, config=config)
     merged = Merged([Guessing(seed=4), right])
-    both = ours(model, prompt, None, merged, max_new_tokens=40, config=config)
+    both = ours(model, prompt, merged, 40, config=config)
     assert both.stats.num_steps == alone.stats.num_steps
     right_stats, wrong = both.stats.sources["guessing_2"], both.stats.sources["guessing"]
     assert right_stats.num_accepted_tokens >= both.stats.num_accepted_tokens > 10
@@ -163,12 +158,11 @@ def test_a_pool_alone_drafts_the_same_text_through_merged() -> None:
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     pool = lade.NGramPool()
     for _ in range(2):
-        got = ours(model, prompt, None, Merged([pool]), max_new_tokens=30)
-    assert got.sequences.tolist() == answers_of(model, prompt, None, max_new_tokens=30).tolist()
+        got = ours(model, prompt, Merged([pool]), 30)
     assert got.stats.sources["pool"].num_accepted_tokens > 10
     assert pool.num_open_sequences == 0
     # One that is only read is drafted from beside one that learns.
-    read = ours(model, prompt, None, Merged([pool.as_read_only()]), max_new_tokens=30)
+    read = ours(model, prompt, Merged([pool.as_read_only()]), 30)
     assert read.stats.num_accepted_tokens > 10
 
 
@@ -209,17 +203,15 @@ class Failing(Guessing):
 def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]] * 2)
-    expected = answers_of(model, prompt, None, max_new_tokens=24)
-    right = Guessing(expected.tolist())
+    right = Guessing(answers_of(model, prompt, 24))
     merged, config = Merged([Failing(method), right]), lade.Config(max_draft_tokens=8)
     with pytest.warns(DrafterWarning, match="goes on without the drafter 'failing'") as told:
-        got = ours(model, prompt, None, merged, max_new_tokens=24, config=config)
+        got = ours(model, prompt, merged, 24, config=config)
     assert len([each for each in told if each.category is DrafterWarning]) == 1
-    assert got.sequences.tolist() == expected.tolist()
     assert got.stats.num_accepted_tokens > 5
     assert not right.texts
     with pytest.raises((RuntimeError, TypeError)):
-        ours(model, prompt, None, Merged([Failing(method), right]), max_new_tokens=24)
+        ours(model, prompt, Merged([Failing(method), right]), 24)
 
 
 @pytest.mark.parametrize("name", [*LOOKED_AT, "num_successors of -1"])
@@ -283,12 +275,11 @@ def test_parts_harvest_as_much_as_each_asks_for_and_learn_ngrams() -> None:
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     few, many = Learning(2), Learning(5)
     config = lade.Config(strict_drafter=True, lookahead=lade.Lookahead())
-    got = ours(model, prompt, None, Merged([few, many]), max_new_tokens=20, config=config)
-    assert got.sequences.tolist() == answers_of(model, prompt, None, max_new_tokens=20).tolist()
+    ours(model, prompt, Merged([few, many]), 20, config=config)
     assert (few.shapes, many.shapes) == ({2}, {5})
     assert few.num_ngrams == many.num_ngrams > 0
     with pytest.raises(UnsupportedOptionError, match="learns_ngrams"):
-        ours(model, prompt, None, Merged([Guessing()]), max_new_tokens=20, config=config)
+        ours(model, prompt, Merged([Guessing()]), 20, config=config)
 
 
 def test_what_several_parts_explore_is_named_once_best_first() -> None:
@@ -434,11 +425,11 @@ def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
     model = shared_model("llama", seed=2)
     steps: list[Any] = []
     with pytest.raises(lade.LadeError, match="not here"):
-        ours(
+        lade.generate(
             model,
             torch.tensor([[5, 6]]),
-            None,
-            Merged([Refusing()]),
+            drafter=Merged([Refusing()]),
+            config=STRICT,
             max_new_tokens=4,
             on_step=steps.append,
         )
@@ -448,13 +439,15 @@ def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
 def test_threads_share_a_drafter() -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
-    expected = answers_of(model, prompt, None, max_new_tokens=24).tolist()
+    expected = answers_of(model, prompt, 24)
     merged = Merged([lade.NGramPool(), MadeLate(expected)])
     found: list[Any] = []
 
     def work() -> None:
         found.extend(
-            ours(model, prompt, None, merged, max_new_tokens=24).sequences.tolist()
+            lade.generate(
+                model, prompt, drafter=merged, config=STRICT, do_sample=False, max_new_tokens=24
+            ).tolist()
             for _ in range(3)
         )
 
@@ -473,16 +466,14 @@ def test_a_pool_goes_with_a_drafter_that_takes_it_and_no_other() -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
     with pytest.raises(ValueError, match=r"got both.*CallPool"):
-        ours(model, prompt, None, Merged([Guessing()]), pool=lade.NGramPool(), max_new_tokens=4)
+        ours(model, prompt, Merged([Guessing()]), 4, pool=lade.NGramPool())
     config = lade.Config(strict_drafter=True, max_candidates=1)
     pool = lade.NGramPool()
     for _ in range(2):
-        got = ours(
-            model, prompt, None, Merged([CallPool()]), pool=pool, max_new_tokens=20, config=config
-        )
+        got = ours(model, prompt, Merged([CallPool()]), 20, pool=pool, config=config)
     assert got.stats.num_accepted_tokens > 5
     with pytest.raises(ValueError, match="max_candidates"):
-        ours(model, prompt, None, Merged([pool]), max_new_tokens=4, config=config)
+        ours(model, prompt, Merged([pool]), 4, config=config)
 
 
 def test_a_wrapped_model_drafts_by_its_drafter_and_copies_do_not() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import lade
 from lade.budget.levels import Rule
 from lade.drafters import AssistantModel
-from lade.drafters.lengths import Length
+from lade.drafters.growth import Growth
 from lade.drafters.model_drafter import ModelDrafter, OpenScorer
 from lade.drafters.translated import TranslatedDrafter
 from lade.drafters.vocabularies import Vocabularies
@@ -133,18 +133,7 @@ class KnowingScorer:
 
 
 def a_call(max_length: int) -> DraftingCall:
-    return DraftingCall(
-        model=a_target(),
-        target=None,
-        vocab_size=len(byte_level()),
-        num_rows=1,
-        max_length=max_length,
-        max_candidates=None,
-        processors=[],
-        samples=True,
-        rngs=[],
-        make_pool_drafter=Drafter,
-    )
+    return DraftingCall(a_target(), len(byte_level()), max_length, samples=True, rngs=[])
 
 
 def decoded(scorer: KnowingScorer, text: str, max_draft_tokens: int = 8) -> tuple[int, Any]:
@@ -154,7 +143,7 @@ def decoded(scorer: KnowingScorer, text: str, max_draft_tokens: int = 8) -> tupl
     def make(call: DraftingCall, open_scorer: OpenScorer) -> Drafter:
         assert call.rngs is None
         assert not call.samples
-        return ModelDrafter(call, open_scorer, Length(4, 0.4), "tree")
+        return ModelDrafter(call, open_scorer, Growth(4))
 
     drafter = TranslatedDrafter(
         a_call(len(token_ids)),
@@ -203,19 +192,19 @@ def test_a_rule_for_k_learns_from_the_text_what_was_right() -> None:
         def learn(self, levels: Any, num_right: int, is_ended: bool) -> None:
             seen.append((num_right, is_ended))
 
-    length = Length(4, 0.4)
+    growth = Growth(4)
 
     def recording(step_sec: Callable[[int], float] | None = None) -> Rule:
         return Recording(4)
 
-    length.rule = recording  # type: ignore[method-assign]
+    growth.rule = recording  # type: ignore[method-assign]
     text = "The pool learns what was said and drafts how it may go on."
     scorer = KnowingScorer(text, metaspace())
     drafter = TranslatedDrafter(
         a_call(100),
         Vocabularies(byte_level(), metaspace()),
         an_assistant(),
-        lambda call, open_: ModelDrafter(call, open_, length, "chain"),
+        lambda call, open_: ModelDrafter(call, open_, growth),
         lambda _: scorer,
     )
     token_ids = byte_level().encode("The pool learns")

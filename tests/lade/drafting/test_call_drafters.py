@@ -11,6 +11,7 @@ import lade
 from lade.drafting.drafter import DraftingCall
 from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
+from tests.lade.both import same_as_generate
 from tests.lade.drafting.test_drafters import (
     OPTIONS,
     PROMPT,
@@ -52,13 +53,7 @@ def test_each_call_gets_a_drafter_of_its_own_that_knows_the_call() -> None:
 
     maker = Maker(make)
     for options in (OPTIONS, {**OPTIONS, "do_sample": True, "temperature": 0.5, "top_k": 3}):
-        torch.manual_seed(0)
-        expected = model.generate(PROMPT, **options)
-        torch.manual_seed(0)
-        output = lade.generate(
-            model, PROMPT, drafter=maker, return_dict_in_generate=True, **options
-        )
-        assert output.sequences.tolist() == expected.tolist()
+        _, output = same_as_generate(model, PROMPT, drafter=maker, **options)
         assert output.stats.sources == {"mine": SourceStats(2, 3, 1, 0.5)}
         assert output.stats.as_dict()["sources"]["mine"]["num_asked"] == 2
     assert [each.calls[-1] for each in made] == ["close", "close"]
@@ -72,16 +67,8 @@ def test_each_call_gets_a_drafter_of_its_own_that_knows_the_call() -> None:
 
 
 def test_the_drafter_of_the_call_itself_can_be_had() -> None:
-    model = tiny_model("llama", seed=2)
-    expected = model.generate(PROMPT, **OPTIONS)
-    output = lade.generate(
-        model,
-        PROMPT,
-        drafter=Maker(lambda call: call.make_pool_drafter()),
-        return_dict_in_generate=True,
-        **OPTIONS,
-    )
-    assert output.sequences.tolist() == expected.tolist()
+    maker = Maker(lambda call: call.make_pool_drafter())
+    _, output = same_as_generate(tiny_model("llama", seed=2), PROMPT, drafter=maker, **OPTIONS)
     assert output.stats.num_draft_tokens > 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.errors import in_one_line
 from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
+from tests.lade.both import same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
@@ -31,16 +33,10 @@ SAMPLED = {**OPTIONS, "do_sample": True, "temperature": 1.5}
 
 def compared(drafter: Any, options: dict[str, Any], **ours: Any) -> Any:
     """Hold the text, and the random state at its end, against those of plain decoding."""
+    by = partial(lade.generate, **ours)
     model = shared_model("llama", seed=2)
-    torch.manual_seed(7)
-    expected = model.generate(PROMPT, **options), torch.get_rng_state()
-    torch.manual_seed(7)
-    output = lade.generate(
-        model, PROMPT, drafter=drafter, return_dict_in_generate=True, **ours, **options
-    )
-    assert output.sequences.tolist() == expected[0].tolist()
-    assert torch.equal(torch.get_rng_state(), expected[1])
-    return output.stats
+    _, got = same_as_generate(model, PROMPT, drafter=drafter, seed=7, by=by, **options)
+    return got.stats
 
 
 @contextmanager
@@ -107,8 +103,7 @@ def test_a_malformed_draft_is_named_and_the_text_is_right(answer: Any, at: int) 
     model = tiny_model("llama", seed=2)
     drafter = Faulty("draft", at, answer, None)
     with pytest.warns(lade.DrafterWarning, match=r"without drafts: Faulty failed .*expected"):
-        got = lade.generate(model, PROMPT, drafter=drafter, **OPTIONS)
-    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+        same_as_generate(model, PROMPT, drafter=drafter, **OPTIONS)
     assert drafter.num_open == 0
     assert drafter.calls[-1] == "close"
     with pytest.raises((TypeError, ValueError), match="expected"):
@@ -130,10 +125,9 @@ def test_what_a_drafter_raises_is_told_once(method: str, error: Exception, num_r
     options = OPTIONS | {"attention_mask": torch.ones_like(prompt)}
     drafter = Faulty(method, 1, None, error)
     with pytest.warns(lade.DrafterWarning) as told:
-        got = lade.generate(model, prompt, drafter=drafter, **options)
+        same_as_generate(model, prompt, drafter=drafter, **options)
     assert len(told) == 1
     assert type(error).__name__ in str(told[0].message)
-    assert got.tolist() == model.generate(prompt, **options).tolist()
     assert drafter.num_open == 0
     assert method == "close" or drafter.calls.count("draft") <= num_rows
 
@@ -317,8 +311,7 @@ def test_depths_are_counted_and_not_believed() -> None:
             parents = np.arange(-1, size - 1, dtype=np.int32)
             return Draft(ints(*right), parents, ints(*[1] * size), np.ones(size))
 
-    got = lade.generate(model, PROMPT, drafter=Lying("", 0, None, None), **OPTIONS)
-    assert got.tolist() == expected.tolist()
+    same_as_generate(model, PROMPT, drafter=Lying("", 0, None, None), **OPTIONS)
 
 
 def test_a_drawn_draft_must_hold_what_was_drawn() -> None:
@@ -369,49 +362,24 @@ def test_placeholders_beside_embeddings_are_no_trouble() -> None:
     assert lade.generate(model, ids, **options).tolist() == expected.tolist()
 
 
-def test_a_pool_that_cannot_be_made_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", seed=2)
-
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("hf.generation.NGramPool.__init__", MemoryError("no room"), "drafts nothing"),
+        ("budget.budget.compile_by", OSError("no compiler"), "drafts nothing"),
+        ("drafting.successors.compile_by", OSError("no compiler"), "without drafts"),
+    ],
+)
+def test_what_cannot_be_made_or_compiled_costs_the_drafts_alone(
+    name: str, error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room")
+        raise error
 
-    monkeypatch.setattr("lade.hf.generation.NGramPool.__init__", fail)
-    with pytest.warns(lade.DrafterWarning, match=r"drafts nothing.*MemoryError: no room"):
-        got = lade.generate(model, PROMPT, **OPTIONS)
-    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
-
-
-def test_a_budget_that_cannot_be_compiled_costs_the_drafts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no compiler")
-
-    model = tiny_model("llama")
-    prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    expected = model.generate(prompt, do_sample=False, max_new_tokens=20)
-    monkeypatch.setattr("lade.budget.budget.compile_by", fail)
-    with pytest.warns(lade.DrafterWarning, match=r"drafts nothing.*OSError: no compiler"):
-        output = lade.generate(
-            model, prompt, do_sample=False, max_new_tokens=20, return_dict_in_generate=True
-        )
-    assert output.sequences.tolist() == expected.tolist()
-    assert output.stats.num_draft_tokens == 0
-
-
-def test_ranks_that_cannot_be_compiled_cost_the_drafts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no compiler")
-
-    model = tiny_model("llama")
-    prompt = torch.tensor([[5, 6, 7, 5, 6]])
-    expected = model.generate(prompt, do_sample=False, max_new_tokens=20)
-    monkeypatch.setattr("lade.drafting.successors.compile_by", fail)
-    with pytest.warns(lade.DrafterWarning, match=r"without drafts.*OSError: no compiler"):
-        got = lade.generate(model, prompt, do_sample=False, max_new_tokens=20)
-    assert got.tolist() == expected.tolist()
+    monkeypatch.setattr(f"lade.{name}", fail)
+    with pytest.warns(lade.DrafterWarning, match=f"{told}.*{in_one_line(error)}"):
+        _, got = same_as_generate(tiny_model("llama", seed=2), PROMPT, **OPTIONS)
+    assert got.stats.num_draft_tokens == 0
 
 
 def test_a_pool_that_cannot_grow_loses_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,6 +391,5 @@ def test_a_pool_that_cannot_grow_loses_no_text(monkeypatch: pytest.MonkeyPatch) 
     pool = lade.NGramPool()
     monkeypatch.setattr(pool, "observe", fail)
     with pytest.warns(lade.DrafterWarning, match=r"PoolDrafter failed \(MemoryError: no room\)"):
-        got = lade.generate(model, PROMPT, pool=pool, **OPTIONS)
-    assert got.tolist() == model.generate(PROMPT, **OPTIONS).tolist()
+        same_as_generate(model, PROMPT, pool=pool, **OPTIONS)
     assert pool.num_open_sequences == 0

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 import lade
 from lade.budget.budget import FixedBudget
 from lade.budget.calibration import Outcome
-from lade.drafting.drafts import exploring
+from lade.drafting.drafts import draft_of, exploring
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.proposer import Proposer
 from lade.gpu.policy import DevicePolicy
 from lade.hf import generation
 from ngram_pool import Draft, NGramPool
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -53,11 +54,7 @@ def drafts(draw: st.DrawFn) -> Draft:
     num_nodes = draw(st.integers(0, 8))
     parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
     probs = sorted((draw(st.floats(0, 1)) for _ in range(num_nodes)), reverse=True)
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    ids = np.arange(num_nodes, dtype=np.int32)
-    return Draft(ids, np.array(parents, np.int32), np.array(depths, np.int32), np.array(probs))
+    return draft_of(range(num_nodes), parents, probs)
 
 
 MOST = st.integers(1, 14)
@@ -99,13 +96,12 @@ def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> N
         def explore(self, *args: Any) -> Tokens:
             return named()
 
-    texts, known = [], []
+    known = []
     for make in (PoolDrafter, Unexploring):
         pool = NGramPool()
-        texts.append(lade.generate(model, prompt, drafter=make(pool), config=config, **GREEDY))
+        same_as_generate(model, prompt, drafter=make(pool), config=config)
         keys = pool._state.harvested.arrays()["keys"]
         known.append((keys < VOCAB_SIZE).sum())  # single tokens
-    assert texts[0].tolist() == texts[1].tolist() == model.generate(prompt, **GREEDY).tolist()
     assert known[0] > 1.3 * known[1]
 
 
@@ -113,18 +109,11 @@ def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> N
 def test_texts_are_those_of_plain_decoding_whatever_is_explored(num_rows: int) -> None:
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6]]).repeat(num_rows, 1)
-    options = GREEDY | {"attention_mask": torch.ones_like(prompt)}
-    expected = model.generate(prompt, **options).tolist()
-    right = expected[0][5:8]
+    mask = torch.ones_like(prompt)
+    right = model.generate(prompt, attention_mask=mask, **GREEDY)[0, 5:8].tolist()
     for answer in (named(*right), named(1, 2, 3), named(*right, worth=1.0), named()):
-        got = lade.generate(
-            model,
-            prompt,
-            drafter=Explorer(answer),
-            config=lade.Config(max_draft_tokens=4),
-            **options,
-        )
-        assert got.tolist() == expected
+        config = lade.Config(max_draft_tokens=4)
+        same_as_generate(model, prompt, drafter=Explorer(answer), config=config)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +134,7 @@ def test_a_drafter_that_names_nonsense_costs_the_drafts_alone(answer: Any) -> No
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7]])
     with pytest.warns(lade.DrafterWarning, match="Explorer"):
-        got = lade.generate(model, prompt, drafter=Explorer(answer), **GREEDY)
-    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
+        same_as_generate(model, prompt, drafter=Explorer(answer))
 
 
 def test_tokens_without_embeddings_and_those_run_already_are_left_out() -> None:
@@ -188,8 +176,7 @@ def test_beside_a_device_that_is_waited_for_it_is_found_while_it_works(
     prompt = torch.tensor([[5, 6, 7]])
     explorer = Explorer(named(3))
     config = lade.Config(max_draft_tokens=4)
-    got = lade.generate(model, prompt, drafter=explorer, config=config, **GREEDY)
-    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
+    same_as_generate(model, prompt, drafter=explorer, config=config)
     assert len(explorer.excluded) <= GREEDY["max_new_tokens"]  # once in each step
     monkeypatch.setattr(Proposer, "prepare", lambda *args: pytest.fail("on a CPU"))
     monkeypatch.setattr(generation.Generation, "policy", DevicePolicy())
@@ -201,8 +188,7 @@ def test_a_drafter_that_fails_beforehand_costs_the_drafts_alone() -> None:
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7]])
     with pytest.warns(lade.DrafterWarning, match="Explorer"):
-        got = lade.generate(model, prompt, drafter=Explorer(RuntimeError("mine")), **GREEDY)
-    assert got.tolist() == model.generate(prompt, **GREEDY).tolist()
+        same_as_generate(model, prompt, drafter=Explorer(RuntimeError("mine")))
 
 
 @pytest.mark.parametrize("options", [{"max_candidates": 4}, {"rngs": [np.random.default_rng(0)]}])

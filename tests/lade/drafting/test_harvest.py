@@ -24,6 +24,7 @@ from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import Effort, StoredTable, write_table
 from lade.probing import profile
 from ngram_pool import Draft, NGramPool, SuccessorTable
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -143,8 +144,7 @@ def test_a_model_with_layers_behind_its_states_is_left_alone() -> None:
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     prompt = torch.arange(2, 12)[None]
-    expected = model.generate(prompt, **GREEDY)
-    assert lade.generate(model, prompt, **GREEDY).tolist() == expected.tolist()
+    same_as_generate(model, prompt)
 
 
 @pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")  # no way is right then
@@ -172,8 +172,7 @@ def test_logits_that_are_no_numbers_end_no_generation(value: float) -> None:
         return output
 
     handle = model.lm_head.register_forward_hook(spoil)
-    expected = model.generate(torch.arange(2, 8)[None], **GREEDY)
-    assert lade.generate(model, torch.arange(2, 8)[None], **GREEDY).tolist() == expected.tolist()
+    same_as_generate(model, torch.arange(2, 8)[None])
     handle.remove()
 
 
@@ -183,7 +182,6 @@ def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same(
     """Every other time, four steps rest; the drafter still sees all tokens, in order."""
     model = tiny_model("llama")
     prompt = torch.arange(2, 12)[None]
-    expected = model.generate(prompt, **{**GREEDY, "max_new_tokens": 60})
 
     class Tired(FixedBudget):
         num_recorded = 0
@@ -213,14 +211,8 @@ def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same(
     lade.probe(model)
     budget, drafter = Tired(3), Watched()
     monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: budget)
-    output = lade.generate(
-        model,
-        prompt,
-        drafter=drafter,
-        **{**GREEDY, "max_new_tokens": 60, "return_dict_in_generate": True},
-    )
-    assert output.sequences.tolist() == expected.tolist()
-    assert drafter.observed == expected[0, 10:].tolist()
+    expected, _ = same_as_generate(model, prompt, drafter=drafter, max_new_tokens=60)
+    assert drafter.observed == expected.sequences[0, 10:].tolist()
     num_steps = budget.num_recorded
     assert num_steps > 30
     num_awake = sum(step % 8 < 4 for step in range(num_steps))

@@ -12,7 +12,6 @@ from transformers import GenerationConfig
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from lade.drafters.lengths import Heuristic
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.hf.assistance import Steering
 from lade.probing.profile import Profiles
@@ -165,7 +164,7 @@ def test_steered_drafts_are_chains_as_transformers_drafts_them() -> None:
     assert Steering(3).options() == {**confident, "max_draft_tokens": 3}
     assert Steering(schedule="constant").options() == {**confident, "max_draft_tokens": 20}
     growing = Steering(4, "heuristic", 0.3).options()
-    assert growing == {"expansion": "chain", "confidence": 0.3, "length": Heuristic(4)}
+    assert growing == {"expansion": "chain", "confidence": 0.3, "length": "measured"}
 
 
 def test_a_constant_number_of_tokens_is_drafted(model: Any) -> None:

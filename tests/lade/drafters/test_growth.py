@@ -8,13 +8,13 @@ import pytest
 
 from lade.budget.levels import Level, Paying, Rule
 from lade.budget.sources import Mean
-from lade.drafters.lengths import Length
+from lade.drafters.growth import Growth
 
 SURE = Level(0.9, 0.9, 1)
 
 
 def rule_of(length: str | int, **options: Any) -> Rule:
-    return Length(length, **options).rule()  # type: ignore[arg-type]
+    return Growth(length, **options).rule()  # type: ignore[arg-type]
 
 
 def grown(rule: Rule, probs: Sequence[float]) -> int:
@@ -28,39 +28,15 @@ def grown(rule: Rule, probs: Sequence[float]) -> int:
     return len(levels)
 
 
-def told(rule: Rule, num_levels: int, num_right: int, is_ended: bool = True) -> None:
-    rule.learn([SURE] * num_levels, num_right, is_ended)
-
-
-@pytest.mark.parametrize(("length", "first", "more"), [("seed", 1, 1), ("heuristic", 20, 2)])
-def test_k_grows_after_whole_drafts_and_shrinks_after_others(
-    length: str, first: int, more: int
-) -> None:
-    """Against a simulation of 300 drafts."""
-    rng = np.random.default_rng(0)
-    rule, k = rule_of(length), first
-    for _ in range(300):
-        assert rule.num_levels == k
-        num_right = k if rng.random() < 0.6 else int(rng.integers(k))
-        told(rule, k, num_right)
-        k = min(64, k + more) if num_right == k else max(1, k - 1)
-
-
-def test_a_draft_that_was_cut_tells_nothing() -> None:
-    rule = rule_of("seed")
-    told(rule, 1, 1)
-    assert rule.num_levels == 2
-    told(rule, 2, 1, is_ended=False)
-    assert rule.num_levels == 2
-    told(rule, 2, 0)
-    assert rule.num_levels == 1
+def told(rule: Rule, num_levels: int, num_right: int) -> None:
+    rule.learn([SURE] * num_levels, num_right, is_ended=True)
 
 
 def test_a_constant_k_is_constant() -> None:
     rule = rule_of(5)
     told(rule, 5, 0)
     assert grown(rule, [0.01] * 9) == 5
-    assert grown(rule_of(5, max_levels=3), [0.9] * 9) == 3
+    assert grown(rule_of(5, max_draft_tokens=3), [0.9] * 9) == 3
 
 
 def test_confidence_ends_a_draft_with_its_first_unlikely_token() -> None:
@@ -68,8 +44,6 @@ def test_confidence_ends_a_draft_with_its_first_unlikely_token() -> None:
     assert grown(rule, [0.9, 0.5, 0.39, 0.9]) == 3
     assert grown(rule, [0.4] * 30) == 20
     assert grown(rule_of("confidence", confidence=0.0), [0.01] * 30) == 20
-    assert grown(rule_of("heuristic", confidence=0.4), [0.9, 0.1, 0.9]) == 2
-    assert grown(rule_of("seed", confidence=0.4), [0.1]) == 1
 
 
 def best_length(right: float, step: float, forward: float, node: float, most: int) -> int:
@@ -106,7 +80,7 @@ def test_measured_drafts_are_as_long_as_is_fastest(
 def test_drafts_end_by_confidence_until_costs_are_known() -> None:
     rule = Paying(20, 0.4, lambda num_nodes: 0.1, Mean())
     assert grown(rule, [0.9, 0.5, 0.39, 0.9]) == 3
-    assert grown(Length("measured").rule(None), [0.9, 0.1, 0.9]) == 2
+    assert grown(Growth("measured").rule(None), [0.9, 0.1, 0.9]) == 2
 
 
 def test_how_often_levels_are_right_is_learned_of_late() -> None:
@@ -136,12 +110,14 @@ def test_of_the_first_times_the_shortest_counts() -> None:
 @pytest.mark.parametrize(
     ("length", "options", "message"),
     [
-        ("long", {}, "expected length to be 'measured', 'seed', 'heuristic', 'confidence' or a"),
+        ("long", {}, "expected length to be 'measured', 'confidence' or a number"),
         (True, {}, "expected length to be"),
         (0, {}, "expected length of at least 1, got 0"),
         ("confidence", {"confidence": 1.5}, "expected confidence from 0 to 1, got 1.5"),
+        (3, {"expansion": "bush"}, "expected expansion to be 'tree' or 'chain', got 'bush'"),
+        (3, {"max_draft_tokens": 0}, "expected max_draft_tokens of at least 1, got 0"),
     ],
 )
-def test_wrong_rules_are_refused(length: str, options: dict[str, Any], message: str) -> None:
+def test_wrong_rules_are_refused(length: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rule_of(length, **options)
