@@ -393,6 +393,20 @@ def run_memory(
     run(work, chosen, names, passes, files)
 
 
+@app.command("forwards")
+def run_forwards(
+    model: ModelOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Time forwards by their number of tokens, with torch's products and with lade's."""
+    from benchmarks.forwards import run
+
+    files = files_of(json)
+    run(load(model, "cpu", dtype, threads, trust_remote_code=False), files)
+
+
 @app.command("pool")
 def run_pool(
     max_tokens: Annotated[

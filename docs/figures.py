@@ -45,6 +45,7 @@ _FIGURES: dict[str, Callable[..., str]] = {}
 _NAMES = {
     "plain": "`generate`",
     "prompt_lookup": "transformers' prompt lookup",
+    "no_drafts": "**lade**, no drafts",
     "lade": "**lade**",
     "lade_fresh": "**lade**",
     "lade_untabled": "**lade**, without a table",
@@ -225,6 +226,19 @@ def ratios(file: str, method: str) -> str:
 
 # Kinds of text that README names, with the words it has for them.
 _KINDS = {"translation": "translations", "summarization": "summaries", "writing": "free writing"}
+
+
+@_figure
+def forwards(*files: str) -> str:
+    """Return what forwards take by their number of tokens, by torch's products and by lade's."""
+    found = [_read(file) for file in files]
+    sizes = [*found[0]["seconds"]["torch"]]
+    rows = [
+        (each["dtype"], _NAMES.get(name, name), *(f"{1000 * sec[size]:.0f}" for size in sizes))
+        for each in found
+        for name, sec in each["seconds"].items()
+    ]
+    return _table(("milliseconds", "products", *sizes), 2, rows)
 
 
 @_figure

@@ -4,6 +4,7 @@ Next file: `run.py`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -69,6 +70,10 @@ def beside_pool(drafter_of: Callable[[Given], Drafter]) -> Callable[[Given], Lad
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
     **BASELINES,
+    "no_drafts": MethodInfo(
+        lambda given: Lade(replace(given.config, max_draft_tokens=0, step_costs=None)),
+        "lade without drafts: one token a step, on a CPU with its own products",
+    ),
     "lade": MethodInfo(with_pool, "lade, one pool for all prompts of a pass", keeps_pool=True),
     "lade_fresh": MethodInfo(
         lambda given: Lade(given.config), "lade, a new and empty pool for each prompt or batch"

@@ -507,8 +507,9 @@ def bench(
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
-    prompts, lade_fresh an empty one for each; --pool, --assistant and --first-layers add lade with
-    those. The columns of the table:
+    prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
+    lade's own products; --pool, --assistant and --first-layers add lade with those. The columns of
+    the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.

@@ -1,5 +1,6 @@
 """Seconds of a model's forwards by their size, measured before its first text."""
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,11 @@ _MIN_PARAMETERS = 20_000_000
 
 
 def time_forwards(
-    model: Model, profile: Profile, chosen: VerificationPlan
+    model: Model,
+    profile: Profile,
+    chosen: VerificationPlan,
+    sizes: Sequence[int] = _SIZES,
+    max_sec: float = _MAX_SEC,
 ) -> dict[int, list[float]]:
     """Return the seconds of forwards by their tokens; empty if it is not worth measuring.
 
@@ -37,6 +42,8 @@ def time_forwards(
         model: the target.
         profile: of the model.
         chosen: how the model verifies drafts, by tree.
+        sizes: in tokens, those that say most first.
+        max_sec: how long to measure; the first two sizes take what they take.
     """
     if sum(parameter.numel() for parameter in model.parameters()) < _MIN_PARAMETERS:
         return {}
@@ -45,13 +52,13 @@ def time_forwards(
     def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
         for unwanted in ("logits_processor", "stopping_criteria"):
             prepared.pop(unwanted, None)
-        longest = 8 * max(_SIZES)  # each forward leaves one token
+        longest = 8 * max(sizes)  # each forward leaves one token
         target = make_target(
             model, input_ids, prepared, chosen, longest, generation_config, profile
         )
         try:
             target.prefill()
-            found.update(_in_turn(model, target))
+            found.update(_in_turn(model, target, sizes, max_sec))
         finally:
             target.close()
         return input_ids
@@ -61,11 +68,13 @@ def time_forwards(
     return found
 
 
-def _in_turn(model: Model, target: Target) -> dict[int, list[float]]:
+def _in_turn(
+    model: Model, target: Target, sizes: Sequence[int], max_sec: float
+) -> dict[int, list[float]]:
     """Measure as many sizes, and as often, as there is time for; the first two at least."""
     found: dict[int, list[float]] = {}
-    end = perf_counter() + _MAX_SEC
-    for size in _SIZES * _MOST_TURNS:
+    end = perf_counter() + max_sec
+    for size in (*sizes,) * _MOST_TURNS:
         if perf_counter() > end and len(found) > 1:
             break
         if size not in found:  # does not count: libraries prepare kernels for a new size

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from benchmarks import memory, methods, pool
+from benchmarks import forwards, memory, methods, pool
 from benchmarks.__main__ import app
 from benchmarks.memory import Peak
 from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
+from lade.cli.bench import ResultFiles
 from lade.errors import UnsupportedModelError
+from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
+from tests.lade.tiny import tiny_model
 
 
 def run(*args: Any) -> Any:
@@ -36,7 +40,7 @@ def options(folder: str, prompts: Path) -> list[Any]:
 
 def test_every_command_has_help() -> None:
     names = [command.name for command in app.registered_commands]
-    assert len(names) == 14
+    assert len(names) == 15
     for name in names:
         assert "Usage" in run(name, "--help").stdout
 
@@ -209,6 +213,28 @@ def test_weights_are_fitted_and_printed(options: list[Any], tmp_path: Path) -> N
     result = run("fit", *options, "--half", "publish", "--json", path)
     assert result.stdout.startswith("    (")
     assert json.loads(path.read_text())["weights"]
+
+
+def test_forwards_are_timed_with_both_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", hidden_size=256, dtype=torch.float32)
+    monkeypatch.setattr("benchmarks.__main__.load", lambda *_, **__: LoadedModel(model, None, "x"))
+    monkeypatch.setattr("lade.probing.timing._MIN_PARAMETERS", 0)
+    monkeypatch.setattr(forwards, "_MAX_SEC", 0.1)
+    path = tmp_path / "forwards.json"
+    result = run("forwards", "--json", path)
+    assert result.exit_code == 0, result.output
+    content = json.loads(path.read_text())
+    assert {*content["seconds"]} == {"torch", "lade"}
+    assert all(sec > 0 for of_sizes in content["seconds"].values() for sec in of_sizes.values())
+    assert "lade's products" in result.output
+
+
+def test_a_model_without_large_layers_has_no_products_to_time() -> None:
+    small = LoadedModel(tiny_model("llama", dtype=torch.float32), None, "x")
+    with pytest.raises(ValueError, match="expected a model on a CPU with large layers"):
+        forwards.run(small, ResultFiles())
 
 
 def test_interrupted_measurements_of_memory_keep_what_they_have(

@@ -42,7 +42,9 @@ def test_a_table_is_printed_and_everything_is_written(options: list[Any], tmp_pa
     settings = content["settings"]
     assert (settings["prompts"]["name"], settings["prompts"]["num"]) == ("prompts.txt", 2)
     assert settings["dtype"] == "float32"
-    assert list(settings["methods"]) == ["plain", "prompt_lookup", "lade", "lade_fresh"]
+    assert list(settings["methods"]) == [
+        *("plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh")
+    ]
     assert settings["interrupted"] is False
     assert settings["verification"] == "tree"
     assert settings["config"]["verification"] is None

@@ -1,0 +1,52 @@
+"""Forwards by their number of tokens, with torch's products and with lade's: `forwards`."""
+
+from collections.abc import Mapping
+
+import torch
+
+from lade.bench.environment import environment
+from lade.bench.tables import Sheet
+from lade.cli.bench import ResultFiles, progress_bar
+from lade.models.loading import LoadedModel
+from lade.probing.factory import with_products
+from lade.probing.plan import choose_verification
+from lade.probing.profile import profile_of
+from lade.probing.timing import time_forwards
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 64)
+_NUM_ROUNDS = 3  # of both products in turn: a machine that is busy for a while slows down both
+_MAX_SEC = 10.0  # of each
+
+
+def run(loaded: LoadedModel, files: ResultFiles) -> None:
+    """Time forwards of a model, and print and write the shortest times.
+
+    Raises:
+        ValueError: no layer of the model has a choice.
+    """
+    model = loaded.model
+    profile = profile_of(model)
+    plan = choose_verification(model, profile=profile)
+    plans = {"torch": plan, "lade": with_products(plan, model, profile)}
+    if not plans["lade"].products:
+        raise ValueError("expected a model on a CPU with large layers, verified by trees")
+    seconds: dict[str, dict[int, float]] = {name: {} for name in plans}
+    with progress_bar() as bar:
+        for _ in bar.track(range(_NUM_ROUNDS), description="timing"):
+            for name, each in plans.items():
+                for size, sec in time_forwards(model, profile, each, SIZES, _MAX_SEC).items():
+                    seconds[name][size] = min(sec[0], seconds[name].get(size, sec[0]))
+    described = {"model": loaded.name, "dtype": str(model.dtype).removeprefix("torch.")}
+    threads = {"num_threads": torch.get_num_threads()}
+    content = {"environment": environment(), **described, **threads, "seconds": seconds}
+    files.show(content, sheet_of(seconds))
+
+
+def sheet_of(seconds: Mapping[str, Mapping[int, float]]) -> Sheet:
+    """Return the times in milliseconds, a column for each number of tokens."""
+    rows = [
+        (f"{name}'s products", *(f"{1000 * sec:.0f}" for _, sec in sorted(of_sizes.items())))
+        for name, of_sizes in seconds.items()
+    ]
+    headings = ["milliseconds by tokens", *map(str, sorted(seconds["torch"]))]
+    return Sheet("Forwards", headings, 1, [rows])
