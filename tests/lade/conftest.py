@@ -21,6 +21,15 @@ def steady_random_state() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def same_number_of_threads() -> Iterator[None]:
+    """Leave torch the threads it had: those of a command would be there for all tests after it."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved tiny model with a byte-level tokenizer made on the spot."""
