@@ -232,7 +232,8 @@ _KINDS = {"translation": "translations", "summarization": "summaries", "writing"
 def forwards(*files: str) -> str:
     """Return what forwards take by their number of tokens, by torch's products and by lade's."""
     found = [_read(file) for file in files]
-    sizes = [*found[0]["seconds"]["torch"]]
+    measured = [of_sizes for each in found for of_sizes in each["seconds"].values()]
+    sizes = [size for size in measured[0] if all(size in of_sizes for of_sizes in measured)]
     rows = [
         (each["dtype"], _NAMES.get(name, name), *(f"{1000 * sec[size]:.0f}" for size in sizes))
         for each in found
