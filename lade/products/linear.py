@@ -104,7 +104,7 @@ class Products:
         num_columns, num_inputs = weight.shape
         num_threads = torch.get_num_threads()
         # Each of these lives until the job is done.
-        wide = inputs.to(torch.float32, memory_format=torch.contiguous_format)
+        wide = inputs.to(torch.float32).contiguous()
         of_bias = None if bias is None else bias.to(torch.float32)
         results = wide.new_empty((*inputs.shape[:-1], num_columns))
         scratch = None

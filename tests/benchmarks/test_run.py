@@ -151,8 +151,9 @@ def test_lists_of_names_and_numbers_are_read() -> None:
 
 
 def test_methods_get_what_they_draft_by() -> None:
-    assert choose(None, False, None, None) == ["plain", "prompt_lookup", "lade", "lade_fresh"]
-    assert choose(None, True, None, None)[4:] == ["lade_pool", "lade_pool_fresh"]
+    usual = ["plain", "prompt_lookup", "no_drafts", "lade", "lade_fresh"]
+    assert choose(None, False, None, None) == usual
+    assert choose(None, True, None, None) == [*usual, "lade_pool", "lade_pool_fresh"]
     assert choose("plain,hf_assistant", False, "x", None) == ["plain", "hf_assistant"]
     for text, given, message in (
         ("plain,assistant", (False, None, None), "expected --assistant with a method"),

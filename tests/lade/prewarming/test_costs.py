@@ -129,14 +129,13 @@ def test_times_of_a_busy_machine_are_not_kept(
 def test_each_size_is_timed_as_often_and_its_shortest_time_is_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "_MAX_SEC", math.inf)
     monkeypatch.setattr(timing, "_MOST_TURNS", 2)
     model = tiny_model("llama")
-    found = timing.time_forwards(model, profile_of(model), BY_TREE)
+    found = timing.time_forwards(model, profile_of(model), BY_TREE, max_sec=math.inf)
     assert found.keys() == {1, 2, 4, 8, 16, 32}
     assert all(len(times) == 4 and times == sorted(times) for times in found.values())
-    monkeypatch.setattr(timing, "_MAX_SEC", 0.0)  # as where a forward takes a second
-    assert [*timing.time_forwards(model, profile_of(model), BY_TREE)] == [1, 8]
+    none = timing.time_forwards(model, profile_of(model), BY_TREE, max_sec=0.0)
+    assert [*none] == [1, 8]  # as where a forward takes a second
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

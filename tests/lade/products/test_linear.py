@@ -84,6 +84,17 @@ def test_results_are_as_exact_as_those_of_torch(
         assert apart(got, exact) <= 2 * theirs + torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_inputs_may_lie_anywhere(dtype: torch.dtype, always: None) -> None:
+    weight, many = torch.randn(300, 256).to(dtype), torch.randn(6, 5, 512).to(dtype)
+    every_other = many.as_strided((6, 5, 256), (5 * 512, 512, 2))
+    for inputs in (many[:, -1:, :256], many[..., 256:], every_other, many[:, :, :256].mT.mT):
+        got = made().product(inputs, weight, None)
+        assert torch.equal(got, made().product(inputs.clone().contiguous(), weight, None))
+    last = many[:, -1:, :256]  # as a model's head takes them
+    assert apart(made().product(last, weight, None), linear(last, weight).double()) < 0.02
+
+
 def test_threads_share_the_columns(always: None) -> None:
     inputs, weight = torch.randn(5, 300), torch.randn(1000, 300)
     before = torch.get_num_threads()
