@@ -161,6 +161,7 @@ class MeasuredBudget(Budget):
         # they are.
         self._num_emitted: dict[int, int] = {}
         self._of_rows: dict[int, Calibration] = {}
+        self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
         self._back_off = BackOff(1 / _STEPS_BETWEEN_DRAFTS, _DRAFTS_BEFORE_REST, 1.0)
 
     @property
@@ -187,7 +188,7 @@ class MeasuredBudget(Budget):
         sizes = np.array([1.0 + num_pending, *sizes, num_pending + len(gains)])
         nums = sizes.astype(np.int64) - 1 - num_pending
         chosen = int(nums[self._best(sizes, gains[nums], len(probs))])
-        self._note_choice(chosen, probs)
+        self._note_choice(chosen, len(probs))
         return chosen
 
     def nums_of_nodes(self, probs: Probs) -> list[int]:
@@ -198,20 +199,19 @@ class MeasuredBudget(Budget):
         sums = np.array([0, *_SUMS[: bisect_left(_SUMS, num_nodes)], num_nodes], np.float64)
         gains = ranking.gains[sums.astype(np.int64)]
         chosen = ranking.first(int(sums[self._best(1.0 + sums / len(probs), gains, len(probs))]))
-        self._note_choice(max(chosen), probs)
+        self._note_choice(max(chosen), len(probs))
         return chosen
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         costs, turns = self._costs_of(num_rows)
         return _kernels.choose_size(costs.curve, costs.num, costs.counts, turns, sizes, gains)
 
-    def _note_choice(self, most: int, probs: Probs) -> None:
+    def _note_choice(self, most: int, num_rows: int) -> None:
         """Learn how many nodes are verified, and for how long there were none."""
         self._recent_most = max(most, _FADING * self._recent_most)
         if most:
             self._back_off.granted(_DRAFTS_BEFORE_REST)
-        elif any(map(len, probs)) and not self._costs.of(len(probs)).are_unknown:
-            self._back_off.spent(1.0)
+        self._has_refused = not most and not self._costs.of(num_rows).are_unknown
 
     def record(
         self,
@@ -226,6 +226,10 @@ class MeasuredBudget(Budget):
             costs, turns = self._costs_of(num_rows)
             costs.record(turns, num_nodes + 1, forward_sec)
         hits = self._calibration.record(outcomes) if outcomes else []
+        # A step that had nothing but tokens to explore has refused no draft.
+        if self._has_refused and any(len(outcome.draft) for outcome in outcomes):
+            self._back_off.spent(1.0)
+        self._has_refused = False
         self._back_off.passed(1.0)
         if hits and 2 * sum(hits) >= len(hits):
             self._back_off.granted(_DRAFTS_AFTER_HIT)

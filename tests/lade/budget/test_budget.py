@@ -355,11 +355,12 @@ def test_steps_rest_where_drafts_do_not_pay() -> None:
 
 def test_drafts_that_are_missing_are_no_reason_to_rest() -> None:
     """A pool that knows nothing yet learns from the steps that it has nothing to propose for."""
-    budget = MeasuredBudget()
-    for _ in range(200):
+    budget = MeasuredBudget(ForwardCosts({1: 1.0, 64: 640.0}))
+    for step in range(200):
         assert not budget.is_resting
-        assert budget.num_nodes([[]], 0) == 0
-        budget.record(1, 0, 0.03, [Outcome(0, Draft.empty(), [1])], {0: 1})
+        explored = [[], [0.01, 0.01]][step % 2]  # tokens to explore are no draft
+        assert budget.num_nodes([explored], 0) == 0
+        budget.record(1, 0, None, [Outcome(0, Draft.empty(), [1])], {0: 1})
 
 
 def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_right() -> None:
