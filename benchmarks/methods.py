@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.rivals.catalogue import RIVALS, Rival
-from lade.bench.baselines import Given, Method, MethodInfo, TransformersAssisted
+from lade.bench.baselines import Answer, Given, Method, MethodInfo, TransformersAssisted, plain
 from lade.bench.methods import METHODS as LADES
 from lade.bench.methods import Lade, assistant_of, first_layers_of, own_pool, with_pool
 from lade.config import SPECULATING, Config, Lookahead, Verification
@@ -61,9 +62,21 @@ def _hf_early_exit(given: Given) -> Method:
     return TransformersAssisted({"assistant_early_exit": given.num_layers})
 
 
+def _plain_twice(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
+    doubled = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
+    answer = plain(model, doubled, options)
+    return answer._replace(rows=answer.rows[:1], num_row_steps=answer.num_steps)
+
+
 #: By name, in the order of tables.
 METHODS: dict[str, MethodInfo] = {
     **{n: info._replace(is_default=info.takes in (None, "pools")) for n, info in LADES.items()},
+    "plain_twice": MethodInfo(
+        lambda given: _plain_twice,
+        "generate on each prompt twice, as a batch of two: how far it agrees with itself",
+        is_default=False,
+        is_single_row=True,
+    ),
     "hf_assistant": MethodInfo(
         _hf_assistant,
         "transformers' assistant_model, as its generation config says",

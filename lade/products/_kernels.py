@@ -1,10 +1,9 @@
-"""Every Numba function of this package, and nothing else: linear layers for few rows.
+"""Every compiled function of this package, and nothing else: linear layers for few rows.
 
-y = x · Wᵀ + b. A weight is read once, a block of columns and inputs at a time, and used for all
-rows while it is in the cache: four rows and three columns of sums are kept in registers, so that
-one load of a vector serves several products. The sums of a row run along the weight's own rows, so
-nothing is packed and no copy can go stale. What is in 16 bits is widened a block at a time, and is
-summed in float32.
+y = x · Wᵀ + b. A weight is read once and used for all rows while it is in the cache; meanwhile the
+next ones are fetched, for memory is slower than cores at this. The sums of a row run along the
+weight's own rows, so nothing is packed and no copy can go stale. What is in 16 bits is widened in
+registers, and is summed in float32.
 
 A job is run by any number of threads at once: each takes the next few columns until none are left,
 so that a thread that was interrupted delays the others by no more than these.
@@ -13,48 +12,39 @@ so that a thread that was interrupted delays the others by no more than these.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-Floats = NDArray[np.float32]
-
-# Sums may be taken in any order, as vectors do; NaN and infinity are what they are.
-_OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "nsz", "contract"},
-    "nogil": True,
-    "error_model": "numpy",
-}
 
 # A job is an int64 array: addresses of inputs float32 [rows, K], weights [N, K], bias float32 [N]
-# or 0, results float32 [rows, N], and of scratch float32 [threads, SCRATCH]; then rows, K and N,
-# the format of the weights, columns that are taken at once, and the next column and thread.
-INPUTS, WEIGHTS, BIAS, RESULTS, SCRATCH_AT = range(5)
-NUM_ROWS, NUM_INPUTS, NUM_COLUMNS, FORMAT, CHUNK, NEXT_COLUMN, NEXT_THREAD = range(5, 12)
-JOB_SIZE = 12
+# or 0, and results float32 [rows, N]; then rows, K and N, the format of the weights, columns that
+# are taken at once, and the next column.
+INPUTS, WEIGHTS, BIAS, RESULTS, NUM_ROWS, NUM_INPUTS, NUM_COLUMNS, FORMAT, CHUNK, NEXT = range(10)
+JOB_SIZE = 10
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
-#: Columns whose weights are widened at once, and inputs of each: 48 kB, which a second cache holds.
-PANEL, DEPTH = 12, 1024
-SCRATCH = PANEL * DEPTH
+# A tile is the sums of so many rows and columns, which registers hold: one load of a vector serves
+# several products. So many inputs are summed at once, which the first cache holds for these rows.
+ROWS, COLUMNS, DEPTH = 4, 3, 1024
+_LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+_LINE = 64  # bytes that memory hands over at once
+
+_INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS = ir.VectorType(_FLOAT, _LANES)
+_WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
+_STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
 def _compiled(function: _F) -> _F:
     """Compile to be called by other functions of this file."""
-    compiled: _F = numba.njit(**_OPTIONS)(function)
+    compiled: _F = numba.njit(nogil=True, error_model="numpy")(function)
     return compiled
-
-
-def job(function: _F) -> Any:
-    """Compile to be called by threads that know nothing of Python; cache on disk if possible."""
-    try:
-        return numba.cfunc(types.void(types.voidptr), cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # Numba found no writable folder for its cache
-        return numba.cfunc(types.void(types.voidptr), **_OPTIONS)(function)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -72,169 +62,216 @@ def _take(typing_context: Any, address: Any, number: Any) -> Any:
     """Add to an integer that threads share, and return what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        place = builder.inttoptr(arguments[0], _INT64.as_pointer())
         return builder.atomic_rmw("add", place, arguments[1], "monotonic")
 
     return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _as_float(typing_context: Any, bits: Any) -> Any:
-    """Return the float32 of some bits."""
+def _tile(typing_context: Any, of: Any) -> Any:
+    """Add the products of some inputs to a tile of the results, given what `_add_tile` takes.
+
+    There is code for each format and size of a tile, in LLVM's own terms: which sums are in
+    registers, and what is fetched when, is all that matters here, and a compiler of loops does not
+    find it.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
+        format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
+        end = builder.append_basic_block("end")
+        size = builder.add(builder.mul(num_rows, _int(8)), num_columns)
+        switch = builder.switch(builder.add(builder.mul(format_, _int(64)), size), end)
+        sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
+        for of_format in _WIDTHS:
+            for rows, columns in sizes:
+                block = builder.append_basic_block("tile")
+                switch.add_case(_int(64 * of_format + 8 * rows + columns), block)
+                builder.position_at_end(block)
+                _Tile(builder, of_format, rows, columns).add(*given)
+                builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
 
-    return types.float32(types.uint32), generate
+    return types.void(of), generate
+
+
+class _Tile:
+    """Writes the code of a tile of one size."""
+
+    def __init__(self, builder: Any, format_: int, num_rows: int, num_columns: int) -> None:
+        self._builder, self._format = builder, format_
+        self._rows, self._columns = range(num_rows), range(num_columns)
+
+    def add(
+        self, x: Any, x_step: Any, w: Any, w_step: Any, out: Any, out_step: Any, *of: Any
+    ) -> None:
+        """Write code; all are addresses and differences in bytes, and what `_add_tile` says."""
+        size, part, num_parts = of
+        build, width = self._builder, _WIDTHS[self._format]
+        num = _LINE // width
+        inputs = [build.add(x, build.mul(x_step, _int(row))) for row in self._rows]
+        weights = [build.add(w, build.mul(w_step, _int(column))) for column in self._columns]
+        # Each part fetches other columns of the next tile: memory is then busy all the time.
+        far = build.mul(w_step, _int(len(self._columns)))
+        ahead = [
+            build.select(
+                build.icmp_unsigned("==", build.urem(_int(column), num_parts), part), far, _int(0)
+            )
+            for column in self._columns
+        ]
+        sums = self._sums(_FLOATS, lambda row, column: ir.Constant(_FLOATS, [0.0] * _LANES))
+        num_lines = build.udiv(size, _int(num))
+        with cgutils.for_range(build, num_lines) as lines:
+            start = build.mul(lines.index, _int(num))
+            for column in self._columns:
+                line = build.add(weights[column], build.mul(start, _int(width)))
+                self._fetch(build.add(line, ahead[column]))
+            for i in range(0, num, _LANES):
+                self._add_products(sums, inputs, weights, build.add(start, _int(i)), _FLOATS)
+        alone = self._sums(_FLOAT, lambda row, column: self._total(build.load(sums[row][column])))
+        start = build.mul(num_lines, _int(num))
+        with cgutils.for_range(build, build.sub(size, start)) as rest:
+            self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
+        for row in self._rows:
+            for column in self._columns:
+                place = build.add(out, build.mul(out_step, _int(row)))
+                result = self._at(place, _int(column), 4, _FLOAT)
+                build.store(build.fadd(build.load(result), build.load(alone[row][column])), result)
+
+    def _sums(self, kind: Any, value_of: Callable[[int, int], Any]) -> list[list[Any]]:
+        return [
+            [
+                cgutils.alloca_once_value(self._builder, value_of(row, column))
+                for column in self._columns
+            ]
+            for row in self._rows
+        ]
+
+    def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
+        """Add the products of one vector, or number, of each row and column."""
+        build, fused = self._builder, ("contract",)
+        wide = [self._weights(address, index, kind) for address in weights]
+        for row in self._rows:
+            values = build.load(self._at(inputs[row], index, 4, kind), align=4)
+            for column in self._columns:
+                place = sums[row][column]
+                product = build.fmul(values, wide[column], flags=fused)
+                build.store(build.fadd(build.load(place), product, flags=fused), place)
+
+    def _weights(self, address: Any, index: Any, kind: Any) -> Any:
+        """Load a vector of weights, or one, as float32."""
+        build, width = self._builder, _WIDTHS[self._format]
+        stored = _like(kind, _STORED[self._format])
+        loaded = build.load(self._at(address, index, width, stored), align=width)
+        if self._format == FLOAT32:
+            return loaded
+        if self._format == FLOAT16:
+            return build.fpext(loaded, kind)
+        bits = _like(kind, _INT32)  # bfloat16 is the upper half of a float32
+        sixteen = ir.Constant(bits, 16 if kind is _FLOAT else [16] * _LANES)
+        return build.bitcast(build.shl(build.zext(loaded, bits), sixteen), kind)
+
+    def _total(self, vector: Any) -> Any:
+        """Return the sum of a vector, always of the same halves."""
+        build, num = self._builder, _LANES
+        while num > 1:
+            num //= 2
+            halves = [
+                build.shuffle_vector(
+                    vector,
+                    ir.Constant(vector.type, ir.Undefined),
+                    ir.Constant(ir.VectorType(_INT32, num), [*range(first, first + num)]),
+                )
+                for first in (0, num)
+            ]
+            vector = build.fadd(*halves)
+        return build.extract_element(vector, _INT32(0))
+
+    def _fetch(self, address: Any) -> None:
+        """Have what is at an address brought into the second cache."""
+        build, place = self._builder, ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [place, _INT32, _INT32, _INT32])
+        fetch = build.module.declare_intrinsic("llvm.prefetch", [place], kind)
+        to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
+        build.call(fetch, [build.inttoptr(address, place), to_read, locality, data])
+
+    def _at(self, address: Any, index: Any, width: int, kind: Any) -> Any:
+        build = self._builder
+        place = build.add(address, build.mul(index, _int(width)))
+        return build.inttoptr(place, kind.as_pointer())
+
+
+def _int(value: int) -> Any:
+    return _INT64(value)
+
+
+def _like(kind: Any, element: Any) -> Any:
+    """Return a vector of such elements if `kind` is one, else the element."""
+    return element if kind is _FLOAT else ir.VectorType(element, _LANES)
 
 
 @_compiled
-def _add_products(
-    x: Floats, w: Floats, row: int, out: Floats, column: int, num: int, k: int, size: int, wk: int
-) -> None:
-    """Add the products of some inputs to some columns of the results.
+def _add_tile(of: tuple[int, ...]) -> None:
+    """Add the products of some inputs to a tile of the results.
 
     Args:
-        x: the inputs [rows, K].
-        w: weights, of which `num` rows count from `row` on, and `size` of each from `wk` on.
-        out: the results [rows, N], from `column` on.
-        k: the first of the inputs.
+        of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
+            row, 1; address of the first input, and bytes from one row to the next; address of the
+            first weight, and bytes from one column to the next; address of the first result, and
+            bytes from one row to the next; number of inputs; which of the tiles of the same columns
+            this is, and how many there are.
     """
-    num_rows = x.shape[0]
-    c = 0
-    while c + 3 <= num:
-        w0 = w[row + c][wk : wk + size]
-        w1 = w[row + c + 1][wk : wk + size]
-        w2 = w[row + c + 2][wk : wk + size]
-        o = column + c
-        r = 0
-        while r + 4 <= num_rows:
-            x0 = x[r][k : k + size]
-            x1 = x[r + 1][k : k + size]
-            x2 = x[r + 2][k : k + size]
-            x3 = x[r + 3][k : k + size]
-            a0 = a1 = a2 = b0 = b1 = b2 = np.float32(0)
-            c0 = c1 = c2 = d0 = d1 = d2 = np.float32(0)
-            for i in range(size):
-                u, v, t = w0[i], w1[i], w2[i]
-                a0 += x0[i] * u
-                a1 += x0[i] * v
-                a2 += x0[i] * t
-                b0 += x1[i] * u
-                b1 += x1[i] * v
-                b2 += x1[i] * t
-                c0 += x2[i] * u
-                c1 += x2[i] * v
-                c2 += x2[i] * t
-                d0 += x3[i] * u
-                d1 += x3[i] * v
-                d2 += x3[i] * t
-            out[r, o] += a0
-            out[r, o + 1] += a1
-            out[r, o + 2] += a2
-            out[r + 1, o] += b0
-            out[r + 1, o + 1] += b1
-            out[r + 1, o + 2] += b2
-            out[r + 2, o] += c0
-            out[r + 2, o + 1] += c1
-            out[r + 2, o + 2] += c2
-            out[r + 3, o] += d0
-            out[r + 3, o + 1] += d1
-            out[r + 3, o + 2] += d2
-            r += 4
-        if r + 2 <= num_rows:
-            x0 = x[r][k : k + size]
-            x1 = x[r + 1][k : k + size]
-            a0 = a1 = a2 = b0 = b1 = b2 = np.float32(0)
-            for i in range(size):
-                u, v, t = w0[i], w1[i], w2[i]
-                a0 += x0[i] * u
-                a1 += x0[i] * v
-                a2 += x0[i] * t
-                b0 += x1[i] * u
-                b1 += x1[i] * v
-                b2 += x1[i] * t
-            out[r, o] += a0
-            out[r, o + 1] += a1
-            out[r, o + 2] += a2
-            out[r + 1, o] += b0
-            out[r + 1, o + 1] += b1
-            out[r + 1, o + 2] += b2
-            r += 2
-        if r < num_rows:
-            x0 = x[r][k : k + size]
-            a0 = a1 = a2 = np.float32(0)
-            for i in range(size):
-                a0 += x0[i] * w0[i]
-                a1 += x0[i] * w1[i]
-                a2 += x0[i] * w2[i]
-            out[r, o] += a0
-            out[r, o + 1] += a1
-            out[r, o + 2] += a2
-        c += 3
-    while c < num:  # the last one or two of all
-        w0 = w[row + c][wk : wk + size]
-        for r in range(num_rows):
-            x0 = x[r][k : k + size]
-            a0 = np.float32(0)
-            for i in range(size):
-                a0 += x0[i] * w0[i]
-            out[r, column + c] += a0
-        c += 1
+    _tile(of)
 
 
-@_compiled
-def _begin(out: Floats, bias: Floats, has_bias: bool, column: int, num: int) -> None:
-    """Begin the sums of some columns with the bias."""
-    for r in range(out.shape[0]):
-        for c in range(column, column + num):
-            out[r, c] = bias[c] if has_bias else np.float32(0)
+def _job(function: _F) -> Any:
+    """Compile to be called by threads that know nothing of Python; cache on disk if possible."""
+    kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.cfunc(kind, cache=True, **options)(function)
+    except RuntimeError:  # Numba found no writable folder for its cache
+        return numba.cfunc(kind, **options)(function)
 
 
-@_compiled
-def _widen(w: NDArray[np.uint16], wide: Floats, is_half: bool) -> None:
-    """Convert 16-bit weights to float32."""
-    if not is_half:  # bfloat16 is the upper half of a float32
-        for i in range(len(w)):
-            wide[i] = _as_float(np.uint32(w[i]) << np.uint32(16))
-        return
-    for i in range(len(w)):
-        half = np.uint32(w[i])
-        bits = (half & np.uint32(0x7FFF)) << np.uint32(13)
-        # Exponents have a bias that is less by 112, those of subnormal numbers, too. The largest
-        # exponent is that of infinity and NaN.
-        is_finite = (half & np.uint32(0x7C00)) != np.uint32(0x7C00)
-        value = _as_float(bits) * np.float32(2.0**112)
-        value = value if is_finite else _as_float(bits | np.uint32(0x7F800000))
-        wide[i] = -value if half & np.uint32(0x8000) else value
-
-
-@job
+@_job
 def run_job(address: Any) -> None:
     """Run what other threads leave of a job."""
     d = numba.carray(address, (JOB_SIZE,), np.int64)
     num_rows, num_inputs, num_columns = d[NUM_ROWS], d[NUM_INPUTS], d[NUM_COLUMNS]
-    x = numba.carray(_pointer(d[INPUTS]), (num_rows, num_inputs), np.float32)
     out = numba.carray(_pointer(d[RESULTS]), (num_rows, num_columns), np.float32)
     bias = numba.carray(_pointer(d[BIAS]), (num_columns,), np.float32)
-    whole = numba.carray(_pointer(d[WEIGHTS]), (num_columns, num_inputs), np.float32)
-    narrow = numba.carray(_pointer(d[WEIGHTS]), (num_columns, num_inputs), np.uint16)
-    is_whole, is_half = d[FORMAT] == FLOAT32, d[FORMAT] == FLOAT16
-    scratch = d[SCRATCH_AT] + 4 * SCRATCH * _take(d.ctypes.data + 8 * NEXT_THREAD, 1)
-    wide = numba.carray(_pointer(scratch), (PANEL, DEPTH), np.float32)
+    width = 4 if d[FORMAT] == FLOAT32 else 2
     while True:
-        start = _take(d.ctypes.data + 8 * NEXT_COLUMN, d[CHUNK])
+        start = _take(d.ctypes.data + 8 * NEXT, d[CHUNK])
         if start >= num_columns:
             break
         stop = min(start + d[CHUNK], num_columns)
-        for column in range(start, stop, PANEL):
-            num = min(PANEL, stop - column)
-            _begin(out, bias, d[BIAS] != 0, column, num)
-            for k in range(0, num_inputs, DEPTH):
-                size = min(DEPTH, num_inputs - k)
-                if is_whole:
-                    _add_products(x, whole, column, out, column, num, k, size, k)
-                    continue
-                for c in range(num):
-                    _widen(narrow[column + c][k : k + size], wide[c], is_half)
-                _add_products(x, wide, 0, out, column, num, k, size, 0)
+        for row in range(num_rows):
+            for column in range(start, stop):
+                out[row, column] = bias[column] if d[BIAS] != 0 else np.float32(0)
+        for k in range(0, num_inputs, DEPTH):
+            column = start
+            while column < stop:
+                num = COLUMNS if column + COLUMNS <= stop else 1
+                num_parts = -(-num_rows // (ROWS if num == COLUMNS else 1))
+                row = 0
+                for part in range(num_parts):  # of about as many rows each
+                    until = num_rows * (part + 1) // num_parts
+                    of_tile = (
+                        d[FORMAT],
+                        until - row,
+                        num,
+                        d[INPUTS] + 4 * (row * num_inputs + k),
+                        4 * num_inputs,
+                        d[WEIGHTS] + width * (column * num_inputs + k),
+                        width * num_inputs,
+                        d[RESULTS] + 4 * (row * num_columns + column),
+                        4 * num_columns,
+                        min(DEPTH, num_inputs - k),
+                        part,
+                        num_parts,
+                    )
+                    _add_tile(of_tile)
+                    row = until
+                column += num

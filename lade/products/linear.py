@@ -9,12 +9,14 @@ products.md.
 
 import ctypes
 import math
+import platform
 import warnings
 from collections.abc import Callable
 from time import perf_counter
 from types import MethodType
 from typing import Any
 
+import llvmlite.binding
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -86,49 +88,49 @@ class Products:
         if not _fits(inputs, weight, bias):
             return linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
+        num_rows = inputs.numel() // num_inputs
         key = weight.dtype, num_columns, num_inputs
         size = self._sizes.get(key)
         if size is None:
             size = self._sizes[key] = _Size()
-        choice = size.choice(inputs.numel() // num_inputs)
+        choice = size.choice(num_rows)
         if choice.is_ours is None or choice.is_due():
             run = choice.compare if choice.is_ours is None else choice.run_other
             return run(
-                lambda: self._ours(inputs, weight, bias), lambda: linear(inputs, weight, bias)
+                lambda: self._ours(inputs, weight, bias, num_rows),
+                lambda: linear(inputs, weight, bias),
             )
         if choice.is_ours:
-            return self._ours(inputs, weight, bias)
+            return self._ours(inputs, weight, bias, num_rows)
         return linear(inputs, weight, bias)
 
-    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
         num_columns, num_inputs = weight.shape
         num_threads = torch.get_num_threads()
+        dtype = inputs.dtype
+        is_narrow = dtype is not torch.float32
         # Each of these lives until the job is done.
-        wide = inputs.to(torch.float32).contiguous()
-        of_bias = None if bias is None else bias.to(torch.float32)
+        wide = (inputs.to(torch.float32) if is_narrow else inputs).contiguous()
+        of_bias = bias.to(torch.float32) if is_narrow and bias is not None else bias
         results = wide.new_empty((*inputs.shape[:-1], num_columns))
-        scratch = None
-        if weight.dtype != torch.float32:
-            scratch = wide.new_empty(num_threads * _scratch_size())
         share = num_columns // (_SHARES * num_threads) // _FEWEST * _FEWEST
         job = _Job(
             wide.data_ptr(),
             weight.data_ptr(),
             0 if of_bias is None else of_bias.data_ptr(),
             results.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(),
-            inputs.numel() // num_inputs,
+            num_rows,
             num_inputs,
             num_columns,
-            _FORMATS[weight.dtype],
+            _FORMATS[dtype],
             min(max(share, _FEWEST), _MOST),
         )
         self._run(self._job, ctypes.addressof(job), num_threads)
-        return results.to(inputs.dtype)
+        return results.to(dtype) if is_narrow else results
 
 
 _FORWARD = nn.Linear.forward
-_Job = ctypes.c_int64 * 12
+_Job = ctypes.c_int64 * 10
 
 
 def products_for(model: Model) -> Products | None:
@@ -136,7 +138,7 @@ def products_for(model: Model) -> Products | None:
 
     The first time on a machine, they are compiled, for some seconds.
     """
-    run = runner()
+    run = runner() if _has_vectors() else None
     if run is None or not any(map(_is_candidate, model.modules())):
         return None
     # What is summed in less than float32 is what the user asked for.
@@ -147,10 +149,10 @@ def products_for(model: Model) -> Products | None:
     return Products(run, run_job.address)
 
 
-def _scratch_size() -> int:
-    from lade.products._kernels import SCRATCH
-
-    return SCRATCH
+def _has_vectors() -> bool:
+    """Return whether the CPU converts float16, as those with long vectors all do."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return not is_x86 or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
 
 
 def _is_candidate(module: nn.Module) -> bool:
@@ -164,16 +166,29 @@ def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a product is of plain matrices in memory, of a format that we know."""
     dtype = inputs.dtype
     return (
-        type(weight) in _TENSORS
+        dtype in _FORMATS
+        and weight.dtype is dtype
+        and type(weight) in _TENSORS
         and type(inputs) in _TENSORS
-        and (bias is None or (type(bias) in _TENSORS and bias.is_contiguous()))
-        and dtype in _FORMATS
-        and weight.dtype == dtype
-        and weight.device.type == inputs.device.type == "cpu"
+        and weight.is_cpu
+        and inputs.is_cpu
         and weight.is_contiguous()
-        and inputs.numel() > 0
+        and weight.dim() == 2
+        and inputs.shape[-1:] == weight.shape[1:]  # else torch says what is wrong
+        and (bias is None or _fits_bias(bias, weight))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
+        and inputs.numel() > 0
+    )
+
+
+def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
+    return (
+        type(bias) in _TENSORS
+        and bias.is_cpu
+        and bias.dtype is weight.dtype
+        and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()
     )
 
 

@@ -3,9 +3,11 @@
 import copy
 import itertools
 import math
+import platform
 import warnings
 from typing import Any
 
+import llvmlite.binding
 import pytest
 import torch
 from torch import Tensor, nn
@@ -326,6 +328,32 @@ def test_without_torchs_threads_there_are_none(monkeypatch: pytest.MonkeyPatch) 
     model = wide_model()
     plan = VerificationPlan("tree", None, {})
     assert with_products(plan, model, profile_of(model)) == plan
+
+
+def test_a_cpu_without_long_vectors_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", dict)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert products_for(nn.Linear(256, 256)) is None
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert products_for(nn.Linear(256, 256)) is not None
+
+
+def test_what_does_not_fit_is_said_by_torch(always: None) -> None:
+    weight, inputs = torch.randn(300, 256), torch.randn(4, 256)
+    product = made().product
+    for wrong in (
+        (torch.randn(4, 128), weight, None),
+        (torch.randn(2, 2, 512), weight, None),
+        (inputs, weight, torch.randn(299)),
+        (inputs, weight, torch.randn(300, dtype=torch.bfloat16)),
+        (inputs.double(), weight, None),
+    ):
+        with pytest.raises(RuntimeError):
+            product(*wrong)
+    of_one = torch.randn(1)
+    assert torch.equal(product(inputs, weight, of_one), linear(inputs, weight, of_one))
+    assert product(torch.randn(256), weight, None).shape == (300,)
+    assert product(torch.randn(0, 256), weight, None).shape == (0, 300)
 
 
 def test_the_switch_is_a_bool() -> None:
