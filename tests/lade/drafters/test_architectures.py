@@ -8,6 +8,7 @@ import torch
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
+from tests.lade.both import same_as_generate
 from tests.lade.tiny import tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
@@ -27,36 +28,29 @@ SOME = (
 )
 
 
-def _draft(model: Any) -> dict[str, int]:
-    """Compare texts by an assistant, alone and beside the pool; return what was asked of each."""
+def _draft(model: Any, *samples: tuple[bool, ...]) -> list[int]:
+    """Compare texts by an assistant, alone and beside the pool; return what was asked of each.
+
+    Args:
+        model: the target.
+        samples: for each of both, whether to sample, call after call.
+    """
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     assistant = AssistantModel(tiny_model("llama", vocab_size=vocab_size), length=3)
-    asked: dict[str, int] = {}
-    for kind, drafter in (("assistant", assistant), ("merged", Merged([CallPool(), assistant]))):
-        for do_sample in (False, True):
+    asked = [0, 0]
+    for i, drafter in enumerate((assistant, Merged([CallPool(), assistant]))):
+        for do_sample in samples[i]:
             options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": do_sample}
-            mask = torch.ones_like(PROMPT)
-            torch.manual_seed(1)
-            expected = model.generate(PROMPT, attention_mask=mask, **options)
-            torch.manual_seed(1)
-            output = lade.generate(
-                model,
-                PROMPT,
-                attention_mask=mask,
-                drafter=drafter,
-                config=STRICT,
-                return_dict_in_generate=True,
-                **options,
+            _, output = same_as_generate(
+                model, PROMPT, drafter=drafter, seed=1, config=STRICT, **options
             )
-            assert output.sequences.tolist() == expected.tolist()
-            num = sum(source.num_asked for source in output.stats.sources.values())
-            asked[kind] = asked.get(kind, 0) + num
+            asked[i] += sum(source.num_asked for source in output.stats.sources.values())
     return asked
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_text_with_an_assistant_is_that_of_generate(name: str) -> None:
-    assert min(_draft(tiny_architecture(name)).values()) > 0
+    assert min(_draft(tiny_architecture(name), (False, True), (False, True))) > 0
 
 
 @pytest.mark.exhaustive
@@ -68,4 +62,4 @@ def test_every_architecture_keeps_its_text_with_an_assistant(name: str) -> None:
         pytest.skip(str(reason))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        _draft(model)
+        _draft(model, (True,), (False,))
