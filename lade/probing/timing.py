@@ -12,6 +12,7 @@ from lade.compat import Model
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.profile import Profile
 from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
+from lade.products.linear import Products
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
@@ -58,7 +59,8 @@ def time_forwards(
         )
         try:
             target.prefill()
-            found.update(_in_turn(model, target, sizes, max_sec))
+            products = profile.products_for(model) if chosen.products else None
+            found.update(_in_turn(model, target, sizes, max_sec, products))
         finally:
             target.close()
         return input_ids
@@ -69,7 +71,11 @@ def time_forwards(
 
 
 def _in_turn(
-    model: Model, target: Target, sizes: Sequence[int], max_sec: float
+    model: Model,
+    target: Target,
+    sizes: Sequence[int],
+    max_sec: float,
+    products: Products | None,
 ) -> dict[int, list[float]]:
     """Measure as many sizes, and as often, as there is time for; the first two at least."""
     found: dict[int, list[float]] = {}
@@ -77,8 +83,13 @@ def _in_turn(
     for size in (*sizes,) * _MOST_TURNS:
         if perf_counter() > end and len(found) > 1:
             break
-        if size not in found:  # does not count: libraries prepare kernels for a new size
+        # What does not count: libraries prepare kernels for a new size, and products are compared.
+        is_ready = size in found
+        while not is_ready:
+            num_compared = 0 if products is None else products.num_compared
             _time_one(model, target, size)
+            is_ready = products is None or products.num_compared == num_compared
+            is_ready |= perf_counter() > end
         times = [_time_one(model, target, size) for _ in range(2)]
         found[size] = sorted(found.get(size, []) + times)
     return found

@@ -53,10 +53,14 @@ class Products:
     Args:
         run: calls a function on several threads.
         job: address of the function.
+
+    Attributes:
+        num_compared: products that both ran, as it was not known which is faster.
     """
 
     def __init__(self, run: Run, job: int) -> None:
         self._run, self._job = run, job
+        self.num_compared = 0
         self._sizes: dict[tuple[torch.dtype, int, int], _Size] = {}
 
     def view(self, model: Model) -> Model:
@@ -94,6 +98,7 @@ class Products:
         if size is None:
             size = self._sizes[key] = _Size()
         choice = size.choice(num_rows)
+        self.num_compared += choice.is_ours is None
         if choice.is_ours is None or choice.is_due():
             run = choice.compare if choice.is_ours is None else choice.run_other
             return run(

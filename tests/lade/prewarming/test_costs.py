@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,27 @@ def test_each_size_is_timed_as_often_and_its_shortest_time_is_first(
     assert all(len(times) == 4 and times == sorted(times) for times in found.values())
     none = timing.time_forwards(model, profile_of(model), BY_TREE, max_sec=0.0)
     assert [*none] == [1, 8]  # as where a forward takes a second
+
+
+def test_forwards_count_once_products_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: Any = SimpleNamespace(num_compared=0)
+    run: list[int] = []
+
+    def time_one(model: Any, target: Any, size: int) -> float:
+        run.append(size)
+        products.num_compared += len(run) < 4
+        return float(len(run))
+
+    monkeypatch.setattr(timing, "_time_one", time_one)
+    monkeypatch.setattr(timing, "_MOST_TURNS", 1)
+    nothing: Any = None
+    assert timing._in_turn(nothing, nothing, (1, 8), 1e9, products) == {
+        1: [5.0, 6.0],
+        8: [8.0, 9.0],
+    }
+    run.clear()
+    assert timing._in_turn(nothing, nothing, (1,), 0.0, products) == {1: [2.0, 3.0]}  # no time left
+    assert timing._in_turn(nothing, nothing, (1,), 1e9, None) == {1: [5.0, 6.0]}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
