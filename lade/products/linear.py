@@ -55,7 +55,7 @@ class Products:
         job: address of the function.
 
     Attributes:
-        num_compared: products that both ran, as it was not known which is faster.
+        num_compared: calls that ran both products.
     """
 
     def __init__(self, run: Run, job: int) -> None:
@@ -98,10 +98,9 @@ class Products:
         if size is None:
             size = self._sizes[key] = _Size()
         choice = size.choice(num_rows)
-        self.num_compared += choice.is_ours is None
         if choice.is_ours is None or choice.is_due():
-            run = choice.compare if choice.is_ours is None else choice.run_other
-            return run(
+            self.num_compared += 1
+            return choice.compare(
                 lambda: self._ours(inputs, weight, bias, num_rows),
                 lambda: linear(inputs, weight, bias),
             )
@@ -225,9 +224,10 @@ class _Choice:
 
     def compare(self, ours: _Call, theirs: _Call) -> Tensor:
         """Run both products, time the first, and return torch's result."""
-        is_first = self._num_compared % 2 == 0
+        is_known = self.is_ours is not None
+        is_ours_first = not self.is_ours if is_known else self._num_compared % 2 == 0
         self._num_compared += 1
-        if is_first:
+        if is_ours_first:
             mine, result = self._timed(True, ours), theirs()
         else:
             result, mine = self._timed(False, theirs), ours()
@@ -239,23 +239,20 @@ class _Choice:
                 stacklevel=2,
             )
             self.is_ours, self._num_left = False, -1
-        elif not is_first:
-            fast, slow = sorted(self._sec)
-            is_clear = slow > _CLEAR * fast and slow > _CLEAR_SEC
-            if is_clear or self._num_compared >= 2 * _NUM_TIMES:
-                self._choose()
+        elif is_known or (not is_ours_first and self._has_times()):
+            self._choose()
         return result
 
     def is_due(self) -> bool:
-        """Count a call; return whether it should be by the product that seems slower."""
+        """Count a call; return whether both products are to run, what seems slower first."""
         self._num_left -= 1
         return self._num_left == 0
 
-    def run_other(self, ours: _Call, theirs: _Call) -> Tensor:
-        """Run and time the product that seems slower, and choose again."""
-        result = self._timed(not self.is_ours, theirs if self.is_ours else ours)
-        self._choose()
-        return result
+    def _has_times(self) -> bool:
+        """Return whether both were timed as often as there is something to learn."""
+        fast, slow = sorted(self._sec)
+        is_clear = slow > _CLEAR * fast and slow > _CLEAR_SEC
+        return is_clear or self._num_compared >= 2 * _NUM_TIMES
 
     def _timed(self, is_ours: bool, call: _Call) -> Tensor:
         start = perf_counter()

@@ -437,6 +437,8 @@ def _noting_doubts(run: Run, may_fail: bool) -> Iterator[None]:
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", lade.VerificationWarning)
+            if may_fail:  # first layers that draft are the model's own
+                warnings.simplefilter("ignore", lade.DrafterWarning)
             yield
     finally:
         for each in told:

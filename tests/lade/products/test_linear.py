@@ -196,6 +196,18 @@ def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(products.product(inputs, weight, None), linear(inputs, weight))
 
 
+def test_one_that_becomes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, ours=0.9e-4, theirs=1e-4)
+    products, weight, inputs = made(), torch.randn(256, 256), torch.randn(3, 256)
+    for _ in range(10):
+        products.product(inputs, weight, None)
+    own = Products._ours
+    monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
+    with pytest.warns(RuntimeWarning, match="differs from torch's, which is used instead"):
+        results = [products.product(inputs, weight, None) for _ in range(300)]
+    assert torch.equal(results[-1], linear(inputs, weight))
+
+
 # --- a model's layers ---------------------------------------------------------------------------
 
 
