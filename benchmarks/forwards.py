@@ -45,10 +45,11 @@ def run(loaded: LoadedModel, files: ResultFiles) -> None:
 
 
 def sheet_of(seconds: Mapping[str, Mapping[int, float]]) -> Sheet:
-    """Return the times in milliseconds, a column for each number of tokens."""
+    """Return the times in milliseconds, a column for each size that there was time for in both."""
+    sizes = sorted(seconds["torch"].keys() & seconds["lade"].keys())
     rows = [
-        (f"{name}'s products", *(f"{1000 * sec:.0f}" for _, sec in sorted(of_sizes.items())))
+        (f"{name}'s products", *(f"{1000 * of_sizes[size]:.0f}" for size in sizes))
         for name, of_sizes in seconds.items()
     ]
-    headings = ["milliseconds by tokens", *map(str, sorted(seconds["torch"]))]
+    headings = ["milliseconds by tokens", *map(str, sizes)]
     return Sheet("Forwards", headings, 1, [rows])

@@ -231,6 +231,14 @@ def test_forwards_are_timed_with_both_products(
     assert "lade's products" in result.output
 
 
+def test_sizes_that_one_had_no_time_for_are_not_shown() -> None:
+    sheet = forwards.sheet_of({"torch": {1: 0.1, 8: 0.2, 2: 0.15}, "lade": {8: 0.1, 1: 0.1}})
+    assert sheet.headings == ["milliseconds by tokens", "1", "8"]
+    assert sheet.sections == [
+        [("torch's products", "100", "200"), ("lade's products", "100", "100")]
+    ]
+
+
 def test_a_model_without_large_layers_has_no_products_to_time() -> None:
     small = LoadedModel(tiny_model("llama", dtype=torch.float32), None, "x")
     with pytest.raises(ValueError, match="expected a model on a CPU with large layers"):
