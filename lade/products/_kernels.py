@@ -9,7 +9,7 @@ A job is run by any number of threads at once: each takes the next few columns u
 so that a thread that was interrupted delays the others by no more than these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import llvmlite.binding
@@ -41,12 +41,6 @@ _WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
 _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
-def _compiled(function: _F) -> _F:
-    """Compile to be called by other functions of this file."""
-    compiled: _F = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def _pointer(typing_context: Any, address: Any) -> Any:
     """Return an integer as a pointer, which `numba.carray` takes."""
@@ -70,25 +64,33 @@ def _take(typing_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _tile(typing_context: Any, of: Any) -> Any:
-    """Add the products of some inputs to a tile of the results, given what `_add_tile` takes.
+    """Add the products of some inputs to a tile of the results.
 
     There is code for each format and size of a tile, in LLVM's own terms: which sums are in
     registers, and what is fetched when, is all that matters here, and a compiler of loops does not
     find it.
+
+    Args:
+        typing_context: Numba's.
+        of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
+            row, 1; address of the first input, and bytes from one row to the next; address of the
+            first weight, and bytes from one column to the next; address of the first result, and
+            bytes from one row to the next; number of inputs; which of the tiles of the same columns
+            this is, and how many there are.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         format_, num_rows, num_columns, *given = cgutils.unpack_tuple(builder, arguments[0])
         end = builder.append_basic_block("end")
-        size = builder.add(builder.mul(num_rows, _int(8)), num_columns)
-        switch = builder.switch(builder.add(builder.mul(format_, _int(64)), size), end)
+        size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
+        switch = builder.switch(builder.add(builder.mul(format_, _INT64(64)), size), end)
         sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
         for of_format in _WIDTHS:
             for rows, columns in sizes:
                 block = builder.append_basic_block("tile")
-                switch.add_case(_int(64 * of_format + 8 * rows + columns), block)
+                switch.add_case(_INT64(64 * of_format + 8 * rows + columns), block)
                 builder.position_at_end(block)
-                _Tile(builder, of_format, rows, columns).add(*given)
+                _Tile(builder, of_format, rows, columns).add(given)
                 builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -103,43 +105,43 @@ class _Tile:
         self._builder, self._format = builder, format_
         self._rows, self._columns = range(num_rows), range(num_columns)
 
-    def add(
-        self, x: Any, x_step: Any, w: Any, w_step: Any, out: Any, out_step: Any, *of: Any
-    ) -> None:
-        """Write code; all are addresses and differences in bytes, and what `_add_tile` says."""
-        size, part, num_parts = of
+    def add(self, of: Sequence[Any]) -> None:
+        """Write the code, given what `_tile` takes but for format and size."""
+        x, x_step, w, w_step, out, out_step, size, part, num_parts = of
         build, width = self._builder, _WIDTHS[self._format]
         num = _LINE // width
-        inputs = [build.add(x, build.mul(x_step, _int(row))) for row in self._rows]
-        weights = [build.add(w, build.mul(w_step, _int(column))) for column in self._columns]
+        inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
+        weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
         # Each part fetches other columns of the next tile: memory is then busy all the time.
-        far = build.mul(w_step, _int(len(self._columns)))
+        far = build.mul(w_step, _INT64(len(self._columns)))
         ahead = [
             build.select(
-                build.icmp_unsigned("==", build.urem(_int(column), num_parts), part), far, _int(0)
+                build.icmp_unsigned("==", build.urem(_INT64(column), num_parts), part),
+                far,
+                _INT64(0),
             )
             for column in self._columns
         ]
-        sums = self._sums(_FLOATS, lambda row, column: ir.Constant(_FLOATS, [0.0] * _LANES))
-        num_lines = build.udiv(size, _int(num))
+        sums = self._sums(lambda row, column: ir.Constant(_FLOATS, [0.0] * _LANES))
+        num_lines = build.udiv(size, _INT64(num))
         with cgutils.for_range(build, num_lines) as lines:
-            start = build.mul(lines.index, _int(num))
+            start = build.mul(lines.index, _INT64(num))
             for column in self._columns:
-                line = build.add(weights[column], build.mul(start, _int(width)))
+                line = build.add(weights[column], build.mul(start, _INT64(width)))
                 self._fetch(build.add(line, ahead[column]))
             for i in range(0, num, _LANES):
-                self._add_products(sums, inputs, weights, build.add(start, _int(i)), _FLOATS)
-        alone = self._sums(_FLOAT, lambda row, column: self._total(build.load(sums[row][column])))
-        start = build.mul(num_lines, _int(num))
+                self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
+        alone = self._sums(lambda row, column: self._total(build.load(sums[row][column])))
+        start = build.mul(num_lines, _INT64(num))
         with cgutils.for_range(build, build.sub(size, start)) as rest:
             self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
         for row in self._rows:
             for column in self._columns:
-                place = build.add(out, build.mul(out_step, _int(row)))
-                result = self._at(place, _int(column), 4, _FLOAT)
+                place = build.add(out, build.mul(out_step, _INT64(row)))
+                result = self._at(place, _INT64(column), 4, _FLOAT)
                 build.store(build.fadd(build.load(result), build.load(alone[row][column])), result)
 
-    def _sums(self, kind: Any, value_of: Callable[[int, int], Any]) -> list[list[Any]]:
+    def _sums(self, value_of: Callable[[int, int], Any]) -> list[list[Any]]:
         return [
             [
                 cgutils.alloca_once_value(self._builder, value_of(row, column))
@@ -198,31 +200,13 @@ class _Tile:
 
     def _at(self, address: Any, index: Any, width: int, kind: Any) -> Any:
         build = self._builder
-        place = build.add(address, build.mul(index, _int(width)))
+        place = build.add(address, build.mul(index, _INT64(width)))
         return build.inttoptr(place, kind.as_pointer())
-
-
-def _int(value: int) -> Any:
-    return _INT64(value)
 
 
 def _like(kind: Any, element: Any) -> Any:
     """Return a vector of such elements if `kind` is one, else the element."""
     return element if kind is _FLOAT else ir.VectorType(element, _LANES)
-
-
-@_compiled
-def _add_tile(of: tuple[int, ...]) -> None:
-    """Add the products of some inputs to a tile of the results.
-
-    Args:
-        of: format of the weights; number of rows, 1 to ROWS, and of columns, COLUMNS or, for one
-            row, 1; address of the first input, and bytes from one row to the next; address of the
-            first weight, and bytes from one column to the next; address of the first result, and
-            bytes from one row to the next; number of inputs; which of the tiles of the same columns
-            this is, and how many there are.
-    """
-    _tile(of)
 
 
 def _job(function: _F) -> Any:
@@ -272,6 +256,6 @@ def run_job(address: Any) -> None:
                         part,
                         num_parts,
                     )
-                    _add_tile(of_tile)
+                    _tile(of_tile)
                     row = until
                 column += num
