@@ -134,8 +134,15 @@ class Tab:
     def set_longest(self, number: str) -> None:
         self.page.get_by_role("button", name="Options").click()
         field = self.page.get_by_role("spinbutton", name="Longest answer")
-        field.fill(number)
-        field.press("Tab")
+        slider = self.find("#longest input[type=range]")  # shows what the page has taken
+        for name in ("system", "temperature", "longest"):  # these come one by one, too
+            self.find(f"#{name}").wait_for()
+        end = time.monotonic() + _WAIT_MSEC / 1000
+        while slider.input_value() != number:  # lost where the page was not ready to listen
+            assert time.monotonic() < end, "the page takes no length"
+            field.fill(number)
+            field.press("Tab")
+            self.page.wait_for_timeout(100)
 
     def begin_long_answer(self, text: str = "abcabc") -> None:
         self.set_longest(_LONG)
