@@ -161,9 +161,9 @@ class Paced:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Wait for what is bound to happen; fail after a minute."""
-    end = time.monotonic() + 60
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait for what is bound to happen; fail after so many seconds."""
+    end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)

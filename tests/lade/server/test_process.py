@@ -19,6 +19,7 @@ from lade.cli.serve import read_keys
 from tests.lade.server.serving import QUESTION, loaded_model, plain_text, wait_until
 
 KEYS = ("key-of-alice", "key-of-bob")
+_START_SEC = 300  # a busy machine compiles kernels meanwhile
 
 
 class Running(NamedTuple):
@@ -26,7 +27,7 @@ class Running(NamedTuple):
     url: str
 
     def client(self, key: str = KEYS[0]) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=_START_SEC)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Running]:
         return re.search(r"http://\S+/v1", log.read_text())
 
     try:
-        wait_until(lambda: url() is not None)
+        wait_until(lambda: url() is not None, _START_SEC)
         yield Running(process, url()[0])
     finally:
         process.kill()
