@@ -1,9 +1,14 @@
-"""Attention over trees on a CPU: transformers' `sdpa`, without copies of keys and values.
+"""Attention over trees: transformers' `sdpa`, without copies of keys, values and masks.
 
 If several query heads share a key head, `sdpa` in transformers copies keys and values for each of
 them as soon as there is a mask. Here, the queries that share a key head are packed into one list
 instead. SmolLM2 (9 query heads, 3 key heads), 9 tokens, one thread, per layer: 0.12 ms instead of
-0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results.
+0.17 after 300 tokens, 0.32 instead of 1.20 after 900, with bitwise equal results. And a mask of
+booleans, which torch makes one of numbers in each layer, is made one once a step.
+
+On CUDA the kernel is called by its name. `scaled_dot_product_attention` chooses one by the shape of
+its arguments: on cards of compute capability 9 and 10, in 16 bits, that of cuDNN, which builds a
+plan for each new shape (tens to hundreds of milliseconds), and nearly every tree has a new one.
 """
 
 from collections.abc import Sequence
@@ -36,7 +41,7 @@ def packed_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `sdpa` does; calls other than a mask over shared heads are passed on to it.
+    """Attend as `sdpa` does; calls other than steps of a decoding are passed on to it.
 
     Args:
         module: the layer.
@@ -50,13 +55,13 @@ def packed_sdpa(
     """
     rows, num_heads, num_queries, _ = query.shape
     num_sharing = num_heads // key.shape[1]
-    is_plain = (
-        attention_mask is None
-        or attention_mask.shape[1:3] != (1, num_queries)
-        or num_sharing == 1
-        or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    )
-    if is_plain:
+    if attention_mask is None:
+        is_step = query.is_cuda and num_queries == 1
+    else:
+        is_step = attention_mask.shape[1:3] == (1, num_queries)
+    if not is_step or any(
+        kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")
+    ):
         attended: tuple[Tensor, None] = _sdpa(
             module,
             query,
@@ -69,17 +74,75 @@ def packed_sdpa(
             **kwargs,
         )
         return attended
-    assert attention_mask is not None
-    packed = scaled_dot_product_attention(
+    packed = _attended(
         query.reshape(rows, key.shape[1], num_sharing * num_queries, query.shape[-1]),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, num_sharing, 1),
-        dropout_p=dropout,
-        scale=scaling,
+        None if attention_mask is None else _added(attention_mask, num_sharing, query.dtype),
+        dropout,
+        scaling,
     )
     of_heads = packed.reshape(rows, num_heads, num_queries, value.shape[-1])
     return of_heads.transpose(1, 2).contiguous(), None
+
+
+def _attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attend with as many query heads as key heads; no choice depends on the number of tokens.
+
+    Args:
+        query, key, value: [rows, num_key_heads, num_queries or num_keys, head_dim of each].
+        added: [rows, 1, num_queries, num_keys], of `_added`.
+        dropout, scaling: as transformers passes them.
+    """
+    dims = query.shape[-1], value.shape[-1]
+    is_aligned = not any(dim * query.element_size() % _ALIGNMENT for dim in dims)
+    if not query.is_cuda or not is_aligned or query.dtype == torch.float64 or dropout:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=added, dropout_p=dropout, scale=scaling
+        )
+    if added is not None:
+        added = added.expand(-1, query.shape[1], -1, -1)
+    # Of torch's kernels the one that takes masks; its other results are for a backward pass.
+    attended: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, added, False, scale=scaling
+    )[0]
+    return attended
+
+
+_ALIGNMENT = 16  # bytes between heads, for the kernel; and numbers between the rows of its mask
+
+
+def _added(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
+    """Return what a mask adds to scores, [rows, 1, num_sharing · num_queries, num_keys].
+
+    All layers of a step get the same mask, so it is kept there until the mask is written to.
+    """
+    if mask.is_inference():  # does not tell when it is written to
+        return _made_to_add(mask, num_sharing, dtype)
+    key = num_sharing, dtype, mask._version
+    kept: tuple[Any, Tensor] | None = getattr(mask, "_lade_added", None)
+    if kept is None or kept[0] != key:
+        kept = key, _made_to_add(mask, num_sharing, dtype)
+        mask._lade_added = kept  # type: ignore[attr-defined]
+    return kept[1]
+
+
+def _made_to_add(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
+    rows, _, num_queries, num_keys = mask.shape
+    width = -(-num_keys // _ALIGNMENT) * _ALIGNMENT
+    added = mask.new_zeros((rows, num_sharing, num_queries, width), dtype=dtype)
+    if mask.dtype == torch.bool:
+        added[..., :num_keys].masked_fill_(~mask, float("-inf"))
+    else:
+        added[..., :num_keys] = mask
+    return added.view(rows, 1, -1, width)[..., :num_keys]
 
 
 # Keys that cost about as much as one more call of `scaled_dot_product_attention`: 25 µs.
@@ -104,16 +167,6 @@ class RowGroup:
         self.shape = len(sizes), max(sizes)
         self._seen = seen[:, :, : max(sizes)]
         self._packing = Packing.of(sizes, seen.device) if min(sizes) < max(sizes) else None
-        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def mask(self, num_sharing: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to scores [rows, 1, num_sharing · width, num_keys]."""
-        key = num_sharing, dtype
-        if key not in self._masks:  # the same in all layers
-            hidden = torch.zeros_like(self._seen, dtype=dtype)
-            hidden.masked_fill_(~self._seen, float("-inf"))
-            self._masks[key] = hidden.repeat(1, 1, num_sharing, 1)
-        return self._masks[key]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
@@ -128,13 +181,13 @@ class RowGroup:
         else:
             padded = self._packing.pad(padded)
         by_head = padded.permute(0, 2, 3, 1, 4)
-        of_group = scaled_dot_product_attention(
+        of_group = _attended(
             by_head.reshape(rows, num_key_heads, num_sharing * width, query.shape[-1]),
             key[self.rows, :, self.keys],
             value[self.rows, :, self.keys],
-            attn_mask=self.mask(num_sharing, query.dtype),
-            dropout_p=dropout,
-            scale=scaling,
+            _added(self._seen, num_sharing, query.dtype),
+            dropout,
+            scaling,
         )
         by_head = of_group.view(rows, num_key_heads, num_sharing, width, value.shape[-1])
         attended = by_head.permute(0, 3, 1, 2, 4).reshape(rows * width, -1, value.shape[-1])

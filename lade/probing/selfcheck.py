@@ -92,16 +92,23 @@ def _attentions_for(
     if widths is not None and _has_kernels(model):
         # Its cost depends on the keys that exist, not on the slots shown.
         return [TREE_ATTENTION, *_attentions_for(model)]
-    if own is not None and own not in MASK_IS_ADDED:
-        return ["sdpa", "eager"]
-    # As a dict, because a config whose layers differ raises if asked for one number.
-    config = model.config.get_text_config(decoder=True).to_dict()
-    shares = config.get("num_key_value_heads") not in (None, config.get("num_attention_heads"))
-    is_cpu = device_of_inputs(model).type == "cpu"
-    if own != "sdpa" or not is_cpu:
-        return [None]
-    packed = [PACKED_ROWS] * (has_rows and widths is None) + [PACKED_SDPA] * shares
-    return [*packed, None]
+    takes_no_mask = own is not None and own not in MASK_IS_ADDED
+    others: list[str | None] = ["sdpa", "eager"] if takes_no_mask else [None]
+    device = device_of_inputs(model)
+    is_cpu = device.type == "cpu"
+    # A recorded step would keep the mask that it was recorded with.
+    is_fit = is_cpu or (widths is None and _can_pack(device, model.dtype))
+    if not is_fit or (own != "sdpa" and not takes_no_mask):
+        return others
+    # Elsewhere than on a CPU, each group of rows would cost calls.
+    return [*[PACKED_ROWS] * (has_rows and widths is None and is_cpu), PACKED_SDPA, *others]
+
+
+def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has the kernel there that packed attention calls."""
+    if device.type != "cuda":
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _has_kernels(model: Model) -> bool:

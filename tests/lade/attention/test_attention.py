@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 import lade
@@ -105,10 +106,34 @@ def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> No
     assert seen == {"sdpa", PACKED_SDPA}
 
 
-@pytest.mark.parametrize(("num_key_value_heads", "attention"), [(4, "sdpa"), (2, "eager")])
-def test_other_models_keep_their_attention(num_key_value_heads: int, attention: str) -> None:
-    model = shared_model("llama", attention=attention, num_key_value_heads=num_key_value_heads)
-    assert lade.probe(model).attention == attention
+@pytest.mark.parametrize(
+    ("num_key_value_heads", "own", "chosen"),
+    [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
+)
+def test_other_attention_is_kept_where_it_takes_masks(
+    num_key_value_heads: int, own: str, chosen: str
+) -> None:
+    model = shared_model("llama", attention=own, num_key_value_heads=num_key_value_heads)
+    assert lade.probe(model).attention == chosen
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("num_sharing", [1, 3])
+def test_a_mask_of_booleans_is_read_again_once_it_is_written_to(
+    num_sharing: int, is_inference: bool
+) -> None:
+    with torch.inference_mode(is_inference):
+        query, key = torch.randn(1, 2 * num_sharing, 5, 8), torch.randn(1, 2, 21, 8)
+        mask = torch.rand(1, 1, 5, 21) < 0.5
+        for _ in range(2):
+            mask[..., 0] = True
+            for _ in range(2):
+                expected = scaled_dot_product_attention(
+                    query.view(1, 2, -1, 8), key, key, attn_mask=mask.repeat(1, 1, num_sharing, 1)
+                ).view(query.shape)
+                got, _ = packed_sdpa(Layer(num_sharing), query, key, key, mask)
+                assert torch.equal(got.transpose(1, 2), expected)  # bit for bit
+            mask.logical_not_()
 
 
 # --- rows one after the other ------------------------------------------------------------------
@@ -182,8 +207,7 @@ def test_batches_run_without_padding_and_rows_alone_do_not_need_to(
     num_key_value_heads: int,
 ) -> None:
     model = shared_model("llama", num_key_value_heads=num_key_value_heads)
-    alone = PACKED_SDPA if num_key_value_heads == 2 else "sdpa"
-    assert lade.probe(model).attention == alone
+    assert lade.probe(model).attention == PACKED_SDPA
     assert lade.probe(model, num_rows=2).attention == PACKED_ROWS
 
 

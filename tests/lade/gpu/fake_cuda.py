@@ -33,6 +33,9 @@ from lade.gpu.graphs import Recording, StepCall
 from lade.gpu.policy import DevicePolicy
 
 DEVICE = torch.device("cuda", 0)
+# Attention in counts: of one token to all before it; of a tree by a kernel that is called by name;
+# and by one that is chosen by the shapes of the arguments.
+PLAIN, OF_TREE, DISPATCHING = "plain attention", "attention of a tree", "attention by shape"
 
 
 class Wait(NamedTuple):
@@ -116,12 +119,14 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         waits: what the host has waited for without saying so.
         num_awaited: how many events it has waited for, which it does on purpose, by phase and step.
+        num_run: how many operations it has run that compute something, by phase, step and name.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: list[Wait] = []
         self.num_awaited: Counter[tuple[str, int]] = Counter()
+        self.num_run: Counter[tuple[str, int, str]] = Counter()
         self.phase, self.step = "before", 0
         self._pinned: dict[int, Any] = {}  # by address; storages are kept, so that none comes again
         self._under_way: list[Callable[[], None]] = []  # copies, each in the order it was begun
@@ -140,6 +145,11 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         if on_device:
             self._look_at(name, args, kwargs, tensors)
+        if name == "_scaled_dot_product_efficient_attention":
+            self.count(PLAIN if args[3] is None else OF_TREE)
+            func = _efficient_attention
+        elif is_made_there and _computes(func):
+            self.count(name)
         is_pinned = bool(kwargs.pop("pin_memory", False))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
@@ -156,6 +166,10 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note(self, what: str) -> None:
         """Note that the host waits here."""
         self.waits.append(Wait(self.phase, self.step, what, _where()))
+
+    def count(self, name: str) -> None:
+        """Count an operation."""
+        self.num_run[self.phase, self.step, name] += 1
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -281,6 +295,8 @@ class _Python(TorchFunctionMode):
             return self._set(mine, args[1], args[2])
         if func is nn.functional.scaled_dot_product_attention and isinstance(args[0], CudaTensor):
             # It asks for the kind of device, and waits for nothing.
+            is_plain = kwargs.get("attn_mask") is None and args[0].shape[2] == 1
+            self._fake.count(PLAIN if is_plain else DISPATCHING)
             return CudaTensor(func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if func is Tensor.is_pinned:
             return mine is None and self._fake.is_pinned(args[0])
@@ -316,6 +332,7 @@ class _Python(TorchFunctionMode):
         if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
             self._fake.note(f"{list(value.shape)} of {value.dtype} are sent, and waited for")
         is_filled = not isinstance(value, Tensor) or value.numel() == 1
+        self._fake.count("copy_")
         target.held[self._indices(index, is_filled)] = _held(value)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -450,6 +467,47 @@ def _followed(device: FakeCuda) -> Iterator[None]:
         patch.object(Decoder, "_step", followed_step),
     ):
         yield
+
+
+_IS_MEMORY_ALONE = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
+
+
+def _computes(func: Any) -> bool:
+    """Return whether an operation runs a kernel: views and new memory do not."""
+    is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+    return not is_view and func.overloadpacket.__name__ not in _IS_MEMORY_ALONE
+
+
+def _efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Stand in for the kernel, refusing what it refuses."""
+    rows, num_heads, num_queries, _ = query.shape
+    num_keys = key.shape[2]
+    assert key.shape[:3] == value.shape[:3] == (rows, num_heads, num_keys)
+    for each in (query, key, value):
+        assert each.dtype == query.dtype != torch.float64
+        assert each.stride(-1) == 1
+        numbers = 16 // each.element_size()
+        for size in (each.shape[-1], *each.stride()[:3]):
+            assert size % numbers == 0, "(inputs) not correctly aligned"
+    if bias is not None:
+        assert bias.shape == (rows, num_heads, num_queries, num_keys)
+        assert bias.dtype == query.dtype
+        assert bias.stride(-1) == 1
+        assert not any(stride % 16 for stride in bias.stride()[:3]), "(bias) not correctly aligned"
+    attended = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )
+    return attended, *(query.new_empty(0) for _ in range(3))
 
 
 def _in_plain_torch(

@@ -1,11 +1,13 @@
 """On a device, a step waits for nothing but what it says that it waits for."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import lade
@@ -15,6 +17,9 @@ from tests.grids import thinned
 from tests.lade.both import ONE, THREE
 from tests.lade.gpu.fake_cuda import (
     DEVICE,
+    DISPATCHING,
+    OF_TREE,
+    PLAIN,
     CudaTensor,
     FakeCuda,
     FakePolicy,
@@ -106,6 +111,52 @@ def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         torch.manual_seed(3)
         expected = plain.generate(prompt, attention_mask=(prompt != 0).long(), **options)
         assert torch.equal(got.held, expected)
+
+
+# What a layer runs beside a plain one of one token: queries are packed by key head, and unpacked.
+BESIDE_PLAIN = 2
+
+
+def test_a_layer_runs_hardly_more_than_a_plain_one_and_chooses_no_kernel_by_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels that are chosen by shape are built for each new one, on some cards."""
+    monkeypatch.setattr(Generation, "policy", FakePolicy())
+    of_lade, of_plain = (
+        [num_operations(num_layers, is_plain) for num_layers in (2, 4)]
+        for is_plain in (False, True)
+    )
+    beside = (of_lade[1] - of_lade[0] - (of_plain[1] - of_plain[0])) / 2
+    assert beside == BESIDE_PLAIN
+    assert of_lade[0] - of_plain[0] < 45  # what is done once a step
+
+
+def num_operations(num_layers: int, is_plain: bool) -> float:
+    """Return how many operations a step with a draft runs, the median, or a plain forward."""
+    options: dict[str, Any] = {**_GREEDY, "max_new_tokens": 24, "pad_token_id": 0}
+    with fake_cuda() as device:
+        # Heads of 16 numbers, which the kernel takes; two for each key head.
+        model = moved(tiny_model(dtype=torch.float32, num_hidden_layers=num_layers, head_dim=16))
+        config = lade.Config(max_draft_tokens=7, verification="tree", execution="eager")
+        lade.probe(model)
+        device.num_run.clear()
+        if is_plain:
+            cache = transformers.DynamicCache(config=model.config)
+            with torch.no_grad():
+                for ids in (ONE, ONE[:, :1]):
+                    device.num_run.clear()
+                    model(CudaTensor(ids), past_key_values=cache, use_cache=True)
+            return sum(device.num_run.values())
+        lade.generate(model, CudaTensor(ONE), config=config, **options)
+    steps: dict[int, Counter[str]] = defaultdict(Counter)
+    for (phase, step, name), num in device.num_run.items():
+        if phase == "step":
+            steps[step][name] += num
+    assert not any(step[DISPATCHING] for step in steps.values())
+    # Of trees alone: a spot check runs plain forwards, too.
+    of_trees = [step.total() for step in steps.values() if step[OF_TREE] and not step[PLAIN]]
+    assert len(of_trees) > 3
+    return float(np.median(of_trees))
 
 
 def is_allowed(wait: Wait) -> bool:

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
+from lade.attention.packed import PACKED_SDPA
 from lade.config import VERIFICATIONS
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
@@ -451,7 +452,7 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
     model = tiny_model("llama", seed=3)
     model.set_attn_implementation("blind")
     found = lade.probe(model)
-    assert (found.verification, found.attention) == ("tree", "sdpa")
+    assert (found.verification, found.attention) == ("tree", PACKED_SDPA)
     assert model.config._attn_implementation == "blind"
     USED.clear()
     forwards: list[str] = []
@@ -459,7 +460,7 @@ def test_attention_that_ignores_masks_prefills_and_another_one_verifies() -> Non
         lambda module, args: forwards.append(module.config._attn_implementation)
     )
     assert check_text(model, None).mean_accepted_tokens > 1.2
-    assert {*forwards} == {"blind", "sdpa"}
+    assert {*forwards} == {"blind", PACKED_SDPA}
     assert model.config._attn_implementation == "blind"
 
     def interrupts(step: Any) -> None:
@@ -479,7 +480,7 @@ def test_flex_attention_prefills_and_another_one_verifies(monkeypatch: pytest.Mo
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     _, output = same_as_generate(model, prompt, accept=1.0, max_new_tokens=12)
     assert output.stats.num_accepted_tokens > 3
-    assert lade.probe(model).attention == "sdpa"
+    assert lade.probe(model).attention == PACKED_SDPA
     assert model.config._attn_implementation == "flex_attention"
 
 
