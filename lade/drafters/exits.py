@@ -170,14 +170,19 @@ def layers_of(model: Model, profile: Profile) -> Layers:
 
 @torch.no_grad()
 def why_not_cut(model: Model, profile: Profile, layers: Layers, num_layers: int) -> str | None:
-    """Return why the halves of a model are not the whole, or None; without a cache."""
+    """Return why the halves of a model are not the whole, or None; without a cache.
+
+    Raises:
+        UnsupportedModelError: a half fails now, which says nothing of later calls.
+    """
     with Attempt() as attempt, unchanged_random_state(model, profile):
         whole = model(**_dozen(model)).logits
         cut = Cut(model, layers, num_layers)
         exit_ = cut.first(_dozen(model))
         rest = cut.rest(_dozen(model), exit_.hidden).logits
     if attempt.failure is not None:
-        return f"its layers from {num_layers} on do not run by themselves ({attempt.failure})"
+        reason = f"its layers from {num_layers} on do not run by themselves ({attempt.failure})"
+        raise UnsupportedModelError(refusal(model, reason))
     if exit_.logits.shape != whole.shape:
         return f"its first {num_layers} layers give logits {list(exit_.logits.shape)}"
     apart = distance(rest, whole)

@@ -730,9 +730,7 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
 
     A model may keep its state in its modules, and not start anew with every prompt.
     """
-    if not case.architecture:
-        return False
-    if case.events or "on_step" in case.lade:
+    if not case.architecture or "on_step" in case.lade:
         return False
     names = {
         **vars(parts),
@@ -741,6 +739,8 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
     }
     _prepare(case, names)
     num_rows = len(case.rows) * int(case.setting("num_return_sequences") or 1)
+    if case.events:  # this model has seen none of them
+        plain = _run(case, names, call_plain, {})
     for before in ([5, 6, 7], [60, 50, 40, 30]):
         names["model"].generate(torch.tensor([before] * num_rows), max_new_tokens=4)
         if differences(plain, _run(case, names, call_plain, {})):

@@ -160,6 +160,6 @@ def _reasons(name: str) -> list[str | None]:
     model = tiny_architecture(name)
     try:
         profile, layers = found(model)
+        return [why_not_cut(model, profile, layers, n) for n in range(1, len(layers))]
     except UnsupportedModelError as refusal:
         return [str(refusal)]
-    return [why_not_cut(model, profile, layers, n) for n in range(1, len(layers))]

@@ -388,6 +388,20 @@ def test_arguments_are_checked() -> None:
         ours(tiny_model("llama"), torch.tensor([PROMPT]), FirstLayers(3), max_new_tokens=4)
 
 
+def test_a_model_that_failed_as_it_was_checked_is_checked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> None:
+        raise RuntimeError("a fuse has blown")
+
+    model, prompt = tiny_model("llama", seed=3), torch.tensor([PROMPT])
+    with monkeypatch.context() as patch:
+        patch.setattr(Cut, "rest", failing)
+        with pytest.raises(UnsupportedModelError, match="a fuse has blown"):
+            ours(model, prompt, FirstLayers(1), max_new_tokens=4)
+    ours(model, prompt, FirstLayers(1), max_new_tokens=4)
+
+
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_generated() -> None:
     model = tiny_architecture("zaya")
     with pytest.raises(UnsupportedModelError, match="ZayaForCausalLM cannot draft by its first"):
