@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 #: For tests that run on a CPU and, where there is one, on a GPU.
-CPU_AND_CUDA = ("cpu", pytest.param("cuda", marks=pytest.mark.cuda))
+CPU_AND_CUDA = (
+    pytest.param("cpu", marks=pytest.mark.twin),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+)
 
 
 def needing_workspace() -> tuple[Tensor, Tensor]:
