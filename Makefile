@@ -6,6 +6,7 @@ DOCS := .venv-docs
 DIST := .venv-dist
 ENGINES := .venv-engines
 RAY := .venv-ray
+GPU := .venv-gpu
 # Processes that share the tests: one for each core, or so many.
 WORKERS ?= auto
 # Tiny models are faster on one thread: starting two takes longer than their matrices.
@@ -16,7 +17,7 @@ COMPILE := python -c "import torch; from lade.products.linear import products_fo
 	NGramPool(1); products_for(torch.nn.Linear(1024, 1024))"
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray gpu dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -34,7 +35,8 @@ help:
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
 	@echo "make engines      install vLLM, hold its texts with our drafts against those without, and compare speed"
 	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
-	@echo "make gpu          run the tests that need a GPU, and measure lade on it (40 minutes)"
+	@echo "make gpu          test and measure lade on a GPU: gpu-right, gpu-steps, gpu-rest, 9 minutes each"
+	@echo "make gpu-bundle   pack what make gpu needs for a machine without a package index"
 	@echo "make dist         build the source distribution and the wheel"
 	@echo "make clean        remove the environments and caches"
 
@@ -109,13 +111,39 @@ ray: $(RAY)/.dev
 	$(TEST) $(RAY)/bin/python -m pytest tests/lade/engines/test_ray.py tests/lade/engines/test_ray_serve.py
 	$(TEST) $(RAY)/bin/python examples/ray_serve/measure.py --out docs/results/ray/two_replicas.json
 
+# In parts of at most nine minutes, each of which writes what it has when it is stopped; what fails is
+# counted, and the rest runs. With GPU_DEVICE=cpu they are rehearsed without a card.
+GPU_DEVICE ?= cuda
+GPU_SHAPES ?= 8b
+GPU_PYTHON ?= 3.12
+GPU_TESTS ?= tests/lade/gpu tests/lade/attention tests/lade/test_equality.py
+GPU_RESULTS ?= docs/results/gpu
+ON_CPU := $(filter cpu,$(GPU_DEVICE))
+MEASURE = $(GPU)/bin/python -m benchmarks gpu --device $(GPU_DEVICE) --shapes $(if $(ON_CPU),tiny,$(GPU_SHAPES))
+
+gpu: gpu-right gpu-steps gpu-rest
+
 # One worker: a GPU's memory and time belong to one test. What a test breaks ends its worker.
-gpu: $(VENV)/.dev
-	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "expected a CUDA device, got none")'
-	$(VENV)/bin/$(COMPILE)
-	$(VENV)/bin/python -m pytest -m cuda --numprocesses 1 --maxfail 50
-	$(VENV)/bin/python -m benchmarks gpu --minutes 25 --json docs/results/gpu/measured.json
-	$(VENV)/bin/python -m benchmarks run --prompts docs/prompts/held_out.jsonl --device cuda --json docs/results/gpu/held_out.json
+gpu-right: $(GPU)/.gpu
+	$(GPU)/bin/python -m benchmarks.gpu.prepare check --device $(GPU_DEVICE)
+	@mkdir -p $(GPU_RESULTS)
+	-$(MEASURE) --stages bandwidth,attention,host --minutes 1.5 --json $(GPU_RESULTS)/right.json
+	-timeout --signal INT --kill-after 20 420 $(GPU)/bin/python -m pytest -m $(if $(ON_CPU),twin,cuda) --numprocesses 1 \
+		-W default --maxfail 50 --junitxml $(GPU_RESULTS)/tests.xml $(GPU_TESTS)
+
+gpu-steps: $(GPU)/.gpu
+	@mkdir -p $(GPU_RESULTS)
+	-$(MEASURE) --stages bandwidth,plain,installed,steps,graphs,eager --minutes 8.5 --json $(GPU_RESULTS)/steps.json
+
+gpu-rest: $(GPU)/.gpu
+	@mkdir -p $(GPU_RESULTS)
+	-$(MEASURE) --stages static,sampled,chat,batches,kernels --minutes 8.5 --json $(GPU_RESULTS)/rest.json
+
+# For a machine with torch and transformers and without a package index; unpacked, it says how.
+gpu-bundle: $(VENV)/.dev
+	@mkdir -p dist
+	$(VENV)/bin/python -m benchmarks.gpu.prepare bundle dist/gpu-bundle.tar.xz --python $(GPU_PYTHON)
+	@echo "there: tar xf gpu-bundle.tar.xz && make gpu-right WHEELS=wheels"
 
 # With pinned tools; what builds the wheel stands in an environment that build makes for itself.
 dist: $(DIST)/.dist
@@ -125,6 +153,10 @@ dist: $(DIST)/.dist
 # make check-release TAG=v1.2.3 SOURCE=https://github.com/owner/name, as `publish.yml` calls it.
 check-release:
 	$(PYTHON) -m tests.release "$(TAG)" "$(SOURCE)"
+
+$(GPU)/.gpu: pyproject.toml
+	$(PYTHON) -m benchmarks.gpu.prepare environment $(GPU) $(if $(WHEELS),--wheels $(WHEELS))
+	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/$(PIP) --constraint constraints.txt --editable ".[cli]"
@@ -161,5 +193,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(ENGINES) $(RAY) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(ENGINES) $(RAY) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,7 @@
 """Whole answers: `generate`, `generate` with a compiled static cache, and lade by execution.
 
+"installed" is lade as it is without any setting: run eagerly, its budget choosing trees.
+
 Drafts are replayed so that the requested number of tokens is accepted; all else is the work that
 lade does. Methods whose clean-up disturbs others (`static` frees memory that recordings use) are
 not to share a process with them. Next file: `chat.py`.
@@ -27,7 +29,8 @@ from lade.stats import DecodeStats
 EXECUTIONS: tuple[Execution, ...] = ("eager", "graphs", "compiled")
 
 NUM_PROMPTS = 2
-MAX_ROUNDS = 3  # over all prompts
+MAX_ROUNDS = 3  # of as many other prompts each
+_SHORTER = 3  # tokens that each prompt has less than the one before: no shape comes twice
 #: Of the stage for batches; one prompt at once is what other stages measure.
 BATCH_SIZES = (4, 8)
 _MAX_SEC = 20.0  # of answers, once every prompt is answered
@@ -66,15 +69,18 @@ def measure_answers(
     policy: DevicePolicy | None = None,
     num_rows: int = 1,
 ) -> None:
-    """Answer all prompts with a method, round by round; summarise the results after each round."""
+    """Answer prompts with a method, each of its own length; summarise the results after each.
+
+    Of equal lengths, steps of lade would have shapes that the warm-up has had, which is not what
+    users have, and where something is built for each shape it would not show.
+    """
     device = known.model.device
     forget_peak(device)
     method = _method(name, known, replayed, policy)
+    lengths = [shape.prompt_length - _SHORTER * i for i in range(MAX_ROUNDS * NUM_PROMPTS + 1)]
     prompts = [
-        torch.cat(
-            [random_prompt(shape, shape.prompt_length, first + row) for row in range(num_rows)]
-        )
-        for first in range(0, NUM_PROMPTS * num_rows, num_rows)
+        torch.cat([random_prompt(shape, length, num_rows * i + row) for row in range(num_rows)])
+        for i, length in enumerate(lengths)
     ]
     expected = [
         [known.answer(last, shape.max_new_tokens) for last in prompt[:, -1].tolist()]
@@ -82,18 +88,17 @@ def measure_answers(
     ]
     prompts = [prompt.to(device) for prompt in prompts]
     options = {**decoding.options, "max_new_tokens": shape.max_new_tokens}
-    warm_up_sec = _warm_up(known.model, name, method, options, prompts[0], stage)
+    warm_up_sec = _warm_up(known.model, name, method, options, prompts.pop(), stage)
     if warm_up_sec is None:
         return
     answers: list[Answer] = []
     prefills: list[float] = []
     others = [*stage.rows]
     start = perf_counter()
-    for number in range(MAX_ROUNDS * NUM_PROMPTS):
+    for number, prompt in enumerate(prompts):
         is_over = perf_counter() - start > _MAX_SEC or not stage.has_time
         if number >= NUM_PROMPTS and is_over:
             break
-        prompt = prompts[number % NUM_PROMPTS]
         stage.say(f"{stage.title}: {name}, answer {number + 1}")
         one_token = {"do_sample": False, "max_new_tokens": 1}
         prefills.append(plain(known.model, _inputs(prompt), one_token).sec)
@@ -141,6 +146,8 @@ def _method(
         return plain
     if name == "static":
         return _static
+    if name == "installed":
+        return replaying_lade(known, *replayed, "eager", policy, verifies_all=False)
     (execution,) = (each for each in EXECUTIONS if each == name)
     return replaying_lade(known, *replayed, execution, policy, verifies_all=True)
 
@@ -205,7 +212,7 @@ def summary_of(
     is_known = [
         text == known
         for i, answer in enumerate(answers)
-        for text, known in zip(answer.rows, expected[i % len(expected)], strict=True)
+        for text, known in zip(answer.rows, expected[i], strict=True)
     ]
     return {
         "num_rows": num_rows,

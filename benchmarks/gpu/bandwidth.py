@@ -1,6 +1,6 @@
 """How fast the device copies its own memory: the yardstick for all steps.
 
-Next file: `host.py`.
+Next file: `attention.py`.
 """
 
 from statistics import median

@@ -16,9 +16,11 @@ from lade.bench.tables import Sheet
 
 _TITLES = {
     "bandwidth": "Copy bandwidth",
+    "attention": "Attention to trees, of a new shape and of the same again",
     "host": "Host between two forwards, with a model that costs nothing",
     "steps": "Steps",
     "plain": "Whole answers, generate",
+    "installed": "Whole answers, lade as installed, drafts replayed as the budget asks for them",
     "static": "Whole answers, generate with a compiled static cache",
     "eager": "Whole answers, lade without fixed shapes, drafts replayed",
     "graphs": "Whole answers, lade, drafts replayed",
@@ -29,7 +31,9 @@ _TITLES = {
     "chat": "Chat, its whole text as each prompt, drafts replayed",
 }
 #: The stages whose rows are compared with each other.
-WHOLE_ANSWERS = ("plain", "static", "eager", "graphs", "compiled", "sampled", "batches")
+WHOLE_ANSWERS = (
+    *("plain", "installed", "static", "eager", "graphs", "compiled", "sampled", "batches"),
+)
 
 _STEPS = ("execution", "attention")
 _ANSWERS = (
@@ -42,6 +46,10 @@ _ANSWERS = (
 _COLUMNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(WHOLE_ANSWERS, _ANSWERS),
     "bandwidth": ("copied_bytes", "bytes_per_sec"),
+    "attention": (
+        *("attention", "dtype", "new_shape_sec", "longest_sec", "same_shape_sec"),
+        "largest_difference",
+    ),
     "host": (
         *("num_nodes", "draft_tokens_per_step", "mean_accepted_tokens", "waited_for_sec"),
         "deferred_sec",
@@ -65,7 +73,13 @@ def as_json(stages: Sequence[Stage], settings: dict[str, Any]) -> dict[str, Any]
     except metadata.PackageNotFoundError:
         triton = None
     return {
-        "environment": {**environment(), "cuda": torch.version.cuda, "triton": triton},
+        "environment": {
+            **environment(),
+            "cuda": torch.version.cuda,
+            # Its attention is planned by shape.
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "triton": triton,
+        },
         "settings": settings,
         "stages": [stage.as_json() for stage in stages],
     }
@@ -136,4 +150,6 @@ def _text(name: str, value: Any) -> str:
         return speedup_text(value)
     if "sec" in name and not name.startswith("tokens"):
         return f"{1e3 * value:,.3f}"
+    if name == "largest_difference":
+        return f"{value:.2g}"
     return f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -60,6 +60,10 @@ def work(job: "Job", stage: "Stage") -> None:
         from benchmarks.gpu.bandwidth import measure_bandwidth
 
         measure_bandwidth(device, stage)
+    elif job.stage == "attention":
+        from benchmarks.gpu.attention import measure_attention
+
+        measure_attention(device, stage)
     elif job.stage == "host":
         from benchmarks.gpu.host import measure_host
 

@@ -25,6 +25,7 @@ from benchmarks.__main__ import app
 from benchmarks.gpu import work
 from benchmarks.gpu.acceptance import MAT, counts_for
 from benchmarks.gpu.answers import SAMPLED, Replayed, measure_answers, measure_side_by_side
+from benchmarks.gpu.attention import measure_attention
 from benchmarks.gpu.chat import measure_chat
 from benchmarks.gpu.command import choose_device
 from benchmarks.gpu.device import forget_peak, peak_bytes
@@ -40,6 +41,7 @@ from benchmarks.gpu.stage import NO_TIME, Stage
 from benchmarks.gpu.steps import measure_steps
 from benchmarks.gpu.used import NO_GRAPHS
 from benchmarks.process import last_words
+from lade.bench.baselines import plain
 from lade.compat import is_compiled_by_generate
 from lade.errors import EagerExecutionWarning, LadeError, PlainDecodingWarning
 from lade.stats import Step
@@ -107,6 +109,43 @@ def test_the_host_drafts_accepts_and_puts_off_with_a_model_that_costs_nothing(
     for row in stage.rows:
         assert 0 < row["deferred_sec"] < 0.1
         assert 0 < row["waited_for_sec"] < 0.1
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def test_attention_of_new_shapes_is_timed_and_held_against_an_exact_one() -> None:
+    stage = stage_for("attention")
+    measure_attention(CPU, stage)
+    assert [(row["dtype"], row["attention"]) for row in stage.rows] == [
+        (dtype, name)
+        for dtype in ("bfloat16", "float16")
+        for name in ("sdpa", "sdpa without cuDNN", "lade")
+    ]
+    for row in stage.rows:
+        assert 0 < row["same_shape_sec"] < 1
+        assert 0 < row["new_shape_sec"] <= row["longest_sec"]
+        assert 0 < row["largest_difference"] < {"bfloat16": 1.6e-2, "float16": 2e-3}[row["dtype"]]
+
+
+def test_no_two_answers_have_prompts_of_one_length(
+    known: KnownModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is built for each shape would not show."""
+    monkeypatch.setattr("benchmarks.gpu.answers.MAX_ROUNDS", 3)
+    lengths: list[int] = []
+
+    def note(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
+        lengths.append(inputs["input_ids"].shape[1])
+        return plain(model, inputs, options)
+
+    monkeypatch.setattr("benchmarks.gpu.answers._static", note)
+    stage = stage_for("static")
+    measure_answers(known, TINY, "static", Replayed([1, 2], 8), stage)
+    assert stage.rows[0]["share_of_known_text"] == 1.0
+    first, again, *measured = lengths
+    assert first == again
+    assert len({first, *measured}) == 1 + len(measured) == 7
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -291,7 +330,7 @@ def test_a_crash_while_a_size_is_recorded_keeps_what_is_known_of_the_others() ->
 
 def test_methods_answer_one_after_the_other_and_say_what_they_used(known: KnownModel) -> None:
     stage = stage_for("graphs")
-    names = ("plain", "static", "eager", "graphs")
+    names = ("plain", "installed", "static", "eager", "graphs")
     counts = counts_for(TINY.max_new_tokens)
     for name in names:
         measure_answers(known, TINY, name, Replayed(counts, 32), stage)
@@ -309,7 +348,7 @@ def test_methods_answer_one_after_the_other_and_say_what_they_used(known: KnownM
     assert "mean_accepted_tokens" not in rows["plain"]
     executions = {name: row["execution"] for name, row in rows.items()}
     # On a CPU, transformers does not compile, and there is nothing to record with.
-    assert executions == {"plain": "eager", "static": "eager", "eager": "eager", "graphs": "fixed"}
+    assert executions == {**dict.fromkeys(names, "eager"), "graphs": "fixed"}
     assert rows["graphs"]["why_not_recorded"] == NO_GRAPHS
     assert rows["plain"]["attention"] == "sdpa"
 
@@ -759,7 +798,7 @@ def test_all_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
     for name, stage in stages.items():
         assert stage["failure"] is None
         assert stage["rows"]
-        assert name in ("bandwidth", "host") or stage["model"]["num_parameters"] > 0
+        assert name in GROUPS[0] or stage["model"]["num_parameters"] > 0
     assert stages["eager"]["rows"][0]["speedup_over_static"] is not None
     assert [row["num_rows"] for row in stages["batches"]["rows"]] == [4, 4, 8, 8]
     assert {row["num_nodes"] for row in stages["kernels"]["rows"]} == {1, 32}
@@ -843,9 +882,9 @@ def test_what_matters_most_comes_first_and_ends_in_time(monkeypatch: pytest.Monk
     stages: list[Stage] = []
     done = [stage.title for stage in run_stages(plan, stages, lambda stage: None)]
     assert done == [stage.title for stage in stages]
-    assert [title for title, _ in begun[:4]] == ["bandwidth", "host", "plain 8b", "steps 8b"]
+    assert [title for title, _ in begun[:4]] == [*GROUPS[0], "plain 8b"]
     assert [given for _, given in begun] == [None, *[7e9] * (len(begun) - 1)]
-    assert done[2:8] == [f"{name} {of}" for of in ("8b", "1b") for name in GROUPS[1]]
+    assert done[3:11] == [f"{name} {of}" for of in ("8b", "1b") for name in GROUPS[1]]
     assert now == pytest.approx(100 + 7.5 * 60, abs=10)
     assert all(stage.left_out == {"all": NO_TIME} for stage in stages[-1:])
 
@@ -867,7 +906,7 @@ def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPat
         (["--shapes", "70b"], "expected different ones of 1b, 8b, tiny, got '70b'"),
         (["--shapes", "tiny,tiny"], "expected different ones"),
         (["--shapes", ","], "expected different ones"),
-        (["--stages", "speed"], "expected different ones of bandwidth, host, plain"),
+        (["--stages", "speed"], "expected different ones of bandwidth, attention, host"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
