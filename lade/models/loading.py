@@ -71,8 +71,10 @@ def load(
     report(f"Loading {chosen}", 0, 0)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        # Weights go to where they are used, not by way of this machine's memory.
+        there = {} if chosen_device.type == "cpu" else {"device_map": {"": chosen_device}}
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code
+            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error

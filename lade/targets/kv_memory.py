@@ -106,8 +106,8 @@ class Store:
         if slots.starts is None:
             mine[:, :, stop - states.shape[2] : stop] = states
         else:
-            rows = torch.arange(mine.shape[0], device=mine.device)[:, None]
-            mine[rows, :, slots.index_on(mine.device) - offset] = states.transpose(1, 2)
+            rows, places = slots.places_on(mine.device, offset)
+            mine[rows, :, places] = states.transpose(1, 2)
         return mine[:, :, :stop]
 
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
@@ -180,15 +180,21 @@ class _Slots:
         self.stop = max(starts) + num_new
         self.starts = None if min(starts) == max(starts) else [*starts]  # None if equal in all rows
         self._num_new = num_new
-        self._index: dict[torch.device, Tensor] = {}
+        self._places: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
-    def index_on(self, device: torch.device) -> Tensor:
-        """Return the slots of each row on a device, int64 [rows, num_new]; for rows that differ."""
+    def places_on(self, device: torch.device, offset: int) -> tuple[Tensor, Tensor]:
+        """Return rows and their slots from an offset on, for rows that differ.
+
+        Both are int64, [rows, 1] and [rows, num_new].
+        """
         assert self.starts is not None
-        if device not in self._index:  # sent once for all layers
-            starts = integers_on(device, self.starts)
-            self._index[device] = starts[:, None] + torch.arange(self._num_new, device=device)
-        return self._index[device]
+        key = device, offset
+        if key not in self._places:  # sent once for all layers
+            starts = integers_on(device, [start - offset for start in self.starts])
+            new = torch.arange(self._num_new, device=device)
+            rows = torch.arange(len(self.starts), device=device)
+            self._places[key] = rows[:, None], starts[:, None] + new
+        return self._places[key]
 
 
 class Group:

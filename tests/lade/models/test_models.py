@@ -578,3 +578,18 @@ def test_encode_keeps_ids_and_mask_and_applies_a_chat_template() -> None:
     }
     tokenizer.chat_template = "…"
     assert loading.encode(tokenizer, "abc", device)["input_ids"].tolist() == [[8]]
+
+
+def test_weights_are_loaded_where_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by way of the host's memory; "meta" stands for a device."""
+    tiny_model(dtype=torch.float32).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert loading.load(str(tmp_path), device="cpu").model.device.type == "cpu"
+    moved: list[str] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda self, device: moved.append(self.device.type) or self
+    )
+    loading.load(str(tmp_path), device="meta")
+    assert moved == ["meta"]  # it was there already
