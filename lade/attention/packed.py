@@ -108,7 +108,7 @@ def _attended(
             query, key, value, attn_mask=added, dropout_p=dropout, scale=scaling
         )
     if added is not None:
-        added = added.expand(-1, query.shape[1], -1, -1)
+        added = added.expand(*query.shape[:2], -1, -1)
     # Of torch's kernels the one that takes masks; its other results are for a backward pass.
     attended: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, added, False, scale=scaling
