@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, mesh_of
+from lade.compat import Model, attention_of, device_of_inputs, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
@@ -22,7 +22,7 @@ from lade.probing.rules import (
 )
 from lade.probing.selfcheck import has_usual_outputs
 from lade.targets import ties
-from lade.targets.inputs import num_slots_of
+from lade.targets.inputs import TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 from lade.targets.trees import MASK_IS_ADDED
@@ -89,6 +89,9 @@ def requirements_of(
         kind = "none"
         for verification, reason in WITHOUT_CACHE.items():
             exclude(reason, verification)
+        if any(model_kwargs.get(name) is not None for name in TOKEN_TYPES):
+            # With a cache, that is so in the prompt alone.
+            exclude("without a cache, its token types may let tokens see later ones", *SPECULATING)
     elif type(cache) is not DynamicCache:
         exclude(f"its cache is a {type(cache).__name__}", "tree")
     elif any(kind_of(layer) is None for layer in cache.layers):
@@ -102,6 +105,13 @@ def requirements_of(
         exclude(why_not_savable(cache), "snapshot")
     if kind == "static":
         exclude("a static cache has room for the rows of the batch alone", "rows")
+        if device_of_inputs(model).type == "cuda" and not config.disable_compile:
+            exclude(
+                "with a static cache on CUDA, `generate` compiles the model, and drafts would be "
+                "verified by forwards that are not compiled; leave the cache to lade, or pass "
+                "disable_compile=True",
+                *SPECULATING,
+            )
         if "local" in (getattr(text_config, "attention_layers", None) or ()):
             exclude("its local layers mask by the size of a static cache", *SPECULATING)
     if cache is not None and not model_kwargs.get("use_cache", True):

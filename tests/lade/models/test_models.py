@@ -588,8 +588,11 @@ def test_weights_are_loaded_where_they_are_used(
     byte_tokenizer().save_pretrained(tmp_path)
     assert loading.load(str(tmp_path), device="cpu").model.device.type == "cpu"
     moved: list[str] = []
-    monkeypatch.setattr(
-        torch.nn.Module, "to", lambda self, device: moved.append(self.device.type) or self
-    )
+
+    def move(self: Any, device: torch.device) -> Any:
+        moved.append(self.device.type)
+        return self
+
+    monkeypatch.setattr(torch.nn.Module, "to", move)
     loading.load(str(tmp_path), device="meta")
     assert moved == ["meta"]  # it was there already

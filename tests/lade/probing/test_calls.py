@@ -25,7 +25,7 @@ from lade.probing.values import Values
 from tests.lade.both import same_as_generate
 from tests.lade.hf.test_outputs import assert_same, assert_same_cache
 from tests.lade.shared import shared_model
-from tests.lade.tiny import MAMBA2, ScriptedDrafter, random_prompt, tiny_model
+from tests.lade.tiny import IS_NEWEST, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
 from tests.support.tiny import tiny_model as architecture
 
 SEVEN = lade.Config(max_draft_tokens=7)
@@ -73,6 +73,29 @@ def test_a_static_cache_is_verified_in_itself(family: str, prompt: torch.Tensor)
     for theirs, mine in zip(*layers, strict=True):
         held = min(lengths[0], theirs.keys.shape[2])
         torch.testing.assert_close(mine.keys[:, :, :held], theirs.keys[:, :, :held])
+
+
+@pytest.mark.skipif(not IS_NEWEST, reason="hrm_text came with transformers 5.23")
+def test_token_types_that_show_later_tokens_are_decoded_plainly_without_a_cache() -> None:
+    """Of type 1 are tokens that see each other; the next one has the type of the last."""
+    model, prompt = architecture("hrm_text"), torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+    types = {"token_type_ids": torch.tensor([[1, 0, 1, 0, 0, 1, 1]])}
+    both(model, prompt, plainly="may let tokens see later ones", use_cache=False, **types)
+    _, got = both(model, prompt, **types)
+    assert got.stats.num_draft_tokens > 0
+
+
+def test_where_generate_compiles_what_has_a_static_cache_so_does_lade(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does on CUDA, where a forward that is not compiled takes twice as long or more."""
+    model, prompt = tiny_model("llama", seed=1), PROMPTS[0]
+    there = torch.device("cuda")
+    monkeypatch.setattr("lade.probing.requirements.device_of_inputs", lambda model: there)
+    static: dict[str, Any] = {"cache_implementation": "static"}
+    both(model, prompt, plainly="leave the cache to lade", **static)
+    _, got = both(model, prompt, disable_compile=True, **static)
+    assert got.stats.num_accepted_tokens > 0
 
 
 def test_a_batch_in_a_static_cache() -> None:
