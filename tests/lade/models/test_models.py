@@ -320,6 +320,24 @@ def test_an_encrypted_wheel_is_damaged(cache: Path, monkeypatch: pytest.MonkeyPa
     assert_only_complete_or_nothing(cache)
 
 
+def test_folders_that_pip_removes_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    (work / "unpacked" / "deeper").mkdir(parents=True)
+    (work / "unpacked" / "file").write_bytes(b"123")
+    (work / "wheel").write_bytes(b"12345")
+    assert embedded._size_of(work) == 8
+    size_of_file = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        (work / "unpacked").rename(tmp_path / "elsewhere")
+        return size_of_file(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    assert embedded._size_of(work) == 5
+
+
 def test_pip_is_the_installed_one_and_reads_relative_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
