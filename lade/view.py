@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lade.compat import Model
+from lade.compat import Model, device_of_inputs, experts_of
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -44,23 +44,26 @@ def with_attention(model: Model, attention: str) -> Model:
     without submodules, such as one that only makes rotary angles, is left as it is: it does not
     attend.
     """
-    config = model.config
-    text = config.get_text_config(decoder=True)
-    copies: dict[int, Any] = {}
-    _copy_config(config, copies)
-    if id(text) not in copies:  # get_text_config may make a new one
-        _copy_config(text, copies)
+    text = model.config.get_text_config(decoder=True)
+    copies = _copied_configs(model)
     copies[id(text)]._attn_implementation = attention
+    return _with_configs(model, copies, lambda module: bool(module._modules))
 
-    def change(module: nn.Module) -> dict[str, Any] | None:
-        if not module._modules:
-            return None
-        changed = {
-            name: copies[id(value)] for name, value in vars(module).items() if id(value) in copies
-        }
-        return changed or None
 
-    return viewed(model, change)
+def with_decoding_experts(model: Model) -> Model:
+    """Return a view with the experts that `generate` decodes single tokens with.
+
+    On all devices but a CPU it replaces "grouped_mm" by "batched_mm", which copies the weights of
+    every expert of every token: for one token less work than sorting them, for a tree more memory
+    than all experts have. The model itself where there is nothing to replace.
+    """
+    if device_of_inputs(model).type == "cpu" or "grouped_mm" not in experts_of(model):
+        return model
+    copies = _copied_configs(model)
+    for copied in copies.values():
+        if copied._experts_implementation == "grouped_mm":
+            copied._experts_implementation = "batched_mm"
+    return _with_configs(model, copies)
 
 
 def in_evaluation(model: Model) -> Model:
@@ -155,6 +158,32 @@ def _pairs(view: nn.Module, model: nn.Module) -> list[tuple[nn.Module, nn.Module
             if child is not None and other is not None:
                 left.append((child, other))
     return pairs
+
+
+def _copied_configs(model: Model) -> dict[int, Any]:
+    """Return copies of a model's config and its parts, by the id of what they are copies of."""
+    copies: dict[int, Any] = {}
+    _copy_config(model.config, copies)
+    text = model.config.get_text_config(decoder=True)
+    if id(text) not in copies:  # get_text_config may make a new one
+        _copy_config(text, copies)
+    return copies
+
+
+def _with_configs(
+    model: Model, copies: dict[int, Any], applies: Callable[[nn.Module], bool] = lambda module: True
+) -> Model:
+    """Return a view in which modules that `applies` tells of refer to copies of their configs."""
+
+    def change(module: nn.Module) -> dict[str, Any] | None:
+        if not applies(module):
+            return None
+        changed = {
+            name: copies[id(value)] for name, value in vars(module).items() if id(value) in copies
+        }
+        return changed or None
+
+    return viewed(model, change)
 
 
 def _copy_config(config: Any, copies: dict[int, Any]) -> Any:

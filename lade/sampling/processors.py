@@ -28,6 +28,8 @@ _PREFIX_INDEPENDENT = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
+# These sort all scores of a row, which takes a device far longer than all else that they do.
+_SORTING = (hf.TopPLogitsWarper, hf.TypicalLogitsWarper)
 # These may also look at the row's own prefix; they keep no state between calls.
 _ROW_BY_ROW = (
     *_PREFIX_INDEPENDENT,
@@ -54,10 +56,12 @@ class Processors:
             any processor that is not known to work row by row: it may keep state, count its calls
             or draw random numbers, and must see exactly what it would see in `generate`.
         need_prefix: whether any processor may look at more than the scores.
+        sort: whether any processor sorts the scores of a row.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
         kinds = [type(processor) for processor in processors]
+        self.sort = any(kind in _SORTING for kind in kinds)
         self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
         self.is_lockstep = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
         self._all = LogitsProcessorList(processors)

@@ -49,7 +49,7 @@ class RejectionChoice(ScoredChoice):
             children.support_token_ids,
             counts=[*map(len, of_nodes)],
         )
-        return tokens_of(trial.token_ids, is_distribution(probs), scores)
+        return tokens_of(trial.token_ids, is_distribution(probs))
 
     def close(self) -> None:
         """Do nothing: the generators belong to the caller."""

@@ -33,6 +33,7 @@ from lade.targets.rollback import (
 from lade.targets.ties import TieError, Untied
 from lade.transfer import arrays_on, integers_on
 from lade.tree import ROOT, Tree
+from lade.view import with_decoding_experts
 
 MAX_ROWS = 4  # candidates per draft as rows of a batch; each reads the whole cache once more
 _MAX_PENDING = 16  # tokens to run again; from then on, a step without a draft updates the state
@@ -94,6 +95,7 @@ class ChainTarget:
         self.num_pending = 0
         self._model = model
         self._stepping = Untied(model) if ties.applies(model) else model
+        self._stepping_roots = with_decoding_experts(model)
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
         self._generation_config = generation_config or GenerationConfig()
@@ -209,7 +211,9 @@ class ChainTarget:
             elif layout.rows is not None:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
-            output = self._stepping(**inputs, return_dict=True)
+            is_single = layout.width == 1 and not self.num_pending
+            run = self._stepping_roots if is_single else self._stepping
+            output = run(**inputs, return_dict=True)
         except TieError:
             raise  # the forward is complete, and `discard` takes it back
         except BaseException:

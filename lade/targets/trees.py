@@ -25,7 +25,7 @@ from lade.targets.rollback import cache_in
 from lade.targets.ties import Untied
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
-from lade.view import keep_attributes, with_attention
+from lade.view import keep_attributes, with_attention, with_decoding_experts
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
@@ -110,6 +110,7 @@ class TreeTarget:
             and may_share_a_row(model, layout)
         )
         self._stepping: Any = None  # runs the trees
+        self._stepping_roots: Any = None  # runs them where none has more than its root
         self._halves: Halves | None = None  # run them in two parts; made with the first draft
         self._early: EarlyNodes | None = None  # run by the first layers since the last commit
         #: Why a forward could not go on from what the first layers had run, if one could not.
@@ -254,7 +255,8 @@ class TreeTarget:
         if self._early is not None:
             return self._forward_rest(inputs)
         try:
-            output: Forward = self._view()(**inputs)
+            view = self._view() if inputs["input_ids"].shape[1] > 1 else self._view_of_roots()
+            output: Forward = view(**inputs)
         finally:
             self.cache.unfix()
         return output
@@ -353,7 +355,7 @@ class TreeTarget:
         if inputs["attention_mask"] is not None and not takes_mask:
             return self.forward(inputs)
         self._was_early = False
-        output: Forward = self._model(**inputs)
+        output: Forward = with_decoding_experts(self._model)(**inputs)
         return output
 
     def discard(self) -> None:
@@ -427,7 +429,14 @@ class TreeTarget:
             view = model if attention is None else with_attention(model, attention)
             view = view if self._products is None else self._products.view(view)
             self._stepping = Untied(view) if ties.applies(model) else view
+            roots = with_decoding_experts(view)
+            self._stepping_roots = self._stepping if roots is view else roots
         return self._stepping
+
+    def _view_of_roots(self) -> Model:
+        """Return the view that runs trees of one node each."""
+        self._view()
+        return self._stepping_roots
 
     def release(self) -> None:
         """Do nothing: nothing outlives the call."""

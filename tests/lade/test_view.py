@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import moe
 
 import lade
 from lade.compat import attention_of
 from lade.drafting.successors import PromptHarvester
 from lade.view import counterpart, in_evaluation, keep_attributes, with_attention, with_own_hooks
 from tests.grids import thinned
-from tests.lade.tiny import BatchDrafter, tiny_model
+from tests.lade.tiny import BatchDrafter, ScriptedDrafter, tiny_model
 from tests.support.tiny import tiny_model as tiny_architecture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -67,6 +68,37 @@ def test_only_the_text_part_of_a_composite_model_attends_otherwise() -> None:
     assert attention_of(view) == "eager"
     assert attention_of(model) == "sdpa"
     assert view.config.text_config is not model.config.text_config
+
+
+@pytest.mark.parametrize("verification", ["tree", "chain"])
+def test_single_tokens_have_the_experts_that_generate_decodes_them_with(
+    verification: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off CPUs, those whose weights are copied for each token; more tokens would copy too many."""
+    model = tiny_model("qwen3_moe", head_dim=8, moe_intermediate_size=16, dtype=torch.float32)
+    used: set[tuple[str, bool]] = set()
+    for name in ("grouped_mm", "batched_mm"):
+        run = moe.ALL_EXPERTS_FUNCTIONS[name]
+
+        def note(
+            self: Any, states: torch.Tensor, *args: Any, name: str = name, run: Any = run
+        ) -> Any:
+            used.add((name, len(states) > 1))
+            return run(self, states, *args)
+
+        monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._local_mapping, name, note)
+    model.set_experts_implementation("grouped_mm")
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
+    expected = model.generate(IDS[:1], **options)
+    drafter = ScriptedDrafter(expected[0].tolist(), np.random.default_rng(0), accept=0.5)
+    options |= {"config": lade.Config(verification=verification, max_draft_tokens=4)}
+    assert torch.equal(lade.generate(model, IDS[:1], drafter=drafter, **options), expected)
+    assert used == {("grouped_mm", False), ("grouped_mm", True)}  # as `generate` on a CPU
+    used.clear()
+    monkeypatch.setattr("lade.view.device_of_inputs", lambda model: torch.device("cuda"))
+    assert torch.equal(lade.generate(model, IDS[:1], drafter=drafter, **options), expected)
+    assert used == {("batched_mm", False), ("grouped_mm", True)}
+    assert model.get_experts_implementation() == {"": "grouped_mm"}
 
 
 def test_a_view_is_in_evaluation_and_the_model_in_training() -> None:
