@@ -258,6 +258,8 @@ def _attend_in_triton(
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
 
+        if query.is_cuda:
+            triton_attention.compile_ahead(query, key, value, visible, softcap=softcap, sinks=sinks)
         return triton_attention.attend(query, key, value, *seen, **options)
     except torch.OutOfMemoryError:
         raise

@@ -10,7 +10,11 @@ not installed on every machine. Scores are in units of log 2, because the device
 exp.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +31,17 @@ _MIN_SLOTS = 128
 _MIN_SLOTS_OF_MANY_QUERIES = 512
 _MAX_QUERIES = 64
 _MAX_SPLITS = 64  # the merge holds the parts of all splits of a query in registers
+_FEW_SPLITS = 16  # and is compiled for as many and for the most
 
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit
+# What follows from trees is no reason to compile a kernel once more: for 1 and for multiples of 16,
+# Triton would.
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(
+    do_not_specialize=("num_nodes", "num_packed", "num_slots", "num_splits")
+)
+
+# A process compiles one kernel at a time. Launches wait, which costs them nothing otherwise.
+_COMPILING = threading.Lock()
+_ahead: dict[Hashable, threading.Thread] = {}  # by what they compile
 
 
 class _Blocks(NamedTuple):
@@ -76,6 +89,8 @@ def attend(
         num_processors: number of multiprocessors to split the work for; None for the device's own,
             of which a CPU (in Triton's interpreter) has none.
 
+    Of tensors without memory (device "meta") nothing is computed, but the kernels are compiled.
+
     Returns:
         [rows, num_nodes, num_heads, head_dim of values], in the dtype of the queries.
 
@@ -88,9 +103,9 @@ def attend(
     num_blocks = triton.cdiv(num_packed, blocks.queries)
     of_nodes = ancestors.contiguous().view(torch.uint8)
     of_prefix = of_nodes if visible is None else visible.contiguous().view(torch.uint8)
-    if num_processors is None:
-        num_processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_processors, blocks)
+    num_at_once = num_processors or _num_processors(query.device)
+    num_splits = _num_splits(num_lists * num_blocks, num_slots, num_at_once, blocks)
+    run = _compile if query.is_meta else _launch
 
     of_splits = (num_lists, num_splits, num_packed)
     summed = query.new_empty(*of_splits, value_dim, dtype=torch.float32)
@@ -98,7 +113,9 @@ def attend(
     peaks = torch.empty_like(totals)
     attended = query.new_empty(rows, num_nodes, num_heads, value_dim)
     with torch.cuda.device(query.get_device()):  # Triton launches on the current one
-        _attend_to_split[(num_lists, num_blocks, num_splits)](
+        run(
+            _attend_to_split,
+            (num_lists, num_blocks, num_splits),
             query,
             key,
             value,
@@ -131,7 +148,9 @@ def attend(
             num_stages=blocks.num_stages,
             enable_fp_fusion=True,  # explicit: Triton 3.9 warns that the default will change
         )
-        _merge_splits[(num_lists, num_packed)](
+        run(
+            _merge_splits,
+            (num_lists, num_packed),
             summed,
             totals,
             peaks,
@@ -142,12 +161,76 @@ def attend(
             num_splits,
             has_sinks=sinks is not None,
             value_dim=value_dim,
-            block_s=triton.next_power_of_2(num_splits),
+            block_s=_FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS,
             block_v=blocks.value_dims,
             num_warps=4,
             enable_fp_fusion=True,
         )
     return attended
+
+
+def compile_ahead(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_processors: int | None = None,
+) -> threading.Thread:
+    """Compile what trees of all sizes take, in a thread of its own; a kernel takes some 5 s.
+
+    Once for each dtype, device and kind of attention; what failed is left to the launch that needs
+    it, which says why.
+
+    Args:
+        query, key, value, visible, softcap, sinks, num_processors: as for `attend`.
+
+    Returns:
+        The thread, which may have ended.
+    """
+    (rows, num_heads, _, head_dim), dtype = query.shape, query.dtype
+    num_key_heads, _, value_dim = value.shape[1:]
+    device, index = query.device, query.get_device()
+    has_visible, has_sinks = visible is not None, sinks is not None
+    sizes = rows, num_heads, head_dim, num_key_heads, value_dim
+    kind = device, dtype, sizes, has_visible, has_sinks, softcap is None
+
+    def compile_all() -> None:
+        num_at_once = num_processors or _num_processors(device)
+        made = partial(torch.empty, device="meta", dtype=dtype)
+        for num_queries, num_slots in product((16, 32, _MAX_QUERIES), (1, _MAX_SPLITS * 2**10)):
+            num_nodes = max(1, num_queries * num_key_heads // num_heads)
+            with suppress(Exception), torch.cuda.device(index):
+                attend(
+                    made(rows, num_nodes, num_heads, head_dim).transpose(1, 2),
+                    made(rows, num_key_heads, num_slots, head_dim),
+                    made(rows, num_key_heads, num_slots, value_dim),
+                    made(rows, dtype=torch.int32),
+                    made(rows, num_nodes, dtype=torch.int32),
+                    made(rows, num_nodes, num_nodes, dtype=torch.bool),
+                    made(rows, num_slots, dtype=torch.bool) if has_visible else None,
+                    scaling=1.0,
+                    softcap=softcap,
+                    sinks=made(num_heads) if has_sinks else None,
+                    num_processors=num_at_once,
+                )
+
+    if kind not in _ahead:
+        _ahead[kind] = threading.Thread(target=compile_all, name="lade compiles", daemon=True)
+        _ahead[kind].start()
+    return _ahead[kind]
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    with _COMPILING:
+        kernel[grid](*args, **options)
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    with _COMPILING:
+        kernel.warmup(*args, grid=grid, **options)
 
 
 def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> _Blocks:
@@ -156,9 +239,8 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
     is_wide = max(key_dims, value_dims) > 128
     queries = min(_MAX_QUERIES, max(16, triton.next_power_of_2(num_packed)))
     # Compiled for 8.0, 9.0 and 12.0, these keep nearly all in registers: four warps for 64 queries
-    # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand, as
-    # do 32 queries where nodes come in multiples of 16. Two programs per multiprocessor hide each
-    # other's latency; a large one has no room for another.
+    # of 128 dims spill 300 to 500 bytes per thread, and 32 keys in float32 spill two thousand. Two
+    # programs per multiprocessor hide each other's latency; a large one has no room for another.
     if dtype == torch.float32:  # no tensor cores: all products and sums are in registers
         return _Blocks(16, 16, key_dims, value_dims, 8, 1, 2)
     num_warps = 8 if is_wide or queries == _MAX_QUERIES else 4
@@ -170,6 +252,10 @@ def _blocks(num_packed: int, head_dim: int, value_dim: int, dtype: torch.dtype) 
     else:
         num_keys = 32 if queries == 32 and max(key_dims, value_dims) == 128 else 64
     return _Blocks(queries, num_keys, key_dims, value_dims, num_warps, 2, per_processor)
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _num_splits(num_programs: int, num_slots: int, num_processors: int, blocks: _Blocks) -> int:

@@ -9,6 +9,7 @@ import subprocess
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -75,10 +76,10 @@ def test_as_many_programs_as_are_launched_fit_on_a_gpu(case: tuple[int, str, int
 
     capability, dtype, head_dim = case
     flaws: dict[Any, Any] = {}
-    for num_packed, is_even in product((1, 32, 128), (False, True)):
+    for num_packed in (1, 32, 128):
         blocks = triton_attention._blocks(num_packed, head_dim, head_dim, getattr(torch, dtype))
-        usage = usage_of("_attend_to_split", blocks, dtype, capability, is_even=is_even)
-        flaws[blocks, is_even] = usage, usage.flaws(capability, blocks.per_processor)
+        usage = usage_of("_attend_to_split", blocks, dtype, capability)
+        flaws[blocks] = usage, usage.flaws(capability, blocks.per_processor)
     merging = usage_of("_merge_splits", blocks._replace(num_warps=4), dtype, capability)
     flaws["merge"] = merging, merging.flaws(capability, at_once=2)
     assert not {what: (usage, some) for what, (usage, some) in flaws.items() if some}
@@ -93,8 +94,8 @@ def test_so_do_programs_of_odd_dimensions(case: tuple[str, tuple[int, int]]) -> 
 
     dtype, dims = case
     blocks = triton_attention._blocks(128, *dims, getattr(torch, dtype))
-    for capability, is_even in product((80, 120), (False, True)):
-        usage = usage_of("_attend_to_split", blocks, dtype, capability, dims, is_even)
+    for capability in (80, 120):
+        usage = usage_of("_attend_to_split", blocks, dtype, capability, dims)
         assert not usage.flaws(capability, blocks.per_processor)
 
 
@@ -117,13 +118,86 @@ def test_blocks_that_are_too_large_are_noticed(
     assert expected in usage.flaws(120, at_once)
 
 
+class Driver:
+    """A driver of no device: what is compiled for one of compute capability 9.0 is never run."""
+
+    num_launched = 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def utils(self) -> Any:
+        return SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            load_binary=lambda *args: (0, 0, 32, 0, 1024),
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, *compiled: Any) -> Any:
+        def launch(*args: Any) -> None:
+            self.num_launched += 1
+
+        return launch
+
+
+def test_trees_of_all_sizes_wait_for_no_compiler_after_what_was_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel takes some 5 s; there are three sizes of blocks, and two merges."""
+    from triton.runtime import driver
+
+    from lade.attention import triton as triton_attention
+
+    def attend(num_nodes: int, num_slots: int) -> None:
+        keys = torch.zeros(1, 2, num_slots, 64, dtype=torch.bfloat16)
+        triton_attention.attend(
+            keys.new_zeros(1, num_nodes, 8, 64).transpose(1, 2),
+            keys,
+            keys,
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, num_nodes, dtype=torch.int32),
+            torch.ones(1, num_nodes, num_nodes, dtype=torch.bool),
+            scaling=1.0,
+            num_processors=132,
+        )
+
+    stub = Driver()
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", stub)
+    monkeypatch.setattr(triton_attention, "_ahead", {})
+    keys = torch.zeros(1, 2, 80, 64, dtype=torch.bfloat16)
+    query = keys.new_zeros(1, 1, 8, 64).transpose(1, 2)
+    made = triton_attention.compile_ahead(query, keys, keys, num_processors=132)
+    assert triton_attention.compile_ahead(query, keys, keys, num_processors=132) is made
+    made.join()
+    paths = [*tmp_path.rglob("*.cubin")]
+    assert sorted(path.stem for path in paths) == ["_attend_to_split"] * 3 + ["_merge_splits"] * 2
+    assert not stub.num_launched
+    for num_nodes, num_slots in product((1, 3, 8, 16, 32, 64, 96), (64, 77, 4096, 5000)):
+        attend(num_nodes, num_slots)
+    for kernel in (triton_attention._attend_to_split, triton_attention._merge_splits):
+        getattr(kernel, "device_caches", getattr(kernel, "cache", {})).clear()  # of no device
+    assert [*tmp_path.rglob("*.cubin")] == paths
+    assert stub.num_launched == 2 * 7 * 4
+
+
 def usage_of(
     name: str,
     blocks: Any,
     dtype: str,
     capability: int,
     dims: tuple[int, int] | None = None,
-    is_even: bool = False,
 ) -> Usage:
     """Compile a kernel with all that it can do, and return what it takes.
 
@@ -133,8 +207,6 @@ def usage_of(
         dtype: of queries, keys and values.
         capability: compute capability, times 10.
         dims: of keys and of values; None for those of the blocks.
-        is_even: whether the numbers of nodes and of queries are multiples of 16, which Triton makes
-            a variant of its own of, with another layout.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
@@ -156,7 +228,7 @@ def usage_of(
     }
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     compiled = compile(
-        source_of(getattr(triton_attention, name), constants, dtype, is_even),
+        source_of(getattr(triton_attention, name), constants, dtype),
         target=GPUTarget("cuda", capability, 32),
         options={**options, "enable_fp_fusion": True},
     )
@@ -194,7 +266,7 @@ def report_of(code: str, capability: int) -> str:
     return done.stderr
 
 
-def source_of(kernel: Any, constants: dict[str, int], dtype: str, is_even: bool) -> Any:
+def source_of(kernel: Any, constants: dict[str, int], dtype: str) -> Any:
     """Return what a launch has compiled: pointers and most strides are multiples of 16."""
     import triton
     from packaging.version import Version
@@ -212,11 +284,10 @@ def source_of(kernel: Any, constants: dict[str, int], dtype: str, is_even: bool)
     names: list[str] = kernel.arg_names
     fixed = {name: constants[name] for name in names if name in constants}
     signature = {name: types.get(name, "i32") for name in names if name not in fixed}
-    even = ("query_", "key_", "value_", "num_slots", *(("num_nodes", "num_packed") * is_even))
     aligned = [
         names.index(name)
         for name, type_ in signature.items()
-        if type_.startswith("*") or name.startswith(even)
+        if type_.startswith("*") or name.startswith(("query_", "key_", "value_"))
     ]
     if Version(triton.__version__) < Version("3.3"):
         hints = compiler.AttrsDescriptor.from_hints(dict.fromkeys(aligned, 16))
