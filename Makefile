@@ -13,8 +13,7 @@ WORKERS ?= auto
 TEST := OMP_NUM_THREADS=1
 PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadgroup
 # Before the workers start, which would all compile the same.
-COMPILE := python -c "import torch; from lade.products.linear import products_for; from ngram_pool import NGramPool; \
-	NGramPool(1); products_for(torch.nn.Linear(1024, 1024))"
+COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
 .PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist check-release clean

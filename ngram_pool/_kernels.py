@@ -82,7 +82,11 @@ def _compiled(function: _F, **options: Any) -> _F:
         compiled: _F = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
         # The same text for all kernels, so that only one warning is shown.
-        warnings.warn("ngram_pool compiles anew in each process: no cache folder", stacklevel=2)
+        warnings.warn(
+            "ngram_pool compiles anew in each process, for a minute or more: no cache folder; name "
+            "one that may be written to by the variable NUMBA_CACHE_DIR",
+            stacklevel=2,
+        )
         compiled = numba.njit(**options)(function)
     return compiled
 

@@ -6,6 +6,7 @@ Everything that depends on Numba's internals is here; the kernels themselves are
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +42,13 @@ def compile_by(run_all: Callable[[], object], module: ModuleType = _kernels) -> 
         "be read there was compiled, and written anew where it could be",
         stacklevel=3,
     )
+
+
+def cache_folder(module: ModuleType = _kernels) -> Path | None:
+    """Return the folder that a module's compiled kernels are kept in; None if there is none."""
+    kernels: list[Any] = [k for k in vars(module).values() if isinstance(k, Dispatcher)]
+    path = getattr(kernels[0]._cache, "cache_path", None) if kernels else None
+    return None if path is None else Path(path)
 
 
 class _ForgivingCache:

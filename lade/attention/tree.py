@@ -383,6 +383,14 @@ def runs_in_triton(device: torch.device, dtype: torch.dtype, head_dim: int = 0) 
     return is_known and (device, dtype) not in _failed and _has_kernels(device)
 
 
+def wait_for_compilers() -> None:
+    """Wait until kernels that are compiled ahead, in threads, are compiled."""
+    if _HAS_TRITON:
+        from lade.attention import triton as triton_attention
+
+        triton_attention.wait_for_compilers()
+
+
 def _is_for_triton(query: Tensor, key: Tensor, value: Tensor) -> bool:
     dims = max(query.shape[-1], value.shape[-1])
     is_alike = query.dtype == key.dtype == value.dtype

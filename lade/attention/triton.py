@@ -223,6 +223,12 @@ def compile_ahead(
     return _ahead[kind]
 
 
+def wait_for_compilers() -> None:
+    """Wait until all that is compiled ahead is compiled."""
+    for thread in [*_ahead.values()]:
+        thread.join()
+
+
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     with _COMPILING:
         kernel[grid](*args, **options)

@@ -265,6 +265,31 @@ def prewarm(
     run(load(model, device, dtype, threads, trust_remote_code), seconds)
 
 
+@app.command(name="compile", rich_help_panel=_USE)
+def compile_(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Compile for this model as well: a Hugging Face model id or a local folder.",
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Compile ahead what the first answer on this machine would wait for.
+
+    What is compiled is kept beside the installed package, or in the folder that NUMBA_CACHE_DIR
+    names, and serves every later process on a CPU of the same kind. For an image, run this as it
+    is built. Kernels for a GPU follow a model's sizes: name the model, where the GPU is.
+    """
+    from lade.cli.compile import run
+
+    run(None if model is None else load(model, device, dtype, threads, trust_remote_code))
+
+
 @app.command(rich_help_panel=_USE)
 def serve(
     host: Annotated[

@@ -59,7 +59,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *([], ["generate"], ["chat"], ["prewarm"], ["demo"], ["check"], ["bench"]),
+        *([], ["generate"], ["chat"], ["prewarm"], ["compile"], ["demo"], ["check"], ["bench"]),
         *(["pool"], ["pool", "build"], ["pool", "info"], ["pool", "merge"], ["pool", "prune"]),
         *(["pool", "forget"], ["pool", "export"]),
     ],

@@ -1,0 +1,78 @@
+"""`lade compile`: compile ahead what is else compiled at first use, as for an image."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lade.cli.loading import console
+from lade.errors import LadeError
+from lade.models.loading import LoadedModel
+
+
+def run(loaded: LoadedModel | None) -> None:
+    """Compile, or load what was compiled before, and say where it is kept.
+
+    Args:
+        loaded: a model to compile for as well; None for what serves all models.
+
+    Raises:
+        LadeError: it cannot be kept, so that every process would compile anew.
+    """
+    folder = _folder()
+    parts = _parts_of_all_models()
+    if loaded is not None:
+        model = loaded.model
+        parts |= {f"what {type(model).__name__} takes": lambda: _call(model)}
+    for what, compile_part in parts.items():
+        start = perf_counter()
+        with console.status(f"Compiling {what} …"):
+            compile_part()
+        console.print(f"[dim]{perf_counter() - start:6.1f} s for {what}[/dim]")
+    print(f"compiled; kept in {folder}")
+
+
+def _folder() -> Path:
+    """Return where Numba keeps what it compiles."""
+    from ngram_pool.compiling import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        raise LadeError(
+            "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
+            "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
+        )
+    return folder
+
+
+def _parts_of_all_models() -> dict[str, Callable[[], Any]]:
+    from torch import nn
+
+    from lade.budget.budget import MeasuredBudget
+    from lade.drafting.successors import compile_kernels
+    from lade.products.linear import products_for
+    from ngram_pool import NGramPool
+
+    return {
+        "the pool": lambda: NGramPool(1),
+        "the ranks of tokens": compile_kernels,
+        "the budget": MeasuredBudget,
+        "products for few rows": lambda: products_for(nn.Linear(1024, 1024)),
+    }
+
+
+def _call(model: Any) -> None:
+    """Answer once; on CUDA also in recorded steps, whose kernels follow a model's sizes."""
+    import torch
+
+    import lade
+
+    prompt = torch.ones((1, 8), dtype=torch.int64, device=model.device)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    lade.generate(model, prompt, **options, max_new_tokens=16)
+    if prompt.is_cuda:
+        config = lade.Config(execution="graphs")
+        lade.generate(model, prompt, config=config, **options, max_new_tokens=16)
+        from lade.attention.tree import wait_for_compilers
+
+        wait_for_compilers()

@@ -1,0 +1,58 @@
+"""`lade compile`: nothing is left for the first answer to compile."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ngram_pool.compiling
+from lade.cli.app import app
+from tests.lade.tiny import byte_tokenizer, tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A saved tiny model, large enough for products of lade's."""
+    sizes: Any = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512}
+    tiny_model("llama", dtype=torch.float32, **sizes).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_it_says_what_it_compiles_and_where_that_is_kept(folder: str) -> None:
+    done = CliRunner().invoke(app, ["compile", "--model", folder], catch_exceptions=False)
+    assert done.exit_code == 0
+    kept = ngram_pool.compiling.cache_folder()
+    assert kept is not None
+    assert done.stdout == f"compiled; kept in {kept}\n"
+    assert any(path.suffix == ".nbi" for path in kept.iterdir())
+    for part in ("the pool", "products for few rows", "what LlamaForCausalLM takes"):
+        assert f" s for {part}" in done.stderr
+
+
+def test_without_a_folder_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda: None)
+    done = CliRunner().invoke(app, ["compile"])
+    assert done.exit_code == 1
+    assert "NUMBA_CACHE_DIR" in str(done.exception)
+
+
+@pytest.mark.exhaustive  # a minute and a half of compiling
+def test_after_it_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+
+    def lade(*arguments: str) -> set[Path]:
+        command = [sys.executable, "-m", "lade", *arguments]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        return set(cache.rglob("*.nbc"))
+
+    compiled = lade("compile")
+    assert len(compiled) > 20
+    options = "--model", folder, "--dtype", "float32", "--max-new-tokens", "20"
+    assert lade("generate", "one two one two", "--raw", *options) == compiled
