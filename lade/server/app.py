@@ -84,12 +84,15 @@ class Server:
             )
             grammars = Grammars(loaded)
             limits = RequestLimits(loaded.model, options)
-            app, self._manager = build_app(loaded, self.name, limits, grammars.pieces)
+            stack.callback(grammars.close)
+            app, self._manager, prompts = build_app(loaded, self.name, limits, grammars.pieces)
             _add_routes(app, self.metrics)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
-            reader = Reader(self.name, vocab_size, loaded.tokenizer, grammars)
+            reader = Reader(self.name, vocab_size, grammars)
             keys = ApiKeys(options.api_keys)
-            gate = Gate(app, reader, keys, self._pools, line, self.metrics, options)
+            gate = Gate(
+                app, reader, grammars, prompts, keys, self._pools, line, self.metrics, options
+            )
             self._manager.submit(_warm_up, loaded, options).result()
             self._uvicorn = _Uvicorn(gate, options.grace_sec)
             self._stack = stack.pop_all()

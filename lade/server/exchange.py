@@ -38,9 +38,7 @@ class Asked:
     sampling: dict[str, Any] = field(default_factory=dict)  # more options of a GenerationConfig
     max_new_tokens: int | None = None
     stops: tuple[str, ...] = ()
-    stop_criterion: Any = None  # of these
     num_logprobs: int | None = None  # None for none, 0 for those of the answer alone
-    grammar: Any = None  # a compiled grammar
     includes_usage: bool = False
     user: str | None = None
     salt: str | None = None
@@ -53,11 +51,15 @@ class Exchange:
     Written by the event loop before it is submitted, by the inference thread until that is done.
     """
 
-    asked: Asked
     loop: asyncio.AbstractEventLoop
     on_done: Callable[[], None]  # called in the loop once the inference thread is free again
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
+    key: str = ""  # of the API
+    of_whom: str = ""  # the key, or where it comes from: what is shared fairly
+    asked: Asked = Asked("chat")  # what it was found to ask for
+    grammar: Any = None  # a compiled one, that the answer keeps
+    prompt: Any = None  # what its tokenizer makes of it, once known
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     arrived: float = field(default_factory=perf_counter)

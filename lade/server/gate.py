@@ -7,15 +7,18 @@ wrong is told in OpenAI's form.
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
+from urllib.parse import quote
 
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
-from lade.server.exchange import Exchange, current
-from lade.server.line import Line
+from lade.server.exchange import Endpoint, Exchange, current
+from lade.server.grammars import Grammars
+from lade.server.line import Line, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import ENDPOINTS, Reader
@@ -27,6 +30,9 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+# Returns a function that makes the prompt of a request to an endpoint, and takes its time.
+Prompts = Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
+
 # Paths that may be asked for, and how. All others, of which transformers has more, are unknown:
 # they would load or unload models.
 _READ = {"/v1/models", "/health", "/metrics"}
@@ -37,6 +43,11 @@ END_SEC = 5.0
 _DRAIN_SEC = 5.0
 # Clients that have not yet read their answers.
 _MAX_OPEN = 10_000
+# That prepare requests, and schemas of one key that may wait.
+_NUM_THREADS, _MAX_SCHEMAS = 4, 4
+# Of a body: silence, and what one key, and all, may have begun to send, in bodies of full size.
+_IDLE_SEC = 30.0
+_MAX_BODIES_OF_KEY, _MAX_BODIES = 16, 64
 
 
 class Gate:
@@ -45,6 +56,8 @@ class Gate:
     Args:
         app: transformers' own.
         reader: of requests.
+        grammars: of schemas.
+        prompts: return how a request's prompt is made, which takes time.
         keys: that open it.
         pools: of users.
         line: before the model.
@@ -56,6 +69,8 @@ class Gate:
         self,
         app: Any,
         reader: Reader,
+        grammars: Grammars,
+        prompts: Prompts,
         keys: ApiKeys,
         pools: UserPools,
         line: Line,
@@ -64,12 +79,17 @@ class Gate:
     ) -> None:
         self._app = app
         self._reader = reader
+        self._grammars = grammars
+        self._prompts = prompts
+        self._workers = Workers(_NUM_THREADS, options.max_queue)
+        self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
         self._keys = keys
         self._pools = pools
         self._line = line
         self._metrics = metrics
         self._options = options
         self._open: set[Exchange] = set()
+        self._unread: Counter[str] = Counter()  # bytes, by key
         self._is_closing = False
         self._all_done = asyncio.Event()
 
@@ -95,12 +115,14 @@ class Gate:
         status = status or reply.status
         self._metrics.count_request(status)
         sec = perf_counter() - begin
-        logger.info("%s %s %d %.3f s", scope["method"], scope["path"], status, sec)
+        # A path may hold line breaks and escapes.
+        logger.info("%s %s %d %.3f s", scope["method"], quote(scope["path"][:200]), status, sec)
 
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        self._line.refuse(shutting_down())
+        for each in (self._line, self._workers, self._compilers):
+            each.refuse(shutting_down())
         for sec, error in ((grace_sec, shutting_down()), (END_SEC, None)):
             with suppress(TimeoutError):
                 async with asyncio.timeout(sec):
@@ -136,90 +158,125 @@ class Gate:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
         end = perf_counter() + self._options.timeout_sec
+        of_whom = key or _address(scope)
         try:
             async with asyncio.timeout(self._options.timeout_sec):
-                data = await self._body(receive, headers)
-                read = partial(self._reader.read, ENDPOINTS[path], data)
-                request = await asyncio.to_thread(read)
+                data = await self._body(receive, headers, of_whom)
         except TimeoutError:
             raise timed_out(self._options.timeout_sec) from None
         exchange = Exchange(
-            request.asked,
             asyncio.get_running_loop(),
-            self._line.leave,
+            partial(self._line.leave, of_whom),
             self._options.config,
             self._options.drafter,
+            key=key,
+            of_whom=of_whom,
         )
-        exchange.pools, exchange.is_private = self._pools.of(
-            key, request.asked.user, request.asked.salt
-        )
-        await self._exchange(exchange, scope, request.body, receive, reply, end)
+        client_left = asyncio.create_task(_until_left(receive))
+        running = _Running(client_left, end, self._options.timeout_sec)
+        self._open.add(exchange)
+        try:
+            body = await running.run(self._prepared(exchange, path, data), exchange, reply)
+            await self._answered(exchange, scope, body, running, reply)
+        finally:
+            client_left.cancel()
+            self._open.discard(exchange)
+            self._all_done.set()
+            self._metrics.count(exchange)
 
-    async def _body(self, receive: Receive, headers: dict[str, str]) -> bytes:
+    async def _body(self, receive: Receive, headers: dict[str, str], of_whom: str) -> bytes:
         most = self._options.max_body_bytes
         size = headers.get("content-length", "0")
         is_short = size.isdecimal() and int(size) <= most
         data = bytearray()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None) as timer:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_IDLE_SEC if is_short else _DRAIN_SEC) as timer:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise left()
                     if is_short:
-                        data += message.get("body", b"")
+                        piece = message.get("body", b"")
+                        self._count_unread(of_whom, len(piece))
+                        data += piece
                         is_short = len(data) <= most
-                    if not is_short and timer.when() is None:
-                        data.clear()
-                        timer.reschedule(asyncio.get_running_loop().time() + _DRAIN_SEC)
+                        if piece:
+                            timer.reschedule(loop.time() + (_IDLE_SEC if is_short else _DRAIN_SEC))
                     if not message.get("more_body", False):
                         break
+        except TimeoutError:
+            if is_short:
+                raise ApiError(408, f"nothing of the body came for {_IDLE_SEC:g} s") from None
+        finally:
+            self._count_unread(of_whom, -len(data))
         if not is_short:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         return bytes(data)
 
-    async def _exchange(
-        self,
-        exchange: Exchange,
-        scope: Scope,
-        body: bytes,
-        receive: Receive,
-        reply: "_Reply",
-        end: float,
+    def _count_unread(self, of_whom: str, num_bytes: int) -> None:
+        """Count bytes of bodies that are not whole yet.
+
+        Raises:
+            ApiError: they would be too many.
+        """
+        size = self._options.max_body_bytes
+        of_key = self._unread[of_whom] + num_bytes
+        is_full = self._unread.total() + num_bytes > _MAX_BODIES * size
+        if num_bytes > 0 and (is_full or of_key > _MAX_BODIES_OF_KEY * size):
+            raise ApiError(
+                429, "too much of other requests has come already", code="queue_full", retry_after=5
+            )
+        self._unread[of_whom] = of_key
+        if not of_key:
+            del self._unread[of_whom]
+
+    async def _prepared(self, exchange: Exchange, path: str, data: bytes) -> bytes:
+        """Do all that can be done before the turn; return the body for transformers' handler."""
+        run = partial(self._workers.run, exchange.of_whom)
+        request = await run(self._reader.read, ENDPOINTS[path], data)
+        exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
+        exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
+        if request.schema is not None:
+            tenant = "" if exchange.is_private else self._pools.tenant(exchange.key, user, salt)
+            compiling = self._compilers.run(
+                exchange.of_whom, self._grammars.compiled, tenant, request.schema
+            )
+            exchange.grammar = await compiling
+        current.set(exchange)
+        call = await self._prompts(ENDPOINTS[path], request.body)
+        exchange.prompt = await run(call)
+        body: bytes = request.body
+        return body
+
+    async def _answered(
+        self, exchange: Exchange, scope: Scope, body: bytes, running: "_Running", reply: "_Reply"
     ) -> None:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""
-        self._open.add(exchange)
-        client_left = asyncio.create_task(_until_left(receive))
-        running = _Running(client_left, end, self._options.timeout_sec)
         has_turn = False
         try:
-            await running.run(self._line.enter(), exchange, reply)
+            await running.run(self._line.enter(exchange.of_whom), exchange, reply)
             has_turn = True
             exchange.admitted = perf_counter()
             current.set(exchange)
-            replay = _replay(body, client_left)
+            replay = _replay(body, running.client_left)
             inner = scope | {"headers": _with_length(scope["headers"], len(body))}
-            app = self._app(inner, replay, reply.send)
-            await running.run(app, exchange, reply)
+            await running.run(self._app(inner, replay, reply.send), exchange, reply)
         finally:
-            client_left.cancel()
             if has_turn and not exchange.is_submitted:
-                self._line.leave()
-            self._open.discard(exchange)
-            self._all_done.set()
-            self._metrics.count(exchange)
+                self._line.leave(exchange.of_whom)
 
 
 class _Running:
     """Runs the stages of a request while its client is there and its time is not over."""
 
     def __init__(self, client_left: "asyncio.Task[None]", end: float, timeout_sec: float) -> None:
-        self._client_left = client_left
+        self.client_left = client_left
         self._end = end
         self._timeout_sec = timeout_sec
 
-    async def run(self, stage: Any, exchange: Exchange, reply: "_Reply") -> None:
-        """Run one stage.
+    async def run(self, stage: Any, exchange: Exchange, reply: "_Reply") -> Any:
+        """Run one stage and return its result.
 
         Raises:
             ApiError: the client has left, or the time is over.
@@ -228,14 +285,14 @@ class _Running:
         try:
             await self._wait(task, max(self._end - perf_counter(), 0))
             if not task.done() and not reply.is_over:  # servers also call that a disconnection
-                error = left() if self._client_left.done() else timed_out(self._timeout_sec)
+                error = left() if self.client_left.done() else timed_out(self._timeout_sec)
                 exchange.end(error)
                 if error.status != 499 and exchange.is_submitted:
                     # The inference thread ends it, and its client is told in place.
                     await self._wait(task, END_SEC)
                 if not task.done():
                     raise error
-            await task
+            return await task
         finally:
             if not task.done():
                 task.cancel()
@@ -244,7 +301,7 @@ class _Running:
 
     async def _wait(self, task: "asyncio.Future[Any]", sec: float) -> None:
         """Wait for a stage, but not longer than its client."""
-        watched = {task, self._client_left}
+        watched = {task, self.client_left}
         await asyncio.wait(watched, timeout=sec, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -285,6 +342,12 @@ class _Reply:
             async with asyncio.timeout(END_SEC):
                 for message in messages:
                     await self.send(message)
+
+
+def _address(scope: Scope) -> str:
+    """Return where a request comes from, which stands for a key where there are none."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
 
 
 async def _until_left(receive: Receive) -> None:

@@ -1,56 +1,81 @@
 """JSON schemas, compiled for the model's tokens; what they force is drafted for free."""
 
+import json
 import threading
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from lade.models.loading import LoadedModel
+from lade.server.compiling import CompilerProcess, SchemaError
 from lade.server.errors import ApiError
+from lade.server.schemas import check_schema
 
 _CACHE_BYTES = 2**26
 _MAX_SCHEMA_CHARS = 2**16
 
 
 class Grammars:
-    """Compiles schemas, each once while it is in use. Its methods may be called from threads."""
+    """Compiles schemas. What is kept of one tenant is found by no other.
+
+    Its methods may be called from threads.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         ends = loaded.model.generation_config.eos_token_id
         self._ends: list[int] = [ends] if isinstance(ends, int) else list(ends or ())
         self._lock = threading.Lock()
-        self._compiler: Any = None
         self._tokens: Any = None
+        self._process: CompilerProcess | None = None
         self._pieces: list[bytes] = []
+        self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
+        self._num_bytes = 0
 
-    def compiled(self, schema: str) -> Any:
-        """Return the grammar of a JSON schema.
+    def checked(self, schema: Mapping[str, Any]) -> str:
+        """Return a schema as JSON.
 
         Raises:
-            ApiError: it is none, or too long.
+            ApiError: it is too long, or not one that grammars keep.
         """
-        if len(schema) > _MAX_SCHEMA_CHARS:
-            raise ApiError(
-                400,
-                f"expected a schema of at most {_MAX_SCHEMA_CHARS} characters, got {len(schema)}",
-                param="response_format",
+        text = json.dumps(schema)
+        if len(text) > _MAX_SCHEMA_CHARS:
+            raise _refusal(
+                f"expected a schema of at most {_MAX_SCHEMA_CHARS} characters, got {len(text)}"
             )
         if not self._ends:
-            raise ApiError(
-                400,
-                "expected no schema, for the model has no token that ends an answer",
-                param="response_format",
-            )
+            raise _refusal("expected no schema, for the model has no token that ends an answer")
+        check_schema(schema)
+        return text
+
+    def compiled(self, tenant: str, schema: str) -> Any:
+        """Return the grammar of a JSON schema; may wait for others.
+
+        Args:
+            tenant: who asks; "" for nobody in particular, of whom nothing is kept.
+            schema: as `checked` returns it.
+
+        Raises:
+            ApiError: it cannot be compiled, or not in time.
+        """
+        import xgrammar
+
         with self._lock:
-            compiler = self._made()
+            if (found := self._kept.get((tenant, schema))) is not None:
+                self._kept.move_to_end((tenant, schema))
+                return found[0]
+            self._made()
+            if self._process is None:
+                self._process = CompilerProcess(self._tokens.serialize_json())
+            process = self._process
         try:
-            # Without this, a model may write blanks until its answer is full.
-            return compiler.compile_json_schema(schema, any_whitespace=False)
-        except (RuntimeError, ValueError) as error:  # of its C++ code, or text that it cannot take
-            raise ApiError(
-                400,
-                f"expected a JSON schema that xgrammar knows: {str(error)[:300]}",
-                param="response_format",
-            ) from None
+            made = process.compile(schema)
+        except SchemaError as error:
+            raise _refusal(f"expected a JSON schema that xgrammar knows: {error}") from None
+        grammar = xgrammar.CompiledGrammar.deserialize_json(made, self._tokens)
+        if tenant:
+            self._keep((tenant, schema), grammar, len(made) + len(schema))
+        return grammar
 
     def pieces(self) -> list[bytes]:
         """Return the bytes of every token."""
@@ -60,8 +85,20 @@ class Grammars:
                 self._pieces = self._tokens.decoded_vocab  # made anew each time
             return self._pieces
 
-    def _made(self) -> Any:
-        if self._compiler is None:
+    def close(self) -> None:
+        """End the process that compiles."""
+        if self._process is not None:
+            self._process.close()
+
+    def _keep(self, key: tuple[str, str], grammar: Any, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes - self._kept.pop(key, (None, 0))[1]
+            self._kept[key] = grammar, num_bytes
+            while self._num_bytes > _CACHE_BYTES:
+                self._num_bytes -= self._kept.popitem(last=False)[1][1]
+
+    def _made(self) -> None:
+        if self._tokens is None:
             import xgrammar
 
             model, tokenizer, _ = self._loaded
@@ -70,7 +107,7 @@ class Grammars:
                 vocab_size=model.config.get_text_config(decoder=True).vocab_size,
                 stop_token_ids=self._ends or [0],  # it wants one; without, nothing is compiled
             )
-            self._compiler = xgrammar.GrammarCompiler(
-                self._tokens, max_threads=1, cache_limit_bytes=_CACHE_BYTES
-            )
-        return self._compiler
+
+
+def _refusal(message: str) -> ApiError:
+    return ApiError(400, message, param="response_format")

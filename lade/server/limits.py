@@ -1,11 +1,15 @@
 """How long prompts and answers may be, and the options of a call that follow from a request."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from lade.compat import Model
 from lade.server.errors import ApiError
 from lade.server.exchange import Exchange
 from lade.server.options import ServerOptions
+
+# Texts are looked at in pieces, so that one of megabytes is refused for its beginning.
+_PIECE_CHARS, _MOST_BY_CUTS = 2**15, 64
 
 
 class RequestLimits:
@@ -61,10 +65,42 @@ class RequestLimits:
         if self._num_positions is not None and num_tokens >= self._num_positions:
             raise _too_long(self._num_positions - 1, num_tokens)
 
+    def check_texts(self, tokenizer: Any, message: Any) -> None:
+        """Refuse texts of many more tokens than a prompt may have, without making them all.
+
+        Args:
+            tokenizer: of the model.
+            message: texts, in lists and dicts of any depth.
+
+        Raises:
+            ApiError: they are too long.
+        """
+        limits = [self._max_prompt_tokens, (self._num_positions or 0) - 1 or None]
+        most = min((limit for limit in limits if limit is not None), default=None)
+        if most is None:
+            return
+        num_tokens = 0
+        for text in _texts(message):
+            for begin in range(0, len(text), _PIECE_CHARS):
+                piece = text[begin : begin + _PIECE_CHARS]
+                encoded = tokenizer._tokenizer.encode(piece, add_special_tokens=False)
+                # A cut may make tokens of one: never as many.
+                num_tokens += max(len(encoded.ids) - _MOST_BY_CUTS, 0)
+                if num_tokens > most:
+                    raise _too_long(most, num_tokens)
+
     def _room(self, num_prompt: int) -> int:
         if self._num_positions is None:
             return self._max_new_tokens
         return min(self._max_new_tokens, self._num_positions - num_prompt)
+
+
+def _texts(message: Any) -> Iterator[str]:
+    if isinstance(message, str):
+        yield message
+    elif isinstance(message, dict | list | tuple):
+        for part in message.values() if isinstance(message, dict) else message:
+            yield from _texts(part)
 
 
 def _too_long(most: int, num_tokens: int) -> ApiError:

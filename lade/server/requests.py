@@ -4,11 +4,17 @@ Fields that transformers' handlers know are passed on to them, the rest is ours.
 """
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from lade.server.errors import ApiError
 from lade.server.exchange import Asked, Endpoint
@@ -19,7 +25,10 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
 }
+# Of a request: a conversation of a thousand turns has some thousands.
+_MAX_VALUES, _MAX_DEPTH = 50_000, 64
 _MAX_STOPS = 4
+_MAX_BIASES = 1024
 _MAX_TOP_LOGPROBS = 20
 _MAX_COMPLETION_LOGPROBS = 5
 
@@ -32,7 +41,15 @@ _Nothing = (
     Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 )
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
+# Below these, scores divided by them may exceed what float32 holds.
+_LOWEST_TEMPERATURE, _LOWEST_PENALTY, _HIGHEST_PENALTY = 1e-4, 0.01, 100.0
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _finite_temperature(value: float) -> float:
+    if not (value == 0 or value >= _LOWEST_TEMPERATURE):
+        raise ValueError(f"expected 0 or at least {_LOWEST_TEMPERATURE}")
+    return value
 
 
 class _Strict(BaseModel):
@@ -59,8 +76,8 @@ class _ToolCall(_Loose):
 
 class _Message(_Loose):
     role: str
-    content: str | list[_TextPart] | None = None
-    tool_calls: list[_ToolCall] | None = None
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
 
 
 class _StreamOptions(_Strict):
@@ -87,9 +104,8 @@ class _Format(_Strict):
             raise ValueError("expected json_schema with the type json_schema alone")
         return self
 
-    def schema_text(self) -> str | None:
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return _schema_text(self.type, schema)
+    def asked_schema(self) -> dict[str, Any] | None:
+        return _schema(self.type, None if self.json_schema is None else self.json_schema.schema_)
 
 
 class _FlatFormat(_Strict):
@@ -107,8 +123,8 @@ class _FlatFormat(_Strict):
             raise ValueError("expected schema with the type json_schema alone")
         return self
 
-    def schema_text(self) -> str | None:
-        return _schema_text(self.type, self.schema_)
+    def asked_schema(self) -> dict[str, Any] | None:
+        return _schema(self.type, self.schema_)
 
 
 class _Text(_Strict):
@@ -121,7 +137,7 @@ class _Any(_Strict):
 
     model: str | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(le=2), AfterValidator(_finite_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: _Int64 | None = None
     user: str | None = None
@@ -129,7 +145,9 @@ class _Any(_Strict):
     cache_salt: str | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=_LOWEST_PENALTY, le=_HIGHEST_PENALTY)] | None = (
+        None
+    )
 
 
 class _Sampled(_Any):
@@ -139,18 +157,23 @@ class _Sampled(_Any):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = None
     n: _One = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MAX_BIASES)
+        ]
+        | None
+    ) = None
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
 
 
 class _Chat(_Sampled):
-    messages: Annotated[list[_Message], Field(min_length=1)]
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     response_format: _Format | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: _True = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -167,12 +190,60 @@ class _Completion(_Sampled):
     echo: _False = None
 
 
+class _ItemPart(_TextPart):
+    annotations: _Nothing | None = None
+    logprobs: _Nothing | None = None
+
+
+class _Item(_Strict):
+    """What an earlier answer was made of comes back with these."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class _ItemMessage(_Item):
+    type: Literal["message"] | None = None
+    role: str
+    content: str | Annotated[list[_ItemPart], Field(fail_fast=True)]
+
+
+class _ItemCall(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _ItemOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+
+class _Thought(_Strict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _ItemReasoning(_Item):
+    type: Literal["reasoning"]
+    content: Annotated[list[_Thought], Field(fail_fast=True)] | None = None
+    summary: _Nothing | None = None
+
+
+_Items = Annotated[
+    list[_ItemMessage | _ItemCall | _ItemOutput | _ItemReasoning],
+    Field(min_length=1, fail_fast=True),
+]
+
+
 class _Response(_Any):
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[_TextPart], Field(min_length=1, fail_fast=True)] | _Items
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: _Text | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -182,18 +253,6 @@ class _Response(_Any):
     background: _False = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @model_validator(mode="after")
-    def _is_text(self) -> "_Response":
-        items = [] if isinstance(self.input, str) else self.input
-        for item in items:
-            content = item.get("content", "")
-            parts = content if isinstance(content, list) else [item] if "role" not in item else []
-            for part in parts:
-                kind = part.get("type") if isinstance(part, dict) else None
-                if kind in ("input_image", "input_file", "input_audio") or kind is None:
-                    raise ValueError(f"expected parts of type input_text in input, got {kind!r}")
-        return self
 
 
 _MODELS: Mapping[Endpoint, type[_Any]] = {
@@ -219,6 +278,7 @@ class Request(NamedTuple):
     """A valid request."""
 
     asked: Asked
+    schema: str | None  # that the answer is to keep, as JSON
     body: bytes  # for transformers' handler
 
 
@@ -228,19 +288,16 @@ class Reader:
     Args:
         name: of the model, as clients call it.
         vocab_size: of the model.
-        tokenizer: of the model.
-        grammars: compiles schemas.
+        grammars: checks schemas.
     """
 
-    def __init__(self, name: str, vocab_size: int, tokenizer: Any, grammars: Grammars) -> None:
+    def __init__(self, name: str, vocab_size: int, grammars: Grammars) -> None:
         self._name = name
         self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
         self._grammars = grammars
-        self._lock = threading.Lock()
 
     def read(self, endpoint: Endpoint, data: bytes) -> Request:
-        """Read a request; may take a while, as it compiles grammars.
+        """Read a request, in time that is bounded by the number of its bytes.
 
         Raises:
             ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
@@ -259,15 +316,28 @@ class Reader:
             )
         self._check_bias(valid)
         _check_template_kwargs(valid)
-        return Request(self._asked(endpoint, valid), _passed_on(valid, body))
+        schema = self._schema(valid)
+        return Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
+
+    def _schema(self, valid: _Any) -> str | None:
+        """Return the schema of the answer, checked, as JSON."""
+        form: _Format | _FlatFormat | None = None
+        if isinstance(valid, _Chat):
+            form = valid.response_format
+        elif isinstance(valid, _Response) and valid.text is not None:
+            form = valid.text.format
+        schema = None if form is None else form.asked_schema()
+        if schema is None:
+            return None
+        if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
+            raise ApiError(400, "expected a schema or tools, got both: calls are not of the schema")
+        return self._grammars.checked(schema)
 
     def _asked(self, endpoint: Endpoint, valid: _Any) -> Asked:
         extra: dict[str, Any] = {}
-        text: str | None = None
         if isinstance(valid, _Sampled):
             stops = valid.stop if isinstance(valid.stop, list) else [valid.stop]
             extra["stops"] = tuple(stop for stop in stops if stop is not None)
-            extra["stop_criterion"] = self._stop_criterion(extra["stops"])
             extra["max_new_tokens"] = valid.max_tokens
             options = valid.stream_options
             extra["includes_usage"] = options is not None and bool(options.include_usage)
@@ -282,20 +352,10 @@ class Reader:
                 raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
             if valid.logprobs:
                 extra["num_logprobs"] = valid.top_logprobs or 0
-            if valid.response_format is not None:
-                text = valid.response_format.schema_text()
         elif isinstance(valid, _Completion):
             extra["num_logprobs"] = valid.logprobs
         elif isinstance(valid, _Response):
             extra["max_new_tokens"] = valid.max_output_tokens
-            if valid.text is not None and valid.text.format is not None:
-                text = valid.text.format.schema_text()
-        if text is not None:
-            if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
-                raise ApiError(
-                    400, "expected a schema or tools, got both: calls are not of the schema"
-                )
-            extra["grammar"] = self._grammars.compiled(text)
         sampling = {
             name: getattr(valid, name)
             for name in ("top_k", "min_p", "repetition_penalty")
@@ -313,21 +373,10 @@ class Reader:
             **extra,
         )
 
-    def _stop_criterion(self, stops: Sequence[str]) -> Any:
-        """Return what ends an answer at stops.
-
-        Made here, before the line: it takes 0.4 s for 50 000 tokens, unless it was made lately.
-        """
-        if not stops:
-            return None
-        from transformers import StopStringCriteria
-
-        with self._lock:  # its cache is not made for threads
-            return StopStringCriteria(self._tokenizer, [*stops])
-
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():
-            if not (token.isdecimal() and token.isascii() and int(token) < self._vocab_size):
+            is_number = token.isdecimal() and token.isascii() and len(token) < 20
+            if not (is_number and int(token) < self._vocab_size):
                 raise ApiError(
                     400,
                     f"expected ids of tokens below {self._vocab_size} in logit_bias, "
@@ -349,7 +398,26 @@ def _json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, f"expected JSON, got an error: {error}"[:300]) from None
     if not isinstance(body, dict):
         raise ApiError(400, f"expected a JSON object, got {type(body).__name__}")
+    _check_size(body)
     return body
+
+
+def _check_size(body: Any) -> None:
+    """Refuse what takes seconds to look at, before anything does."""
+    level, num_values = [body], 0
+    for _ in range(_MAX_DEPTH):
+        level = [
+            each
+            for value in level
+            for each in (value.values() if isinstance(value, dict) else value)
+            if isinstance(each, dict | list)
+        ]
+        num_values += sum(map(len, level))
+        if num_values > _MAX_VALUES:
+            raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
+        if not level:
+            return
+    raise ApiError(400, f"expected JSON at most {_MAX_DEPTH} deep, got a deeper one")
 
 
 def _no_number(name: str) -> NoReturn:
@@ -410,7 +478,7 @@ def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
     return json.dumps(kept).encode()
 
 
-def _schema_text(kind: str, schema: dict[str, Any] | None) -> str | None:
+def _schema(kind: str, schema: dict[str, Any] | None) -> dict[str, Any] | None:
     if kind == "text":
         return None
-    return json.dumps({"type": "object"} if schema is None else schema)
+    return {"type": "object"} if schema is None else schema

@@ -5,13 +5,16 @@ messages and tools into prompts and of answers into JSON, and the inference thre
 """
 
 import asyncio
+import copy
 import inspect
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -26,17 +29,26 @@ from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
 from lade.server.answers import completed, rewritten
 from lade.server.errors import ApiError, failed
-from lade.server.exchange import Exchange, current
+from lade.server.exchange import Endpoint, Exchange, current
 from lade.server.inference import answer
 from lade.server.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
 
 
+class Upstream(NamedTuple):
+    """What transformers brings to a server."""
+
+    app: Any
+    manager: "_Manager"  # of the inference thread
+    #: Returns a function that makes a request's prompt, in another thread.
+    prompts: Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
+
+
 def build_app(
     loaded: LoadedModel, name: str, limits: RequestLimits, pieces: Callable[[], Sequence[bytes]]
-) -> tuple[Any, Any]:
-    """Return transformers' application for one model, and the manager of its inference thread.
+) -> Upstream:
+    """Return transformers' application for one model.
 
     Args:
         loaded: the model.
@@ -45,18 +57,68 @@ def build_app(
         pieces: returns the bytes of every token.
     """
     logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # a line for each request
-    models, state = _OneModel(loaded, name), _State(limits)
+    tokenizer = _prepared_by_us(loaded.tokenizer, limits)
+    models, state = _OneModel(loaded._replace(tokenizer=tokenizer), name), _State(limits)
     handlers: dict[str, Any] = {
         "chat_handler": _Chat(models, state),
         "completion_handler": _Completions(models, state),
         "response_handler": _Responses(models, state),
     }
+    by_endpoint = dict(zip(("chat", "completions", "responses"), handlers.values(), strict=True))
     for handler in handlers.values():
         handler.pieces = pieces
     # Of speech, and of others that only some versions have: the gate lets nobody ask for them.
     others = {each for each in inspect.signature(build_server).parameters if "handler" in each}
     handlers |= dict.fromkeys(others - handlers.keys())
-    return build_server(models, generation_state=state, **handlers), state.manager
+    app = build_server(models, generation_state=state, **handlers)
+
+    async def prompts(endpoint: Endpoint, body: bytes) -> Callable[[], Any]:
+        make: Callable[[], Any] = await by_endpoint[endpoint].prompt(json.loads(body))
+        return make
+
+    return Upstream(app, state.manager, prompts)
+
+
+class _PromptNeededError(Exception):
+    """The place in a handler where its prompt is made, which is done elsewhere."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+
+def _prepared_by_us(tokenizer: Any, limits: RequestLimits) -> Any:
+    """Return a tokenizer that takes a request's prompt from where it was made, ahead of its turn.
+
+    A handler makes it in the event loop, where megabytes keep all others waiting for seconds.
+    """
+    kind = type(tokenizer)
+    lock = threading.Lock()  # its settings are not made for threads
+
+    def made(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        exchange = current.get()
+        if exchange.prompt is not None:
+            return exchange.prompt
+
+        def make() -> Any:
+            limits.check_texts(tokenizer, args[:1])
+            with lock:
+                return method(*args, **kwargs)
+
+        raise _PromptNeededError(make)
+
+    class Prepared(kind):  # type: ignore[valid-type, misc]
+        """Calls `made` instead."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return made(plain, *args, **kwargs)
+
+        def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+            return made(plain.apply_chat_template, *args, **kwargs)
+
+    plain, prepared = tokenizer, copy.copy(tokenizer)
+    prepared.__class__ = Prepared
+    return prepared
 
 
 class _OneModel(ModelManager):  # type: ignore[misc]
@@ -183,6 +245,18 @@ class _Complete:
 
     pieces: Callable[[], Sequence[bytes]]
 
+    async def prompt(self, body: dict[str, Any]) -> Callable[[], Any]:
+        """Return what makes a request's prompt; the request is of the current exchange."""
+        try:
+            await super().handle_request(body, "")  # type: ignore[misc]
+        except _PromptNeededError as wanted:
+            return partial(_made, wanted.make)
+        except (ApiError, HTTPException):
+            raise
+        except Exception as error:
+            raise _no_prompt(error) from error
+        raise AssertionError("expected a handler that makes a prompt")
+
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer as transformers does; see its `BaseHandler`."""
         exchange = current.get()
@@ -190,20 +264,28 @@ class _Complete:
             response = await super().handle_request(body, request_id)  # type: ignore[misc]
         except (ApiError, HTTPException):
             raise
-        except Exception as error:
-            if exchange.is_submitted:
-                logger.exception("an answer could not be told")
-                raise failed() from None
-            # Templates and tokenizers raise anything.
-            raise ApiError(
-                400, f"expected a request that makes a prompt, got {in_one_line(error)}"
-            ) from error
+        except Exception:
+            logger.exception("an answer could not be told")
+            raise failed() from None
         pieces = () if exchange.asked.num_logprobs is None else self.pieces()
         if isinstance(response, StreamingResponse):
             parts: Any = response.body_iterator  # texts, from a generator
             response.body_iterator = rewritten(exchange, pieces, parts)
             return response
         return JSONResponse(completed(exchange, pieces, json.loads(response.body)))
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except ApiError:
+        raise
+    except Exception as error:  # templates and tokenizers raise anything
+        raise _no_prompt(error) from error
+
+
+def _no_prompt(error: Exception) -> ApiError:
+    return ApiError(400, f"expected a request that makes a prompt, got {in_one_line(error)}")
 
 
 class _Chat(_Complete, ChatCompletionHandler):  # type: ignore[misc]

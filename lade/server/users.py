@@ -101,6 +101,10 @@ class UserPools:
             return self._layers or None, True
         return [self.store.named(self.name_of(key, user, salt)), *self._layers], False
 
+    def tenant(self, key: str, user: str | None, salt: str | None) -> str:
+        """Return the name that what is kept of a request is found by."""
+        return SHARED if self._shares else self.name_of(key, user, salt)
+
     def name_of(self, key: str, user: str | None, salt: str | None) -> str:
         """Return the name of a user's pool, which tells nothing of who it is."""
         who = json.dumps([key, user, salt]).encode()

@@ -1,0 +1,163 @@
+"""Schemas compiled in a process of their own, each in a child that may be killed.
+
+A schema of a few bytes may take minutes or gigabytes, and a thread cannot be stopped. So a process
+that has the model's tokens forks for each schema, and the child may take only so much processor
+time and memory. Where there is no fork, that process itself is stopped, and begun anew.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+# Of a child: schemas of everyday take milliseconds.
+CPU_SEC = 1.0
+_MEMORY_BYTES = 2**30  # beyond what its parent has
+_WALL_SEC = 15.0  # a busy machine may take so long for a second's work
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be compiled, or not in time."""
+
+
+class CompilerProcess:
+    """Compiles one schema after the other; its methods may be called from threads.
+
+    Args:
+        tokens: of the model, as xgrammar's `TokenizerInfo` writes itself as JSON.
+    """
+
+    def __init__(self, tokens: str) -> None:
+        self._tokens = tokens
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, schema: str) -> str:
+        """Return a grammar as JSON.
+
+        Raises:
+            SchemaError: the schema is none that xgrammar knows, or takes too long.
+        """
+        with self._lock:
+            process = self._started()
+            timer = threading.Timer(_WALL_SEC, process.kill)
+            timer.start()
+            try:
+                answer = _exchanged(process, {"schema": schema})
+            except OSError:  # it was killed
+                self.close()
+                answer = {"error": _TOO_LONG}
+            finally:
+                timer.cancel()
+        if "error" in answer:
+            raise SchemaError(answer["error"])
+        grammar: str = answer["grammar"]
+        return grammar
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # xgrammar's warnings tell what was asked for
+            )
+            _exchanged(self._process, {"tokens": self._tokens})
+        return self._process
+
+
+_TOO_LONG = f"it takes more than {CPU_SEC:g} s to compile"
+
+
+def _exchanged(process: "subprocess.Popen[bytes]", message: dict[str, str]) -> dict[str, str]:
+    """Send a line, and return the one that answers it.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise BrokenPipeError("the compiler has ended")
+    answer: dict[str, str] = json.loads(line)
+    return answer
+
+
+def _serve() -> None:
+    """Answer each line of standard input with one."""
+    import xgrammar
+
+    tokens = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline())["tokens"])
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+    _say({})
+    for line in sys.stdin:
+        schema = json.loads(line)["schema"]
+        _say(_in_child(compiler, schema) if hasattr(os, "fork") else _compiled(compiler, schema))
+
+
+def _say(answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _compiled(compiler: Any, schema: str) -> dict[str, str]:
+    try:
+        # Without this, a model may write blanks until its answer is full.
+        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
+        return {"grammar": grammar.serialize_json()}
+    except Exception as error:  # of its C++ code, or text that it cannot take
+        return {"error": str(error)[:300]}
+
+
+def _in_child(compiler: Any, schema: str) -> dict[str, str]:
+    """Compile in a child, which the system ends where it takes too much."""
+    source, target = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(source)
+            _limit()
+            with os.fdopen(target, "w") as pipe:
+                json.dump(_compiled(compiler, schema), pipe)
+        finally:
+            os._exit(0)
+    os.close(target)
+    with os.fdopen(source) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    try:
+        answer: dict[str, str] = json.loads(text)
+    except ValueError:  # it was ended
+        return {"error": _TOO_LONG}
+    return answer
+
+
+def _limit() -> None:
+    """Have the system end this process where it takes too much time, and refuse it memory."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SEC)
+    pages = Path("/proc/self/statm")  # of Linux
+    if pages.exists():
+        most = int(pages.read_text().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == "__main__":
+    _serve()
