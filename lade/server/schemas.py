@@ -21,6 +21,7 @@ _FORMATS = {
     *("uri-reference", "uri-template", "uuid", "json-pointer", "relative-json-pointer"),
 }
 # Those that apply to one type alone: without it, they are passed over.
+_TYPES = {"string", "integer", "number", "boolean", "null", "array", "object"}
 _NUMBERS = {"integer", "number"}
 _OF_TYPES = {
     **{name: {"string"} for name in ("minLength", "maxLength", "pattern", "format")},
@@ -110,6 +111,8 @@ def _check(place: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> No
         if is_value and not all(_has_type(value, schema) for value in values):
             refuse(f"{name} of another type")
     types = _types_of(schema)
+    for unknown in types - _TYPES:
+        refuse(f"type {unknown[:50]!r}")
     for name in schema.keys() & _OF_TYPES.keys():
         if not types or not types & _OF_TYPES[name]:
             refuse(f"{name} without its type")

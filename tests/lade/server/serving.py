@@ -112,9 +112,8 @@ def post(server: Server, path: str = "/chat/completions", **options: Any) -> htt
 
 def metric(server: Server, name: str, **labels: str) -> float:
     """Return a metric's value."""
-    text = httpx.get(server.url.removesuffix("/v1") + "/metrics").text
     found = 0.0
-    for line in text.splitlines():
+    for line in server.metrics.text().decode().splitlines():
         named = line.startswith((f"{name}{{", f"{name} "))
         if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
             found += float(line.rsplit(" ", 1)[1])

@@ -1,0 +1,219 @@
+"""Requests made to take much: each is refused, or takes little, and others are served meanwhile."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from lade.models.loading import LoadedModel
+from lade.server.app import Server
+from lade.server.compiling import CompilerProcess
+from tests.lade.server.serving import (
+    QUESTION,
+    Paced,
+    asked,
+    client_of,
+    loaded_model,
+    metric,
+    plain_text,
+    post,
+    serving,
+    wait_until,
+)
+
+CHAT: dict[str, Any] = {"messages": QUESTION, "max_tokens": 4, "temperature": 0}
+MOST_CPU_SEC = 1.0
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return loaded_model(eos_token_id=93)
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Server]:
+    with serving(loaded, api_keys=["one", "two"]) as server:
+        yield server
+
+
+def send(server: Server, key: str = "one", **body: Any) -> httpx.Response:
+    return post(server, json={**CHAT, **body}, headers={"authorization": f"Bearer {key}"})
+
+
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "a schema 880 deep": lambda: schema_of(nested(880)),
+    "900 patterns": lambda: schema_of(
+        {"anyOf": [{"type": "string", "pattern": f"^x{number}+$"} for number in range(900)]}
+    ),
+    "2,000 properties": lambda: schema_of(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}
+    ),
+    "a million messages": lambda: {"messages": [1] * 1_000_000},
+    "many messages": lambda: {"messages": [1] * 40_000},
+    "many biases": lambda: {"logit_bias": dict.fromkeys(map(str, range(40_000)), "a")},
+    "a prompt of 4 MB": lambda: {"messages": [{"role": "user", "content": "a-b" * 1_300_000}]},
+    "deep JSON": lambda: {"chat_template_kwargs": {"a": nested(900)}},
+    "5,000 digits": lambda: {"logit_bias": {"1" * 5_000: 1}},
+    "a temperature of nearly 0": lambda: {"temperature": 1e-45},
+    "a penalty of nearly 0": lambda: {"repetition_penalty": 1e-45},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_would_take_long_is_refused_within_a_second(server: Server, name: str) -> None:
+    """Of processor time, that of threads and of the compiler's children bounded as well."""
+    body = BODIES[name]()
+    json.dumps(body)
+    begin = time.process_time()
+    answer = send(server, **body)
+    taken = time.process_time() - begin
+    assert answer.status_code == 400, answer.text[:200]
+    assert taken < MOST_CPU_SEC + 0.3  # what the test itself takes to send it
+    assert len(answer.text) < 1000
+
+
+def test_stops_of_any_length_take_no_time(server: Server, loaded: LoadedModel) -> None:
+    text = plain_text(loaded, max_new_tokens=40)
+    stops = [text[20:23], *("xy" * 100 + str(number) for number in range(3))]
+    begin = time.process_time()
+    answer = send(server, max_tokens=40, stop=stops)
+    assert time.process_time() - begin < MOST_CPU_SEC
+    choice = answer.json()["choices"][0]
+    assert choice["message"]["content"] == text[: text.index(stops[0])]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_while_one_key_sends_what_takes_long_another_is_served(
+    server: Server, loaded: LoadedModel
+) -> None:
+    expected = plain_text(loaded, max_new_tokens=4)
+    begin = time.perf_counter()
+    assert send(server, "two").json()["choices"][0]["message"]["content"] == expected
+    alone = time.perf_counter() - begin
+    names = ["900 patterns", "a prompt of 4 MB", "a million messages"]
+    with ThreadPoolExecutor(12) as threads:
+        sent = [threads.submit(send, server, **BODIES[name]()) for name in names * 4]
+        slowest = slowest_health = 0.0
+        while not all(each.done() for each in sent):
+            begin = time.perf_counter()
+            assert send(server, "two").json()["choices"][0]["message"]["content"] == expected
+            slowest = max(slowest, time.perf_counter() - begin)
+            begin = time.perf_counter()
+            assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
+            slowest_health = max(slowest_health, time.perf_counter() - begin)
+    assert {each.result().status_code for each in sent} <= {400, 429}
+    assert slowest < alone + 5  # it was minutes, and these threads share two cores with the client
+    assert slowest_health < 2
+
+
+def test_schemas_of_others_are_compiled_anew(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time of an answer would tell which schemas others use."""
+    compiled: list[str] = []
+    compile_schema = CompilerProcess.compile
+
+    def note(self: CompilerProcess, schema: str) -> str:
+        compiled.append(schema)
+        return compile_schema(self, schema)
+
+    monkeypatch.setattr(CompilerProcess, "compile", note)
+    body = schema_of({"type": "integer"})
+    for key, expected in (("one", 1), ("one", 1), ("two", 2), ("two", 2), ("one", 2)):
+        assert send(server, key, **body).status_code == 200
+        assert len(compiled) == expected
+
+
+def test_a_compiler_that_was_killed_is_begun_anew(server: Server) -> None:
+    assert send(server, **schema_of({"type": "boolean"})).status_code == 200
+    (process,) = [each for each in _compilers(server) if each is not None and each.poll() is None]
+    process.kill()
+    process.wait()
+    assert (
+        send(server, **schema_of({"enum": ["a"]}))
+        .json()["choices"][0]["message"]["content"]
+        .startswith('"a')
+    )
+
+
+def _compilers(server: Server) -> list[Any]:
+    grammars = server._uvicorn._gate._grammars
+    return [grammars._process and grammars._process._process]
+
+
+def test_a_key_that_floods_turns_nobody_else_away(loaded: LoadedModel) -> None:
+    with (
+        serving(loaded, api_keys=["one", "two"], max_queue=5) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(20) as threads,
+    ):
+        sent = [threads.submit(send, server) for _ in range(12)]
+        wait_until(lambda: sum(each.done() for each in sent) == 6)
+        assert {each.result().status_code for each in sent if each.done()} == {429}
+        other = threads.submit(send, server, "two")
+        time.sleep(0.2)
+        assert not other.done()
+        pace.free()
+        wait_until(other.done)
+        # It came last and was served second.
+        assert other.result().status_code == 200
+        assert sum(each.done() for each in sent) < 12
+        statuses = sorted(each.result().status_code for each in sent)
+        assert statuses == [200] * 6 + [429] * 6
+
+
+def test_bodies_that_nobody_finishes_are_bounded(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.server.gate._MAX_BODIES_OF_KEY", 3)
+    go_on = threading.Event()
+
+    def unfinished() -> Iterator[bytes]:
+        yield b'{"messages": "' + b"a" * 900
+        go_on.wait(60)
+        yield b'"}'
+
+    with (
+        serving(loaded, api_keys=["one", "two"], max_body_bytes=1000) as server,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        headers = {"authorization": "Bearer one"}
+        sent = [threads.submit(post, server, content=unfinished(), headers=headers) for _ in "1234"]
+        wait_until(lambda: metric(server, "lade:requests_total", code="429") == 1)
+        assert send(server, "two").status_code == 200
+        go_on.set()
+        assert sorted(each.result().status_code for each in sent) == [400, 400, 400, 429]
+
+
+def test_silent_bodies_are_ended(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.server.gate._IDLE_SEC", 0.3)
+    go_on = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        yield b"{"
+        go_on.wait(60)
+        yield b"}"
+
+    with serving(loaded) as server, ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(post, server, content=silent())
+        wait_until(lambda: metric(server, "lade:requests_total", code="408") == 1)
+        go_on.set()
+        assert sent.result().status_code == 408
+        with client_of(server) as client:
+            assert asked(client).choices
