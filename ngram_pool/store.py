@@ -629,7 +629,8 @@ class PoolStore:
 
     def _epoch(self, entry: _Entry) -> str:
         try:
-            return self._shared(entry, ".epoch").read_text("ascii")
+            # It is only compared: a damaged one is another one.
+            return self._shared(entry, ".epoch").read_text("ascii", errors="replace")
         except FileNotFoundError:
             return ""
 

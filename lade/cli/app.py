@@ -311,7 +311,10 @@ def serve(
         typer.Option(
             metavar="KEY",
             help="Let in only those who send this key; may be repeated. Other users of this "
-            "machine can see it; a file they cannot read is better.",
+            "machine can see it; a file they cannot read is better, or the variable LADE_API_KEY, "
+            "with blanks between several.",
+            envvar="LADE_API_KEY",
+            show_envvar=False,
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -319,7 +322,8 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Let in those who send a key of this file, which has one a line.",
+            help="Let in those who send a key of this file, which has one a line; SIGHUP reads it "
+            "again.",
             exists=True,
             dir_okay=False,
             rich_help_panel=_SERVER,
@@ -333,12 +337,79 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Take requests that call the server by this name, as a proxy's do; may be "
+            "repeated. A server for this machine alone takes no others.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origin",
+            metavar="URL",
+            help="Let pages of this site send requests; may be repeated, * for all.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Address of --metrics-port.", rich_help_panel=_SERVER),
+    ] = "127.0.0.1",
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Serve /metrics on a port of its own. Where there are keys it is nowhere else: it "
+            "tells what others ask.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Serve by TLS with this certificate, in PEM.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    private_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The key of --certificate.",
+            exists=True,
+            dir_okay=False,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    json_logs: Annotated[
+        bool,
+        typer.Option(
+            "--json-logs", help="Log a JSON object for each line.", rich_help_panel=_SERVER
+        ),
+    ] = False,
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Clients that may be connected.", rich_help_panel=_LIMITS
+        ),
+    ] = 10_000,
     max_queue: Annotated[
         int,
         typer.Option(
             metavar="N",
             min=0,
-            help="Requests that may wait; more are sent away with 429.",
+            help="Requests of one key, or from one address, that may wait; more are sent away "
+            "with 429.",
             rich_help_panel=_LIMITS,
         ),
     ] = 100,
@@ -438,21 +509,29 @@ def serve(
     Every API key, and every "user" or "cache_salt" that requests name, has a pool of its own, from
     which nothing is drafted for anybody else.
     """
-    from lade.cli.serve import check_extra, read_keys, run
+    from lade.cli.serve import KeySource, check_extra, run
 
     check_extra()
     from lade.server.options import ServerOptions
 
     drafting = make_drafting(assistant, first_layers, trust_remote_code, verification)
+    keys = KeySource(api_key or [], api_keys_file)
     options = ServerOptions(
         model_name=model_name,
-        api_keys=read_keys(api_key or [], api_keys_file),
+        api_keys=keys.read(),
         shares_pool=share_pool,
         layers=pools or [],
         pools=keeps,
         pool_memory_bytes=pool_memory_bytes,
         pool_disk_bytes=pool_disk_bytes,
         save_every_sec=save_every,
+        allowed_hosts=allowed_hosts or [],
+        allowed_origins=allowed_origins or [],
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
+        certificate=certificate,
+        private_key=private_key,
+        max_connections=max_connections,
         max_queue=max_queue,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
@@ -464,7 +543,8 @@ def serve(
         ),
     )
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    run(loaded, replace(options, drafter=drafting.make(loaded)), host, port)
+    options = replace(options, drafter=drafting.make(loaded))
+    run(loaded, options, keys, host, port, has_json_logs=json_logs)
 
 
 @app.command(rich_help_panel=_MEASURE)

@@ -2,10 +2,14 @@
 
 import importlib.util
 import ipaddress
+import json
 import logging
+import os
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lade.cli.loading import console, note
 from lade.errors import MissingExtraError
@@ -27,27 +31,58 @@ def check_extra() -> None:
             raise MissingExtraError(module, "serve")
 
 
-def read_keys(keys: Sequence[str], path: Path | None) -> list[str]:
-    """Return API keys given one by one, and those of a file's lines.
+class KeySource(NamedTuple):
+    """Where API keys come from: one by one, and from the lines of a file."""
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file has none.
-    """
-    if path is None:
-        return [*keys]
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
-        raise ValueError(f"expected API keys in {path}, a line each, got none")
-    return [*keys, *found]
+    keys: Sequence[str]
+    path: Path | None
+
+    def read(self) -> list[str]:
+        """Return the keys.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file has none.
+        """
+        if self.path is None:
+            return [*self.keys]
+        if os.name == "posix" and self.path.stat().st_mode & 0o077:
+            note(f"other users of this machine may read {self.path}; chmod 600 keeps them off")
+        lines = [line.strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"expected API keys in {self.path}, a line each, got none")
+        return [*self.keys, *found]
 
 
-def run(loaded: LoadedModel, options: ServerOptions, host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+class _JsonLines(logging.Formatter):
+    """A JSON object for each line of the log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": self.formatTime(record), "level": record.levelname.lower()}
+        line |= {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def run(
+    loaded: LoadedModel,
+    options: ServerOptions,
+    keys: KeySource,
+    host: str,
+    port: int,
+    *,
+    has_json_logs: bool = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the keys again."""
     from lade.server.app import Server
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _JsonLines() if has_json_logs else logging.Formatter("%(asctime)s %(message)s")
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("lade.server").setLevel(logging.INFO)
     _allow_many_files()
     if not _is_local(host) and not options.api_keys:
@@ -63,6 +98,19 @@ def run(loaded: LoadedModel, options: ServerOptions, host: str, port: int) -> No
             "--share-pool is for a machine with one user.[/dim]",
             soft_wrap=True,
         )
+    if server.metrics_url is not None:
+        console.print(f"metrics are at {server.metrics_url}", markup=False, soft_wrap=True)
+
+    def read_again(*_: Any) -> None:
+        try:
+            server.keys.replace(keys.read())
+        except (OSError, ValueError) as error:
+            note(f"the keys stay as they were: {error}")
+        else:
+            note("the keys were read again")
+
+    if hasattr(signal, "SIGHUP") and keys.path is not None:
+        signal.signal(signal.SIGHUP, read_again)
     server.run()
 
 

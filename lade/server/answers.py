@@ -227,11 +227,14 @@ def _complete_usage(exchange: Exchange, body: Json) -> None:
     usage, stats = body.get("usage"), exchange.stats
     if usage is None or stats is None:
         return
-    cached = {"cached_tokens": stats.num_reused_tokens}
+    # Whoever may ask in another's name, because there are no keys, would read that one's prompt.
+    num_cached = stats.num_reused_tokens if exchange.knows_kept else 0
+    cached = {"cached_tokens": num_cached}
     if exchange.asked.endpoint == "responses":  # which has no place for drafts
         usage["input_tokens_details"] = {**usage.get("input_tokens_details", {}), **cached}
         return
-    usage["prompt_tokens_details"] = cached
+    if exchange.knows_kept:
+        usage["prompt_tokens_details"] = cached
     usage["completion_tokens_details"] = {
         "accepted_prediction_tokens": stats.num_accepted_tokens,
         "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,

@@ -9,18 +9,22 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import start_http_server
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from lade.hf.api import generate
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
+from lade.server.connections import GuardedProtocol, most_connections
 from lade.server.errors import ApiError, failed
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
@@ -29,13 +33,14 @@ from lade.server.line import Line
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Reader
-from lade.server.upstream import build_app
+from lade.server.upstream import ModelList, build_app
 from lade.server.users import ApiKeys, UserPools
 
 logger = logging.getLogger(__name__)
 
 # Connections that the system accepts before the server does.
 _BACKLOG = 2048
+_LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
 
@@ -72,7 +77,7 @@ class Server:
                 f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
                 "be streamed"
             )
-        self.name = loaded.name if options.model_name is None else options.model_name
+        self.name = options.model_name or _name_of(loaded)
         self._thread: threading.Thread | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -85,20 +90,26 @@ class Server:
             grammars = Grammars(loaded)
             limits = RequestLimits(loaded.model, options)
             stack.callback(grammars.close)
-            app, self._manager, prompts = build_app(loaded, self.name, limits, grammars.pieces)
-            _add_routes(app, self.metrics)
+            app, self._manager, prompts, models = build_app(
+                loaded, self.name, limits, grammars.pieces
+            )
+            _add_routes(app, self.metrics, models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
-            keys = ApiKeys(options.api_keys)
+            self.keys = ApiKeys(options.api_keys)
             gate = Gate(
-                app, reader, grammars, prompts, keys, self._pools, line, self.metrics, options
+                *(app, reader, grammars, prompts, self.keys, self._pools, line, self.metrics),
+                options,
+                _hosts(host, options.allowed_hosts),
             )
+            self.metrics_url = self._serve_metrics(options, stack)
             self._manager.submit(_warm_up, loaded, options).result()
-            self._uvicorn = _Uvicorn(gate, options.grace_sec)
+            self._uvicorn = _Uvicorn(gate, options)
             self._stack = stack.pop_all()
         found = self._socket.getsockname()
         shown = f"[{found[0]}]" if self._socket.family == socket.AF_INET6 else found[0]
-        self.url = f"http://{shown}:{found[1]}/v1"
+        scheme = "http" if options.certificate is None else "https"
+        self.url = f"{scheme}://{shown}:{found[1]}/v1"
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
@@ -125,6 +136,17 @@ class Server:
             self._thread.join()
         self._finish()
 
+    def _serve_metrics(self, options: ServerOptions, stack: contextlib.ExitStack) -> str | None:
+        """Serve metrics on a port of their own, if asked to; return where."""
+        if options.metrics_port is None:
+            return None
+        server, _ = start_http_server(
+            options.metrics_port, options.metrics_host, self.metrics.registry
+        )
+        stack.callback(server.server_close)
+        stack.callback(server.shutdown)
+        return f"http://{options.metrics_host}:{server.server_port}/metrics"
+
     def _finish(self) -> None:
         with contextlib.suppress(TimeoutError):  # a prompt is run in one piece
             self._manager.submit(int).result(timeout=END_SEC)
@@ -134,10 +156,28 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """Stops as it should: nobody new, a while for what is under way, exit code 0."""
 
-    def __init__(self, gate: Gate, grace_sec: float) -> None:
+    def __init__(self, gate: Gate, options: ServerOptions) -> None:
+        app: Any = gate
+        if options.allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=options.allowed_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+        guarded = type(
+            "Guarded",
+            (GuardedProtocol,),
+            {"max_connections": most_connections(options.max_connections)},
+        )
+        grace_sec = options.grace_sec
         super().__init__(
             uvicorn.Config(
-                gate,
+                app,
+                http=guarded,
+                ws="none",
+                ssl_certfile=options.certificate,
+                ssl_keyfile=options.private_key,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -180,8 +220,28 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
-def _add_routes(app: FastAPI, metrics: Metrics) -> None:
-    """Add what transformers' application lacks: metrics, and errors in OpenAI's form."""
+def _name_of(loaded: LoadedModel) -> str:
+    """Return what clients call a model: of a folder its name alone, not where it lies."""
+    return Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
+
+
+def _hosts(host: str, allowed: Sequence[str]) -> set[str] | None:
+    """Return the names that clients may use in lower case; None for any."""
+    is_local = host in _LOCAL or host.startswith("127.")
+    if not (is_local or allowed):
+        return None
+    return {each.lower() for each in (*allowed, *_LOCAL, host, f"[{host}]")}
+
+
+def _add_routes(app: FastAPI, metrics: Metrics, models: ModelList) -> None:
+    """Add what transformers' application lacks: metrics, one model, errors in OpenAI's form."""
+
+    @app.get("/v1/models/{name:path}")
+    async def _model(name: str) -> Response:
+        found = {each["id"]: each for each in models()}
+        if name not in found:
+            raise ApiError(404, f"expected the model {next(iter(found))!r}", code="model_not_found")
+        return JSONResponse(found[name])
 
     @app.get("/metrics")
     def _metrics() -> Response:

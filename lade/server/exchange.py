@@ -57,6 +57,7 @@ class Exchange:
     drafter: Drafter | None = None  # beside the pools
     key: str = ""  # of the API
     of_whom: str = ""  # the key, or where it comes from: what is shared fairly
+    knows_kept: bool = False  # whether it may be told what of its prompt was kept
     asked: Asked = Asked("chat")  # what it was found to ask for
     grammar: Any = None  # a compiled one, that the answer keeps
     prompt: Any = None  # what its tokenizer makes of it, once known

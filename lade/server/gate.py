@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -35,8 +35,11 @@ Prompts = Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
 
 # Paths that may be asked for, and how. All others, of which transformers has more, are unknown:
 # they would load or unload models.
-_READ = {"/v1/models", "/health", "/metrics"}
-_OPEN = {"/health", "/metrics"}  # without a key, as in vLLM
+_READ = {"/v1/models", "/health", "/ready", "/metrics"}
+_ONE_MODEL = "/v1/models/"  # and its name
+_TOKENIZE = "/tokenize"
+_OPEN = {"/health", "/ready"}  # without a key
+_POSTED = {*ENDPOINTS, _TOKENIZE}
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
 # A body that is too long is read on for a while, or its client would not see why it is refused.
@@ -63,6 +66,7 @@ class Gate:
         line: before the model.
         metrics: that count all of it.
         options: of the server.
+        hosts: names that clients may call it by; None for any.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Gate:
         line: Line,
         metrics: Metrics,
         options: ServerOptions,
+        hosts: Container[str] | None = None,
     ) -> None:
         self._app = app
         self._reader = reader
@@ -88,6 +93,7 @@ class Gate:
         self._line = line
         self._metrics = metrics
         self._options = options
+        self._hosts = hosts
         self._open: set[Exchange] = set()
         self._unread: Counter[str] = Counter()  # bytes, by key
         self._is_closing = False
@@ -133,6 +139,21 @@ class Gate:
                 for exchange in self._open:
                     exchange.end(error)
 
+    def _readiness(self) -> tuple[int, dict[str, str]]:
+        """Return whether to send requests here: not whether the process lives, as `/health`."""
+        if self._is_closing:
+            return 503, {"status": "shutting down"}
+        if self._line.num_waiting >= self._options.max_queue > 0:
+            return 503, {"status": "full"}
+        return 200, {"status": "ready"}
+
+    def _check_host(self, headers: Mapping[str, str]) -> None:
+        """Refuse names of others, by which a page in a browser may reach what is not for it."""
+        host = headers.get("host", "")
+        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+        if self._hosts is not None and name.lower() not in self._hosts:
+            raise ApiError(421, "expected a Host header that this server is known by")
+
     # --- one request ------------------------------------------------------------------------
 
     async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
@@ -141,14 +162,23 @@ class Gate:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        if path not in ENDPOINTS and path not in _READ:
-            raise ApiError(404, f"expected one of {', '.join(sorted({*ENDPOINTS, *_READ}))}")
-        expected = "POST" if path in ENDPOINTS else "GET"
-        if method != expected:
-            raise ApiError(405, f"expected {expected}, got {method}")
+        self._check_host(headers)
+        is_read = path in _READ or path.startswith(_ONE_MODEL)
+        if not is_read and path not in _POSTED:
+            raise ApiError(404, f"expected one of {', '.join(sorted({*_POSTED, *_READ}))}")
+        expected = ("GET", "HEAD") if is_read else ("POST",)
+        if method not in expected:
+            raise ApiError(405, f"expected {' or '.join(expected)}, got {method}")
         key = "" if path in _OPEN else self._keys.identify(headers)
-        if path in _READ:
-            await self._app(scope, receive, reply.send)
+        if path == "/metrics" and self._keys:
+            raise ApiError(
+                403, "metrics tell what others ask: an operator serves them on a port of their own"
+            )
+        if path == "/ready":
+            await reply.tell(*self._readiness())
+            return
+        if is_read:  # of HEAD, uvicorn leaves out the body
+            await self._app({**scope, "method": "GET"}, receive, reply.send)
             return
         if self._is_closing:
             raise shutting_down()
@@ -171,13 +201,18 @@ class Gate:
             self._options.drafter,
             key=key,
             of_whom=of_whom,
+            knows_kept=bool(key) or self._options.shares_pool,
         )
         client_left = asyncio.create_task(_until_left(receive))
         running = _Running(client_left, end, self._options.timeout_sec)
         self._open.add(exchange)
         try:
             body = await running.run(self._prepared(exchange, path, data), exchange, reply)
-            await self._answered(exchange, scope, body, running, reply)
+            if path == _TOKENIZE:
+                token_ids = exchange.prompt["input_ids"][0].tolist()
+                await reply.tell(200, {"count": len(token_ids), "tokens": token_ids})
+            else:
+                await self._answered(exchange, scope, body, running, reply)
         finally:
             client_left.cancel()
             self._open.discard(exchange)
@@ -234,7 +269,7 @@ class Gate:
     async def _prepared(self, exchange: Exchange, path: str, data: bytes) -> bytes:
         """Do all that can be done before the turn; return the body for transformers' handler."""
         run = partial(self._workers.run, exchange.of_whom)
-        request = await run(self._reader.read, ENDPOINTS[path], data)
+        endpoint, request = await run(self._reader.read, ENDPOINTS.get(path), data)
         exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
         exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
         if request.schema is not None:
@@ -244,7 +279,7 @@ class Gate:
             )
             exchange.grammar = await compiling
         current.set(exchange)
-        call = await self._prompts(ENDPOINTS[path], request.body)
+        call = await self._prompts(endpoint, request.body)
         exchange.prompt = await run(call)
         body: bytes = request.body
         return body
@@ -324,24 +359,27 @@ class _Reply:
             self.is_over = True
         await self._send(message)
 
+    async def tell(
+        self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send JSON."""
+        data = json.dumps(body).encode()
+        about = {"content-type": "application/json", "content-length": str(len(data))}
+        encoded = [
+            (name.encode(), value.encode()) for name, value in {**about, **(headers or {})}.items()
+        ]
+        await self.send({"type": "http.response.start", "status": status, "headers": encoded})
+        await self.send({"type": "http.response.body", "body": data})
+
     async def refuse(self, error: ApiError) -> None:
         """Send an error, as an event if a stream of these has begun."""
-        data = json.dumps(error.body()).encode()
-        messages: list[dict[str, Any]] = []
-        if not self.status:
-            headers = error.headers() | {
-                "content-type": "application/json",
-                "content-length": str(len(data)),
-            }
-            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-            start = {"type": "http.response.start", "status": error.status, "headers": encoded}
-            messages = [start, {"type": "http.response.body", "body": data}]
-        elif self._is_stream and not self.is_over:
-            messages = [{"type": "http.response.body", "body": b"data: " + data + b"\n\n"}]
         with suppress(TimeoutError):  # it does not read
             async with asyncio.timeout(END_SEC):
-                for message in messages:
-                    await self.send(message)
+                if not self.status:
+                    await self.tell(error.status, error.body(), error.headers())
+                elif self._is_stream and not self.is_over:
+                    data = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+                    await self.send({"type": "http.response.body", "body": data})
 
 
 def _address(scope: Scope) -> str:

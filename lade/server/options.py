@@ -20,7 +20,14 @@ class ServerOptions:
         pools: folder that keeps the pools of clients; None for a temporary one.
         pool_memory_bytes, pool_disk_bytes: for all of them together.
         save_every_sec: how often those that learn are saved.
-        max_queue: requests that may wait.
+        allowed_hosts: names that clients may call the server by, beside its address; without any,
+            all where it listens at an address that others reach, else those of this machine.
+        allowed_origins: pages of other sites that may send requests; "*" for all.
+        metrics_host, metrics_port: where `/metrics` is served apart, to anybody. Without a port, it
+            is served with all else, but not to clients that have keys: it tells what others ask.
+        certificate, private_key: files, in PEM, to serve by TLS.
+        max_connections: clients that may be connected.
+        max_queue: requests that may wait, of each key or, without keys, from each address.
         max_prompt_tokens: of a request; None for what the model has positions for.
         max_new_tokens: of an answer.
         max_body_bytes: of a request.
@@ -42,6 +49,13 @@ class ServerOptions:
     pool_memory_bytes: int = 2**30
     pool_disk_bytes: int = 2**34
     save_every_sec: float = 60.0
+    allowed_hosts: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    certificate: Path | None = None
+    private_key: Path | None = None
+    max_connections: int = 10_000
     max_queue: int = 100
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 4096
@@ -53,6 +67,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for name, least in (
+            ("max_connections", 1),
             ("max_queue", 0),
             ("max_prompt_tokens", 1),
             ("max_new_tokens", 1),
@@ -64,5 +79,7 @@ class ServerOptions:
                 raise ValueError(f"expected {name} of at least {least}, got {value!r}")
         if not self.timeout_sec > 0:
             raise ValueError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("expected a certificate and a private_key, or neither, got one")
         if not all(self.api_keys):
             raise ValueError("expected API keys of one character or more, got ''")

@@ -296,13 +296,19 @@ class Reader:
         self._vocab_size = vocab_size
         self._grammars = grammars
 
-    def read(self, endpoint: Endpoint, data: bytes) -> Request:
+    def read(self, endpoint: Endpoint | None, data: bytes) -> tuple[Endpoint, Request]:
         """Read a request, in time that is bounded by the number of its bytes.
+
+        Args:
+            endpoint: that it came to; None for that of its fields, a chat or a completion.
+            data: JSON.
 
         Raises:
             ApiError: it is not JSON, or a field is unknown, of a wrong type or not supported.
         """
         body = _json(data)
+        if endpoint is None:
+            endpoint = "chat" if "messages" in body else "completions"
         try:
             valid = _MODELS[endpoint].model_validate(body)
         except ValidationError as error:
@@ -317,7 +323,7 @@ class Reader:
         self._check_bias(valid)
         _check_template_kwargs(valid)
         schema = self._schema(valid)
-        return Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
+        return endpoint, Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
 
     def _schema(self, valid: _Any) -> str | None:
         """Return the schema of the answer, checked, as JSON."""

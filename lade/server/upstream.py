@@ -36,6 +36,9 @@ from lade.server.limits import RequestLimits
 logger = logging.getLogger(__name__)
 
 
+ModelList = Callable[[], list[dict[str, Any]]]
+
+
 class Upstream(NamedTuple):
     """What transformers brings to a server."""
 
@@ -43,6 +46,7 @@ class Upstream(NamedTuple):
     manager: "_Manager"  # of the inference thread
     #: Returns a function that makes a request's prompt, in another thread.
     prompts: Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
+    models: ModelList  # as clients are told of them
 
 
 def build_app(
@@ -76,7 +80,7 @@ def build_app(
         make: Callable[[], Any] = await by_endpoint[endpoint].prompt(json.loads(body))
         return make
 
-    return Upstream(app, state.manager, prompts)
+    return Upstream(app, state.manager, prompts, models.get_gen_models)
 
 
 class _PromptNeededError(Exception):

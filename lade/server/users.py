@@ -32,6 +32,10 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Take other keys from now on; what is under way is ended for nobody."""
         self._digests = [_digest(key) for key in keys]
 
     def __bool__(self) -> bool:

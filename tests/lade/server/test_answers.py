@@ -45,6 +45,13 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
+@pytest.fixture
+def known(loaded: LoadedModel) -> Iterator[openai.OpenAI]:
+    """A client with a key, which may know what was kept of its prompts."""
+    with serving(loaded, api_keys=["none"]) as server, client_of(server) as client:
+        yield client
+
+
 def test_an_answer_is_plain_generates(loaded: LoadedModel, client: openai.OpenAI) -> None:
     answer = asked(client)
     assert answer.choices[0].message.content == plain_text(loaded)
@@ -238,7 +245,7 @@ def test_schemas_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
 
     refused(client, SCHEMA, "no token that ends an answer")
     with serving(loaded_model(eos_token_id=93)) as server, client_of(server) as client:
-        refused(client, {"type": "nothing"}, "JSON schema")
+        refused(client, {"type": "nothing"}, "type 'nothing'")
         refused(client, {"description": "long" * 2**14}, "at most 65536 characters")
 
 
@@ -297,25 +304,25 @@ def test_calls_of_tools_are_transformers(
 
 
 def test_usage_says_what_was_drafted_and_what_was_kept(
-    loaded: LoadedModel, client: openai.OpenAI
+    loaded: LoadedModel, known: openai.OpenAI
 ) -> None:
     num_prompt = prompt_ids(loaded)["input_ids"].shape[1]
-    usage = asked(client, user="ann").usage
+    usage = asked(known, user="ann").usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt, 40)
     assert usage.prompt_tokens_details.cached_tokens == 0
-    streamed = [*asked(client, user="ann", stream=True, stream_options={"include_usage": True})]
+    streamed = [*asked(known, user="ann", stream=True, stream_options={"include_usage": True})]
     assert [chunk.usage for chunk in streamed[:-1]] == [None] * (len(streamed) - 1)
     assert streamed[-1].choices == []
     usage = streamed[-1].usage
     assert usage.completion_tokens_details.accepted_prediction_tokens > 20
     assert usage.prompt_tokens_details.cached_tokens >= num_prompt - 1
-    assert all(chunk.usage is None for chunk in asked(client, stream=True))
+    assert all(chunk.usage is None for chunk in asked(known, stream=True))
 
 
-def test_what_another_user_said_is_not_kept_for_this_one(client: openai.OpenAI) -> None:
+def test_what_another_user_said_is_not_kept_for_this_one(known: openai.OpenAI) -> None:
     for user in ("carl", "dora"):
-        assert asked(client, user=user).usage.prompt_tokens_details.cached_tokens == 0
-    assert asked(client).usage.prompt_tokens_details.cached_tokens == 0
+        assert asked(known, user=user).usage.prompt_tokens_details.cached_tokens == 0
+    assert asked(known).usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_streams_end_as_openais(server: Server) -> None:
@@ -329,12 +336,12 @@ def test_streams_end_as_openais(server: Server) -> None:
 
 
 def test_completions_and_responses_are_plain_generates(
-    loaded: LoadedModel, client: openai.OpenAI
+    loaded: LoadedModel, known: openai.OpenAI
 ) -> None:
     options = {"model": "tiny", "prompt": "What-is", "max_tokens": 30, "temperature": 0}
     expected = plain_text(loaded, "What-is", max_new_tokens=30)
-    assert client.completions.create(**options).choices[0].text == expected
-    chunks = client.completions.create(**options, stream=True)
+    assert known.completions.create(**options).choices[0].text == expected
+    chunks = known.completions.create(**options, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
     options = {
         "model": "tiny",
@@ -342,9 +349,9 @@ def test_completions_and_responses_are_plain_generates(
         "max_output_tokens": 40,
         "temperature": 0,
     }
-    response = client.responses.create(**options, user="erna")
+    response = known.responses.create(**options, user="erna")
     assert response.output_text == plain_text(loaded)
-    events = [*client.responses.create(**options, stream=True, user="erna")]
+    events = [*known.responses.create(**options, stream=True, user="erna")]
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == plain_text(loaded)
     assert events[-1].type == "response.completed"
@@ -359,10 +366,10 @@ def test_the_one_model_is_listed(server: Server, client: openai.OpenAI) -> None:
     assert health.json() == {"status": "ok"}
 
 
-def test_a_prompt_that_goes_on_is_not_run_again(client: openai.OpenAI) -> None:
+def test_a_prompt_that_goes_on_is_not_run_again(known: openai.OpenAI) -> None:
     messages: list[Any] = [*QUESTION]
     for turn in range(3):
-        answer = asked(client, messages=messages, user="turns", max_tokens=20)
+        answer = asked(known, messages=messages, user="turns", max_tokens=20)
         kept = answer.usage.prompt_tokens_details.cached_tokens
         assert (kept > 20) == (turn > 0)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})

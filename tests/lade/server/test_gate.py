@@ -47,8 +47,8 @@ def send(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.connect((host, int(port)))
     connection.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
     )
     return connection
 

@@ -12,6 +12,7 @@ from tests.lade.server.serving import (
     prompt_ids,
     serving,
     text_of,
+    wait_until,
 )
 
 
@@ -40,7 +41,7 @@ def test_counters_are_those_of_the_answers(loaded: LoadedModel) -> None:
         num_drafts = metric(server, "vllm:spec_decode_num_drafts_total")
         assert by_position[0] <= num_drafts <= accepted + rejected
         text_of(asked(client, stream=True))
-        assert metric(server, "vllm:generation_tokens_total") == 120
+        wait_until(lambda: metric(server, "vllm:generation_tokens_total") == 120)
         num_prompt = prompt_ids(loaded)["input_ids"].shape[1]
         assert metric(server, "vllm:prompt_tokens_total") == 3 * num_prompt
         assert metric(server, "vllm:prefix_cache_queries_total") == 2 * num_prompt

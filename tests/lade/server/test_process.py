@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lade.cli.app import app
-from lade.cli.serve import read_keys
+from lade.cli.serve import KeySource
 from tests.lade.server.serving import QUESTION, loaded_model, plain_text, wait_until
 
 KEYS = ("key-of-alice", "key-of-bob")
@@ -103,11 +103,11 @@ def test_pools_outlive_a_kill_and_a_stop_ends_well(folder: Path, tmp_path: Path)
 def test_keys_come_one_by_one_and_in_files(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# first\n a \n\nb\n")
-    assert read_keys(["c"], path) == ["c", "a", "b"]
-    assert read_keys(["c"], None) == ["c"]
+    assert KeySource(["c"], path).read() == ["c", "a", "b"]
+    assert KeySource(["c"], None).read() == ["c"]
     path.write_text("# none\n\n")
     with pytest.raises(ValueError, match="expected API keys in"):
-        read_keys([], path)
+        KeySource([], path).read()
 
 
 def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
