@@ -28,6 +28,9 @@ _MAX_ORIGIN_LENGTH = 64
 # one in twice the time, 4 ms.
 _COMPRESSION = 1
 _BYTES_PER_TEXT = 4 + 16
+_BYTES_PER_SUCCESSOR = 4 + 2
+#: What a delta may take in memory, unless another number is given.
+DEFAULT_MAX_BYTES = 2**28
 # By the numbers that describe a delta: the most that any may be. They bound what is unpacked.
 _NUMBERS = {
     "num_tokens": 2**29,
@@ -183,15 +186,23 @@ class PoolDelta:
         return _MAGIC + zlib.crc32(sent).to_bytes(4, "little") + sent
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "PoolDelta":
+    def from_bytes(cls, data: bytes, max_bytes: int = DEFAULT_MAX_BYTES) -> "PoolDelta":
         """Return the delta that `to_bytes` wrote; never more than its header announces.
 
+        Args:
+            data: that was sent.
+            max_bytes: of all arrays of the delta. What is sent may be a thousandth of it.
+
         Raises:
-            PoolDeltaError: these are not the bytes of a delta, or damaged, or of a newer version.
+            PoolDeltaError: these are not the bytes of a delta, or damaged, or of a newer version,
+                or it is too large; nothing was unpacked then.
         """
         header, packed = _unwrapped(bytes(data))
         parts = _parts(header)
         nbytes = sum(np.dtype(dtype).itemsize * size for dtype, size in parts.values())
+        num_made = nbytes + _BYTES_PER_SUCCESSOR * header["num_contexts"] * header["num_successors"]
+        if num_made > max_bytes:
+            raise PoolDeltaError(f"expected arrays of at most {max_bytes} bytes, got {num_made}")
         unpacking = zlib.decompressobj()
         try:
             body = unpacking.decompress(packed, nbytes + 1)

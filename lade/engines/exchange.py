@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +29,8 @@ DEFAULT_LOG_BYTES = 2**26
 # One delta of a pool that was cut off for long. Its newest text comes first.
 DEFAULT_DELTA_BYTES = 2**22
 DEFAULT_EVERY_SEC = 5.0
+# Pools whose senders a collector remembers.
+_MAX_OWNERS = 10_000
 
 
 class Cursor(NamedTuple):
@@ -36,6 +38,8 @@ class Cursor(NamedTuple):
 
     collector: str = ""  # another one once it was restarted
     num_deltas: int = 0
+    #: A secret of whoever joined with it, without which nobody sends deltas of the same pool.
+    replica: str = ""
 
 
 class Joined(NamedTuple):
@@ -94,8 +98,7 @@ class Collector:
     Args:
         capacity_tokens: of the merged pool.
         log_bytes: of deltas that are kept.
-        max_delta_bytes: of one delta, as it is sent; a larger one is refused. It is little more
-            than the arrays at most, which senders bound.
+        max_delta_bytes: of one delta, as it is sent and unpacked; a larger one is refused.
         path: of a file to begin with, and to save the pool in; None for neither.
         save_every_sec: how often it is saved, at most, while deltas come.
 
@@ -131,6 +134,9 @@ class Collector:
             self._pool = NGramPool(capacity_tokens)
         self._lock = threading.Lock()
         self._name = secrets.token_hex(8)
+        # By origin, who sends deltas of it. Others, who all see it, might make up later ones, after
+        # which its own count as repeated.
+        self._owners: OrderedDict[str, str] = OrderedDict()
         self._log: deque[tuple[str, bytes]] = deque()  # with the origin of each
         self._num_logged = 0  # those that were dropped, too
         self._saved_at = time.monotonic()
@@ -140,7 +146,7 @@ class Collector:
         """Return a copy of the merged pool, and the cursor from which to go on."""
         with self._lock:
             self._stats.num_joined += 1
-            return Joined(copy.copy(self._pool), self._cursor())
+            return Joined(copy.copy(self._pool), self._cursor(secrets.token_hex(16)))
 
     def exchange(self, delta: bytes, cursor: Cursor) -> Exchanged:
         """Take what one pool learned, and return what others did since.
@@ -151,15 +157,15 @@ class Collector:
             cursor: of the last answer.
 
         Raises:
-            PoolDeltaError: the delta cannot be read.
-            ValueError: it is too large, of another tokenizer, or has a part of one that was taken.
-                Nothing was taken.
+            PoolDeltaError: the delta cannot be read, or is too large.
+            ValueError: it is of another tokenizer, of a pool that somebody else sends deltas of, or
+                has a part of one that was taken. Nothing was taken.
         """
         with self._lock:
             self._stats.num_exchanges += 1
             self._stats.bytes_in += len(delta)
             try:
-                origin = self._take(delta)
+                origin = self._take(delta, cursor.replica)
             except ValueError:
                 self._stats.num_refused += 1
                 raise
@@ -200,14 +206,19 @@ class Collector:
 
     # --- inside, under the lock -------------------------------------------------------------
 
-    def _take(self, data: bytes) -> str:
+    def _take(self, data: bytes, replica: str) -> str:
         """Merge a delta and keep it for others; return which pool it is of."""
         if len(data) > self._max_delta_bytes:
             raise ValueError(
                 f"expected a delta of at most {self._max_delta_bytes} bytes, got {len(data)}"
             )
-        delta = PoolDelta.from_bytes(data)
+        delta = PoolDelta.from_bytes(data, self._max_delta_bytes)
         origin = delta.since.origin
+        if not secrets.compare_digest(self._owners.setdefault(origin, replica), replica):
+            raise ValueError("expected deltas of a pool from one replica alone, got another's")
+        self._owners.move_to_end(origin)
+        while len(self._owners) > _MAX_OWNERS:
+            self._owners.popitem(last=False)
         if not self._pool.merge(delta):
             self._stats.num_repeated += 1
         elif delta:
@@ -227,10 +238,10 @@ class Collector:
         newest = [self._log[-place] for place in range(num_held, 0, -1)]
         num_missed = num_new - num_held if cursor.collector == self._name else 0
         deltas = [data for sender, data in newest if sender != origin]
-        return Exchanged(self._cursor(), deltas, num_missed)
+        return Exchanged(self._cursor(cursor.replica), deltas, num_missed)
 
-    def _cursor(self) -> Cursor:
-        return Cursor(self._name, self._num_logged)
+    def _cursor(self, replica: str) -> Cursor:
+        return Cursor(self._name, self._num_logged, replica)
 
 
 @dataclass

@@ -2,14 +2,17 @@
 
 import logging
 import threading
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from lade.engines.exchange import Collector, Cursor, Exchanged, Joined, PoolExchange
-from ngram_pool import NGramPool, PoolDelta, PoolDeltaError
+from ngram_pool import NGramPool, PoolDelta, PoolDeltaError, PoolStamp
 
 _T = TypeVar("_T")
 
@@ -366,3 +369,50 @@ def test_pools_that_learn_meanwhile_lose_and_repeat_nothing() -> None:
         assert texts_of(each.pool) == everything
         each.pool.check()
         assert each.stats().num_failures == 0
+
+
+def test_a_delta_that_unpacks_to_much_is_refused_before() -> None:
+    """Zeros pack to a thousandth: 20 kB were 1.6 GB."""
+    bomb = PoolDelta(
+        PoolStamp("a" * 32, 0, 0),
+        PoolStamp("a" * 32, 10**7, 1),
+        *("", ""),
+        np.zeros(10**7, np.int32),
+        np.array([0, 10**7], np.int32),
+        np.array([[-1, 10**7 - 1]], np.int64),
+        np.zeros(0, np.int64),
+        np.zeros((0, 4), np.int32),
+        np.zeros((0, 4), np.uint16),
+        0,
+    ).to_bytes()
+    assert len(bomb) < 2**18
+    collector = Collector(max_delta_bytes=2**20)
+    tracemalloc.start()
+    with pytest.raises(PoolDeltaError, match="arrays of at most 1048576 bytes, got 2"):
+        collector.exchange(bomb, collector.join().cursor)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * 2**20
+    with pytest.raises(PoolDeltaError, match="arrays of at most 1000 bytes"):
+        PoolDelta.from_bytes(bomb, 1000)
+    assert PoolDelta.from_bytes(bomb).num_tokens == 10**7
+
+
+def test_nobody_sends_deltas_of_anothers_pool() -> None:
+    """A later one than its own would have its own count as taken."""
+    collector, pool = Collector(), NGramPool()
+    mine, other = collector.join().cursor, collector.join().cursor
+    pool.observe([1, 2, 3])
+    first = pool.delta()
+    mine, _, _ = collector.exchange(first.to_bytes(), mine)
+    _, (seen,), _ = collector.exchange(NGramPool().delta().to_bytes(), other)
+    stamp = PoolDelta.from_bytes(seen).until
+    forged = replace(
+        PoolDelta.from_bytes(seen), since=stamp, until=stamp._replace(epoch=2**40)
+    ).to_bytes()
+    with pytest.raises(ValueError, match="from one replica alone"):
+        collector.exchange(forged, other)
+    pool.observe([4, 5])
+    collector.exchange(pool.delta(first.until).to_bytes(), mine)
+    assert collector.stats().num_deltas == 2
+    assert (collector.stats().num_repeated, collector.stats().num_refused) == (0, 1)
