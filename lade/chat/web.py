@@ -5,6 +5,7 @@ what it looks like. Gradio brings page and server.
 """
 
 import asyncio
+import hmac
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from lade.errors import LadeError, MissingExtraError
 
 try:
     import gradio as gr
+    from starlette.middleware import Middleware
 except ModuleNotFoundError as error:
     raise MissingExtraError(error.name or "gradio", "web") from None
 
 from lade.chat.conversation import Turn
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
+from lade.chat.web_gate import PageGate
 from lade.chat.web_html import (
     answer_html,
     escaped,
@@ -27,6 +30,7 @@ from lade.chat.web_html import (
     question_html,
 )
 from lade.chat.web_sessions import (
+    MAX_SESSIONS,
     Choices,
     Desk,
     QuestionAndAnswer,
@@ -37,6 +41,7 @@ from lade.chat.web_sessions import (
     Setup,
     no_rest,
 )
+from lade.hosts import names_of
 
 _SETTLE_SEC = 0.02
 _FRAME_SEC = 0.1  # between two looks at an answer that is being given
@@ -73,13 +78,20 @@ class Page:
         self.sessions = Sessions(self._desk, setup)
         self._blocks = self._build(setup)
 
-    def launch(self, host: str = "127.0.0.1", port: int | None = None, share: bool = False) -> str:
+    def launch(
+        self,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        share: bool = False,
+        password: str | None = None,
+    ) -> str:
         """Serve the page and return its address; the caller keeps the process running.
 
         Args:
             host: address to listen at; others than the default let other machines in.
             port: to listen at; None for the first free one from 7860 on.
             share: whether to have Gradio's servers forward a public address to it.
+            password: that visitors have to give, with any name; None for none.
 
         Raises:
             OSError: the port is taken, or the address is none of this machine.
@@ -90,7 +102,16 @@ class Page:
             button_primary_background_fill="*primary_600",
             button_primary_background_fill_hover="*primary_700",
         )
+        names = None if share else names_of(host)
+
+        def is_right(_: str, given: str) -> bool:
+            return hmac.compare_digest(given.encode(), (password or "").encode())
+
         self._blocks.launch(
+            auth=None if password is None else is_right,
+            auth_message="Any name, and the password.",
+            app_kwargs={"middleware": [Middleware(PageGate, names=names)]},
+            state_session_capacity=MAX_SESSIONS,
             server_name=host,
             server_port=_free_port(host, port),
             share=share,
@@ -105,7 +126,7 @@ class Page:
             ssr_mode=False,
             pwa=False,
             mcp_server=False,
-            max_file_size="1kb",  # nothing is uploaded
+            max_file_size="1kb",
             theme=theme,
             css_paths=[_FOLDER / "web.css"],
             js=(_FOLDER / "web.js").read_text(),
@@ -264,7 +285,10 @@ class Page:
         self._session(request).stop()
 
     def _closed(self, request: gr.Request) -> None:
-        self.sessions.close(_name_of(request))
+        name = _name_of(request)
+        self.sessions.close(name)
+        # What Gradio keeps of the page, answers included, until many other pages were opened.
+        self._blocks.app.state_holder.session_data.pop(name, None)
 
     async def _race(
         self, question: str, system: str, temperature: float, longest: float, request: gr.Request

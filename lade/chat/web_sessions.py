@@ -4,6 +4,7 @@ Knows nothing of Gradio: `web.py` shows what stands here.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,12 +23,16 @@ from lade.errors import LadeError, in_one_line
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
-# Conversations kept at once. A pool takes some megabytes; tabs that are closed are gone at once.
-_MAX_SESSIONS = 32
+# Conversations kept at once. A pool takes some megabytes; tabs that are closed are gone at once,
+# and one that was idle for so long makes room.
+MAX_SESSIONS = 32
+_IDLE_SEC = 1800.0
+# Answers that may wait for others.
+_MAX_WAITING = 16
 
 
 class BusyError(LadeError):
-    """A session has not ended what it was asked before."""
+    """A session has not ended what it was asked before, or there is too much to do for others."""
 
 
 # --- one at a time --------------------------------------------------------------------------
@@ -115,11 +120,18 @@ class Desk:
         self._thread.start()
 
     def submit(self, work: Work) -> Task:
-        """Put work at the end of the line."""
+        """Put work at the end of the line.
+
+        Raises:
+            BusyError: too much waits.
+        """
         task = Task(self)
         with self._lock:
+            self._tasks = [each for each in self._tasks if not each.is_done]
+            if len(self._tasks) > _MAX_WAITING:
+                raise BusyError("too many questions wait already: ask again later")
             self._queue.put((task, work))
-            self._tasks = [each for each in self._tasks if not each.is_done] + [task]
+            self._tasks.append(task)
         return task
 
     def num_before(self, task: Task) -> int:
@@ -378,30 +390,42 @@ class Race:
 
 
 class Sessions:
-    """Sessions by the hash that Gradio gives each tab; the one not used for longest goes first."""
+    """Sessions by the hash that each tab has; of many, one that was long idle makes room."""
 
     def __init__(self, desk: Desk, setup: Setup) -> None:
         self._desk = desk
         self._setup = setup
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        # With the time of their last use, which is their order.
+        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()
 
     def of(self, name: str) -> Session:
-        """Return the session of that name, begun if there is none."""
+        """Return the session of that name, begun if there is none.
+
+        Raises:
+            BusyError: there are too many; none of others is ended for it.
+        """
         with self._lock:
-            session = self._sessions.pop(name, None)
+            now = time.monotonic()
+            session, _ = self._sessions.pop(name, (None, now))
             if session is None:
+                if len(self._sessions) >= MAX_SESSIONS:
+                    self._end_oldest(now)
                 session = Session(self._desk, self._setup)
-            self._sessions[name] = session
-            while len(self._sessions) > _MAX_SESSIONS:
-                _, oldest = self._sessions.popitem(last=False)
-                oldest.close()
+            self._sessions[name] = session, now
             return session
+
+    def _end_oldest(self, now: float) -> None:
+        name, (oldest, used) = next(iter(self._sessions.items()))
+        if now - used < _IDLE_SEC or oldest.is_busy:
+            raise BusyError("too many pages are open: close one, or come back later")
+        del self._sessions[name]
+        oldest.close()
 
     def close(self, name: str) -> None:
         """End a session: its answer stops, its conversation and pool are gone."""
         with self._lock:
-            session = self._sessions.pop(name, None)
+            session, _ = self._sessions.pop(name, (None, 0.0))
         if session is not None:
             session.close()
 

@@ -201,6 +201,15 @@ def chat(
             rich_help_panel=_WEB,
         ),
     ] = False,
+    password: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Let in only those who give this password. Other users of this machine can see "
+            "it; the variable LADE_PASSWORD is better.",
+            rich_help_panel=_WEB,
+        ),
+    ] = None,
 ) -> None:
     """Chat with a model in this terminal, or with --web on a page in your browser.
 
@@ -215,8 +224,8 @@ def chat(
         raise ValueError(
             "expected no --save-pool with --web, where each browser tab has a pool of its own"
         )
-    if not web and (host is not None or port is not None or share):
-        raise ValueError("expected --host, --port and --share only with --web")
+    if not web and (share or (host, port, password) != (None, None, None)):
+        raise ValueError("expected --host, --port, --share and --password only with --web")
     if web:
         from lade.cli.web import run as serve  # a missing extra fails before the model is loaded
     question = None if web else read_question()
@@ -232,7 +241,7 @@ def chat(
     drafter = drafting.make(loaded)
     settings = Settings(max_new_tokens, temperature, top_p, seed)
     if web:
-        address = (host or "127.0.0.1", port, share)
+        address = (host or "127.0.0.1", port, share, password)
         serve(loaded, settings, config, system, pools or [], learns, *address, drafter)
     else:
         asked = (question, loaded, settings, config, system)

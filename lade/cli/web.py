@@ -1,5 +1,6 @@
 """`lade chat --web`: serve the page until Ctrl-C."""
 
+import os
 import threading
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -30,6 +31,7 @@ def run(
     host: str,
     port: int | None,
     share: bool,
+    password: str | None,
     drafter: "Drafter | None" = None,
 ) -> None:
     """Serve the page; its address is printed to standard output."""
@@ -40,9 +42,10 @@ def run(
     with open_pools(loaded, pool_paths, None) as (_, *layers):
         page = Page(Setup(loaded, settings, config, system, layers, drafter), rest)
         try:
-            print(page.launch(host, port, share), flush=True)
-            if share or not _is_loopback(host):
-                note("whoever reaches this address can use the model; there is no password")
+            password = password or os.environ.get("LADE_PASSWORD") or None
+            print(page.launch(host, port, share, password), flush=True)
+            if password is None and (share or not _is_loopback(host)):
+                note("whoever reaches this address can use the model; --password keeps others off")
             console.print("[dim]Ctrl-C ends it.[/dim]")
             _until_interrupted()
         except KeyboardInterrupt:

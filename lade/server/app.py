@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lade.hf.api import generate
+from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.connections import GuardedProtocol, most_connections
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 # Connections that the system accepts before the server does.
 _BACKLOG = 2048
-_LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
 
@@ -100,7 +100,7 @@ class Server:
             gate = Gate(
                 *(app, reader, grammars, prompts, self.keys, self._pools, line, self.metrics),
                 options,
-                _hosts(host, options.allowed_hosts),
+                names_of(host, options.allowed_hosts),
             )
             self.metrics_url = self._serve_metrics(options, stack)
             self._manager.submit(_warm_up, loaded, options).result()
@@ -223,14 +223,6 @@ def _listening(host: str, port: int) -> socket.socket:
 def _name_of(loaded: LoadedModel) -> str:
     """Return what clients call a model: of a folder its name alone, not where it lies."""
     return Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
-
-
-def _hosts(host: str, allowed: Sequence[str]) -> set[str] | None:
-    """Return the names that clients may use in lower case; None for any."""
-    is_local = host in _LOCAL or host.startswith("127.")
-    if not (is_local or allowed):
-        return None
-    return {each.lower() for each in (*allowed, *_LOCAL, host, f"[{host}]")}
 
 
 def _add_routes(app: FastAPI, metrics: Metrics, models: ModelList) -> None:

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import quote
 
+from lade.hosts import is_known
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
 from lade.server.exchange import Endpoint, Exchange, current
 from lade.server.grammars import Grammars
@@ -149,9 +150,7 @@ class Gate:
 
     def _check_host(self, headers: Mapping[str, str]) -> None:
         """Refuse names of others, by which a page in a browser may reach what is not for it."""
-        host = headers.get("host", "")
-        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
-        if self._hosts is not None and name.lower() not in self._hosts:
+        if not is_known(headers.get("host", ""), self._hosts):
             raise ApiError(421, "expected a Host header that this server is known by")
 
     # --- one request ------------------------------------------------------------------------

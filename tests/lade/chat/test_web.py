@@ -51,7 +51,7 @@ class Served:
 
     @property
     def sessions(self) -> list[Session]:
-        return [*self.page.sessions._sessions.values()]
+        return [session for session, _ in self.page.sessions._sessions.values()]
 
     @property
     def newest(self) -> Session:
@@ -382,6 +382,7 @@ def test_closing_a_tab_ends_its_answer(open_tab: Callable[..., Tab], served: Ser
     served.wait_for(lambda: not session.is_busy)
     assert last_turn(session).is_interrupted
     assert session not in served.sessions
+    assert not served.page._blocks.app.state_holder.session_data  # what Gradio keeps of a page
 
 
 # --- the race -------------------------------------------------------------------------------

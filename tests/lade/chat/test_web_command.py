@@ -39,8 +39,8 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     launched: list[Any] = []
     launch = Page.launch
 
-    def noted(page: Page, host: str, port: int | None, share: bool) -> str:
-        address = launch(page, host, port, share)
+    def noted(page: Page, host: str, *options: Any) -> str:
+        address = launch(page, host, *options)
         launched.append((page, host, urllib.request.urlopen(address, timeout=30).read().decode()))
         return address
 
@@ -108,9 +108,9 @@ def test_a_system_prompt_that_the_model_has_no_place_for_is_refused(
     ("options", "message"),
     [
         (["--web", "--save-pool", "x.pool"], "expected no --save-pool with --web"),
-        (["--port", "8000"], "expected --host, --port and --share only with --web"),
-        (["--host", "::1"], "expected --host, --port and --share only with --web"),
-        (["--share"], "expected --host, --port and --share only with --web"),
+        (["--port", "8000"], "expected --host, --port, --share and --password only with --web"),
+        (["--host", "::1"], "expected --host, --port, --share and --password only with --web"),
+        (["--share"], "expected --host, --port, --share and --password only with --web"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -> None:

@@ -253,13 +253,18 @@ def test_pools_of_sessions_are_their_own_beside_those_all_read(
     assert one.conversation.pool is not own
 
 
-def test_the_session_not_used_for_longest_goes(
+def test_no_tab_ends_another_but_one_that_was_long_idle(
     desk: Desk, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lade.chat.web_sessions._MAX_SESSIONS", 2)
+    monkeypatch.setattr("lade.chat.web_sessions.MAX_SESSIONS", 2)
     sessions = Sessions(desk, Setup(loaded, Settings(8)))
     first, second = sessions.of("first"), sessions.of("second")
     sessions.of("first")
+    with pytest.raises(BusyError, match="too many pages"):
+        sessions.of("third")
+    assert sessions.of("second") is second
+    assert sessions.of("first") is first
+    monkeypatch.setattr("lade.chat.web_sessions._IDLE_SEC", 0.0)
     sessions.of("third")
     assert len(sessions) == 2
     assert sessions.of("first") is first

@@ -1,0 +1,31 @@
+"""Names that a server on this machine may be called by, so that no page of another site reaches it.
+
+A name that somebody else owns may lead here (DNS rebinding), and a browser then takes what is
+served here for that site's own. Its requests name the other site as their host.
+"""
+
+from collections.abc import Container, Iterable
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
+    """Return the names, in lower case, that clients may use; None for any.
+
+    Args:
+        address: to listen at. One that other machines reach may be called by many names.
+        more: names given by the operator.
+    """
+    more = [*more]
+    is_local = address in ("localhost", "::1") or address.startswith("127.")
+    if not (is_local or more):
+        return None
+    return {name.lower() for name in (*more, *_LOCAL, address)}
+
+
+def is_known(header: str, names: Container[str] | None) -> bool:
+    """Return whether a `Host` header, with a port or without, has one of some names."""
+    if names is None:
+        return True
+    end = header.find("]") + 1 if header.startswith("[") else header.find(":")
+    return (header if end < 0 else header[:end]).lower() in names
