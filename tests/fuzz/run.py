@@ -117,6 +117,7 @@ class Summary:
             "num_same": self.kinds["same"],
             "num_mismatches": self.kinds["mismatch"],
             "num_ties": self.kinds["tie"],
+            "num_rounded": self.kinds["rounding"],
             "num_refused": self.kinds["refused"],
             "num_unsteady": self.kinds["unsteady"],
             "num_not_built": self.kinds["not built"],

@@ -451,3 +451,23 @@ def test_the_command_sums_up_and_tells_of_failures(
     assert result["code"]
     assert run.main(["--only", "2", "--against", "plain", "--architectures", ""]) == 0
     assert "# same" in capsys.readouterr().out
+
+
+def test_numbers_that_differ_in_float32_alone_are_rounding() -> None:
+    """Where they differ in float64 as well it is a mismatch."""
+
+    def off_in(*dtypes: torch.dtype) -> Door:
+        def ours(model: Any, door: str, call: Any, given: Any) -> Any:
+            output = call_plain(model, door, call, given)
+            if model.dtype in dtypes:
+                output.logits[3][0, 1] += 3e-4
+            return output
+
+        return ours
+
+    options = {"max_new_tokens": "5", "output_logits": "True", "return_dict_in_generate": "True"}
+    model = {"architecture": "llama", "seed": 0, "attention": None, "dtype": "float32"}
+    case = Case(model, 0, ((5,),), options=options | {"do_sample": "False"})
+    assert compare(case, off_in(torch.float32)).kind == "rounding"
+    assert compare(case, off_in()).kind == "same"
+    assert compare(case, off_in(torch.float32, torch.float64)).kind == "mismatch"
