@@ -21,9 +21,17 @@ def main() -> None:
     parser.add_argument("--max-queue", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attackers", type=int, default=0, help="that send what takes much")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    plan = Plan(asked.clients, asked.seconds, asked.max_queue, asked.max_tokens, asked.seed)
+    plan = Plan(
+        asked.clients,
+        asked.seconds,
+        asked.max_queue,
+        asked.max_tokens,
+        asked.seed,
+        asked.attackers,
+    )
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(load(plan, Path(folder)))
     report["environment"] = environment()
@@ -31,7 +39,8 @@ def main() -> None:
     print(text, end="")
     if asked.out is not None:
         asked.out.write_text(text)
-    if report["num_wrong"] or report["num_mixed"] or report["num_lost"]:
+    failed = {"500"} & {*report["statuses"], *report["attack_statuses"]}
+    if report["num_wrong"] or report["num_mixed"] or report["num_lost"] or failed:
         sys.exit(1)
 
 

@@ -1,5 +1,7 @@
 """A server in a process of its own, and clients that ask, leave, dawdle and send nonsense.
 
+Attackers, if asked for, send what takes much, by keys of their own, after a tenth of the time.
+
 Every complete answer is held against plain `generate`'s for its prompt and seed, so that a wrong
 one, or one that was meant for somebody else, is seen.
 """
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +25,8 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
+from lade.models.loading import LoadedModel
+from tests.lade.server.hostile import BODIES
 from tests.lade.server.serving import loaded_model, plain_text
 
 _NUM_KEYS = 20
@@ -29,6 +34,7 @@ _NUM_PROMPTS = 40
 _NUM_SEEDS = 4
 _SAMPLE_SEC = 2.0
 _LONGEST_WAIT_SEC = 5.0  # though the server says more
+_AFTER_SEC = 20.0  # without attackers, at the end
 _MAX_BODY_BYTES = 2**16
 _KINDS = {"leaves": 0.3, "dawdles": 0.1, "is_oversize": 0.02, "is_malformed": 0.04}
 
@@ -41,6 +47,7 @@ class Plan(NamedTuple):
     max_queue: int
     max_tokens: int
     seed: int
+    num_attackers: int = 0
 
 
 class Question(NamedTuple):
@@ -61,13 +68,16 @@ class Tally:
     num_mixed: int = 0  # the text of another
     num_lost: int = 0  # neither complete nor with an error
     num_left: int = 0
+    attack_statuses: Counter[str] = field(default_factory=Counter)
+    quiet_first_token_sec: list[float] = field(default_factory=list)  # before attackers come
     first_token_sec: list[float] = field(default_factory=list)
+    health_sec: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
 
 
 def questions(plan: Plan) -> list[Question]:
     """Return different questions with plain `generate`'s answers."""
-    loaded = loaded_model()
+    loaded = _model(plan)
     found = []
     for number in range(_NUM_PROMPTS):
         messages = [{"role": "user", "content": f"Question-{number}:-what-is-{number * 37}?"}]
@@ -80,12 +90,18 @@ def questions(plan: Plan) -> list[Question]:
     return found
 
 
+def _model(plan: Plan) -> LoadedModel:
+    """Return the model that is served; schemas want one whose answers end."""
+    return loaded_model(eos_token_id=93) if plan.num_attackers else loaded_model()
+
+
 async def load(plan: Plan, folder: Path) -> dict[str, Any]:
     """Start a server, put it under load, stop it; return a report."""
     _allow_many_files()
     asked = questions(plan)
     keys = [f"key-{number}" for number in range(_NUM_KEYS)]
-    process, url = _start(plan, folder, keys)
+    of_attackers = [f"attacker-{number}" for number in range(plan.num_attackers // 10 + 1)]
+    process, url, metrics_url = _start(plan, folder, [*keys, *of_attackers])
     tally, begin = Tally(), perf_counter()
     try:
         end = begin + plan.seconds
@@ -95,10 +111,18 @@ async def load(plan: Plan, folder: Path) -> dict[str, Any]:
                 _Client(http, random.Random(plan.seed + number), keys, asked, tally).run(end)
                 for number in range(plan.num_clients)
             ]
-            watching = asyncio.create_task(_watch(http, tally, end))
-            await asyncio.gather(*clients)
+            attackers = [
+                _Attacker(http, random.Random(-number - 1), of_attackers, tally).run(
+                    begin + plan.seconds / 10, end - _AFTER_SEC
+                )
+                for number in range(plan.num_attackers)
+            ]
+            watching = asyncio.create_task(_watch(http, metrics_url, tally, end))
+            turning = asyncio.create_task(_turn(tally, plan))
+            await asyncio.gather(*clients, *attackers)
             await watching
-            metrics = (await http.get("/metrics")).text
+            await turning
+            metrics = (await http.get(metrics_url)).text
         sec = perf_counter() - begin
     finally:
         process.send_signal(signal.SIGTERM)
@@ -215,10 +239,74 @@ class _Client:
             tally.num_wrong += 1
 
 
-async def _watch(http: httpx.AsyncClient, tally: Tally, end: float) -> None:
-    """Note the server's memory."""
+class _Attacker:
+    """Sends what takes much, connects and says nothing, or never ends what it says."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, rng: random.Random, keys: list[str], tally: Tally
+    ) -> None:
+        self._http = http
+        self._rng = rng
+        self._keys = keys
+        self._tally = tally
+
+    async def run(self, begin: float, end: float) -> None:
+        """Attack from a time to another."""
+        await asyncio.sleep(max(begin - perf_counter(), 0))
+        while perf_counter() < end:
+            try:
+                async with asyncio.timeout(self._rng.choice((0.5, 5.0, 60.0))):
+                    await self._attack()
+            except TimeoutError:
+                self._tally.attack_statuses["left"] += 1
+            except (httpx.HTTPError, OSError) as error:
+                self._tally.attack_statuses[type(error).__name__] += 1
+            await asyncio.sleep(self._rng.random())
+
+    async def _attack(self) -> None:
+        headers = {
+            "authorization": f"Bearer {self._rng.choice(self._keys)}",
+            "content-type": "application/json",
+        }
+        kind = self._rng.choice([*BODIES, "silence", "no end", "floods", "floods"])
+        if kind == "silence":
+            url = self._http.base_url
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            try:
+                await asyncio.sleep(30)
+            finally:
+                writer.close()
+            return
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
+        content: Any = json.dumps({**body, **BODIES.get(kind, dict)()})
+        if kind == "no end":
+            content = _endless()
+        answer = await self._http.post("/v1/chat/completions", content=content, headers=headers)
+        self._tally.attack_statuses[str(answer.status_code)] += 1
+
+
+async def _endless() -> AsyncIterator[bytes]:
+    yield b'{"messages": "'
+    while True:
+        yield b"a" * 1000
+        await asyncio.sleep(0.1)
+
+
+async def _turn(tally: Tally, plan: Plan) -> None:
+    """Keep apart what was measured before attackers came."""
+    if plan.num_attackers:
+        await asyncio.sleep(plan.seconds / 10)
+        tally.quiet_first_token_sec = tally.first_token_sec[:]
+        tally.first_token_sec.clear()
+
+
+async def _watch(http: httpx.AsyncClient, metrics_url: str, tally: Tally, end: float) -> None:
+    """Note the server's memory, and how soon it says that it lives."""
     while perf_counter() < end:
-        tally.memory_bytes.append(int(_metric((await http.get("/metrics")).text)))
+        begin = perf_counter()
+        (await http.get("/health")).raise_for_status()
+        tally.health_sec.append(perf_counter() - begin)
+        tally.memory_bytes.append(int(_metric((await http.get(metrics_url)).text)))
         await asyncio.sleep(_SAMPLE_SEC)
 
 
@@ -227,11 +315,13 @@ def _metric(text: str, name: str = "process_resident_memory_bytes") -> float:
     return sum(map(float, values))
 
 
-def _start(plan: Plan, folder: Path, keys: list[str]) -> tuple["subprocess.Popen[str]", str]:
-    model, tokenizer, _ = loaded_model()
+def _start(plan: Plan, folder: Path, keys: list[str]) -> tuple["subprocess.Popen[str]", str, str]:
+    """Start a server; return its process, its address and that of its metrics."""
+    model, tokenizer, _ = _model(plan)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "keys").write_text("\n".join(keys))
+    (folder / "keys").chmod(0o600)
     log = folder / "log"
     options = {
         "model": folder / "model",
@@ -239,10 +329,11 @@ def _start(plan: Plan, folder: Path, keys: list[str]) -> tuple["subprocess.Popen
         "dtype": "float32",
         "threads": 1,
         "port": 0,
+        "metrics-port": 0,
         "api-keys-file": folder / "keys",
         "pools": folder / "pools",
         "max-queue": plan.max_queue,
-        "max-body-bytes": _MAX_BODY_BYTES,
+        "max-body-bytes": 2**22 if plan.num_attackers else _MAX_BODY_BYTES,
         "timeout": 300,
         "pool-memory-bytes": 2**26,
     }
@@ -254,12 +345,14 @@ def _start(plan: Plan, folder: Path, keys: list[str]) -> tuple["subprocess.Popen
             command, stderr=file, text=True, env={**os.environ, "COLUMNS": "500"}
         )
     begin = perf_counter()
-    while (found := re.search(r"http://\S+(?=/v1)", log.read_text())) is None:
+    while (
+        found := re.search(r"(http://\S+)/v1.*?(http://\S+/metrics)", log.read_text(), re.DOTALL)
+    ) is None:
         if process.poll() is not None or perf_counter() > begin + 120:
             process.kill()
             raise RuntimeError(f"the server did not start: {log.read_text()}")
         os.sched_yield()
-    return process, found[0]
+    return process, found[1], found[2]
 
 
 def _report(plan: Plan, tally: Tally, metrics: str, sec: float, exit_code: int) -> dict[str, Any]:
@@ -267,27 +360,33 @@ def _report(plan: Plan, tally: Tally, metrics: str, sec: float, exit_code: int) 
     memory = np.array(tally.memory_bytes)
     tenth = max(len(memory) // 10, 1)
     counted = dict(vars(tally))
-    for name in ("first_token_sec", "memory_bytes"):
+    for name in ("first_token_sec", "quiet_first_token_sec", "health_sec", "memory_bytes"):
         counted.pop(name)
+    if plan.num_attackers:
+        quiet = np.array(tally.quiet_first_token_sec or [float("nan")])
+        counted["quiet_first_token_sec"] = _percentiles(quiet)
+        counted["health_sec"] = _percentiles(np.array(tally.health_sec))
     return {
         "plan": plan._asdict(),
         "sec": round(sec, 1),
         **counted,
         "num_tokens": int(_metric(metrics, "vllm:generation_tokens_total")),
         "num_accepted_tokens": int(_metric(metrics, "vllm:spec_decode_num_accepted_tokens_total")),
-        "first_token_sec": {
-            "p50": round(float(np.percentile(first, 50)), 3),
-            "p99": round(float(np.percentile(first, 99)), 3),
-        },
+        "first_token_sec": _percentiles(first),
         "memory_mb": {
             "first": round(int(memory[0]) / 1e6),
             "after_a_tenth": round(int(memory[tenth - 1]) / 1e6),
             "middle": round(int(memory[len(memory) // 2]) / 1e6),
             "last_tenth": round(float(np.median(memory[-tenth:])) / 1e6),
             "most": round(int(memory.max()) / 1e6),
+            "last": round(int(memory[-1]) / 1e6),
         },
         "exit_code": exit_code,
     }
+
+
+def _percentiles(seconds: "np.ndarray[Any, Any]") -> dict[str, float]:
+    return {f"p{share}": round(float(np.percentile(seconds, share)), 3) for share in (50, 99)}
 
 
 def _allow_many_files() -> None:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from lade.models.loading import LoadedModel
 from lade.server.app import Server
 from lade.server.compiling import CompilerProcess
+from tests.lade.server.hostile import BODIES, schema_of
 from tests.lade.server.serving import (
     QUESTION,
     Paced,
@@ -43,36 +44,6 @@ def server(loaded: LoadedModel) -> Iterator[Server]:
 
 def send(server: Server, key: str = "one", **body: Any) -> httpx.Response:
     return post(server, json={**CHAT, **body}, headers={"authorization": f"Bearer {key}"})
-
-
-def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
-
-
-BODIES: dict[str, Callable[[], dict[str, Any]]] = {
-    "a schema 880 deep": lambda: schema_of(nested(880)),
-    "900 patterns": lambda: schema_of(
-        {"anyOf": [{"type": "string", "pattern": f"^x{number}+$"} for number in range(900)]}
-    ),
-    "2,000 properties": lambda: schema_of(
-        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}
-    ),
-    "a million messages": lambda: {"messages": [1] * 1_000_000},
-    "many messages": lambda: {"messages": [1] * 40_000},
-    "many biases": lambda: {"logit_bias": dict.fromkeys(map(str, range(40_000)), "a")},
-    "a prompt of 4 MB": lambda: {"messages": [{"role": "user", "content": "a-b" * 1_300_000}]},
-    "deep JSON": lambda: {"chat_template_kwargs": {"a": nested(900)}},
-    "5,000 digits": lambda: {"logit_bias": {"1" * 5_000: 1}},
-    "a temperature of nearly 0": lambda: {"temperature": 1e-45},
-    "a penalty of nearly 0": lambda: {"repetition_penalty": 1e-45},
-}
 
 
 @pytest.mark.parametrize("name", BODIES)

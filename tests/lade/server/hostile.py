@@ -1,0 +1,37 @@
+"""Bodies made to take much of a server that looks at them before it refuses them."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the field that asks for an answer of a schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema of arrays in arrays."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+#: By what they have; each makes what is to be added to a chat.
+BODIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "a schema 880 deep": lambda: schema_of(nested(880)),
+    "900 patterns": lambda: schema_of(
+        {"anyOf": [{"type": "string", "pattern": f"^x{number}+$"} for number in range(900)]}
+    ),
+    "2,000 properties": lambda: schema_of(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}
+    ),
+    "a million messages": lambda: {"messages": [1] * 1_000_000},
+    "many messages": lambda: {"messages": [1] * 40_000},
+    "many biases": lambda: {"logit_bias": dict.fromkeys(map(str, range(40_000)), "a")},
+    "a prompt of 4 MB": lambda: {"messages": [{"role": "user", "content": "a-b" * 1_300_000}]},
+    "deep JSON": lambda: {"chat_template_kwargs": {"a": nested(900)}},
+    "5,000 digits": lambda: {"logit_bias": {"1" * 5_000: 1}},
+    "a temperature of nearly 0": lambda: {"temperature": 1e-45},
+    "a penalty of nearly 0": lambda: {"repetition_penalty": 1e-45},
+}
