@@ -65,6 +65,7 @@ class StoreStats:
     disk_bytes: int
     num_loaded: int  # pools read from their files
     num_saved: int
+    num_failed: int  # attempts to save that failed
     num_evicted: int  # pools that left memory
     num_dropped: int  # files removed to keep within the budget
 
@@ -206,7 +207,7 @@ class PoolStore:
         self._order: SortedKeyList[_Entry, float] = SortedKeyList(key=_worth_of)  # not in use
         self._idle_bytes = 0  # of those in the order
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
-        self._counted = dict.fromkeys(("loaded", "saved", "evicted", "dropped"), 0)
+        self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
         self._saver: threading.Thread | None = None
 
@@ -419,6 +420,7 @@ class PoolStore:
             try:
                 victim.alone(partial(self._evict, victim))
             except (OSError, ValueError) as error:
+                self._count("failed")
                 warnings.warn(
                     f"the pool {victim.name!r} stays in memory, it cannot be saved: {error}",
                     stacklevel=2,
@@ -668,6 +670,7 @@ class PoolStore:
             try:
                 entry.alone(partial(self._save_one, entry))
             except (OSError, ValueError) as error:
+                self._count("failed")
                 errors.append(error)
         self._settle()
         return errors

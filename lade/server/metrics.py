@@ -172,6 +172,7 @@ class _Gauges:
         for name, text, value in (
             ("loaded", "Pools that were read from their files.", stats.num_loaded),
             ("saved", "Pools that were saved.", stats.num_saved),
+            ("failed", "Attempts to save a pool that failed.", stats.num_failed),
             ("evicted", "Pools that left memory.", stats.num_evicted),
             ("dropped", "Files removed to keep within the budget.", stats.num_dropped),
         ):

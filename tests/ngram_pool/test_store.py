@@ -230,6 +230,7 @@ def test_a_pool_that_cannot_be_saved_stays_in_memory(
             pytest.raises(OSError, match="disk full"),
         ):
             store.save()
+    assert store.stats.num_failed > 1
     assert texts_of(store, "a") == [[1, 2]]
     assert store_at(tmp_path).names() == ["a"]
 
