@@ -250,8 +250,10 @@ def headline(*files: str) -> str:
     for file in files:
         entries = _read(file)["summary"][OVERALL]
         dtype = _read(file)["settings"]["dtype"]
-        what = f"{dtype}: the same text" if dtype == "float32" else dtype
+        what = f"{dtype}, {_read(file)['environment']['cpu']}"
+        what += " without AVX-512" if file.endswith("_avx2") else ""
         what += ", after `lade prewarm`" if file.endswith("_prewarmed") else ""
+        what += ": the same text" if dtype == "float32" else ""
         rows.append((what, *(speedup_text(entries[name]["speedup"]) for name in _HEADLINED)))
     summary = _read(files[-1])["summary"]
     cells = (
@@ -259,8 +261,9 @@ def headline(*files: str) -> str:
         for name in _HEADLINED
     )
     rows.append((f"{dtype}: {' / '.join(_KINDS.values())}", *cells))
-    hardware = f"{_model(files[0])}, {_hardware(files[0])}"
-    return _table((hardware, "**lade**", "prompt lookup"), 1, rows)
+    environment, settings = _read(files[0])["environment"], _read(files[0])["settings"]
+    cores = f"{environment['num_cores']} cores, {settings['threads']} threads"
+    return _table((f"{_model(files[0])}, {cores}", "**lade**", "prompt lookup"), 1, rows)
 
 
 _HEADLINED = ("lade_fresh", "prompt_lookup")
