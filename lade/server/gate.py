@@ -140,14 +140,6 @@ class Gate:
                 for exchange in self._open:
                     exchange.end(error)
 
-    def _readiness(self) -> tuple[int, dict[str, str]]:
-        """Return whether to send requests here: not whether the process lives, as `/health`."""
-        if self._is_closing:
-            return 503, {"status": "shutting down"}
-        if self._line.num_waiting >= self._options.max_queue > 0:
-            return 503, {"status": "full"}
-        return 200, {"status": "ready"}
-
     def _check_host(self, headers: Mapping[str, str]) -> None:
         """Refuse names of others, by which a page in a browser may reach what is not for it."""
         if not is_known(headers.get("host", ""), self._hosts):
@@ -174,7 +166,10 @@ class Gate:
                 403, "metrics tell what others ask: an operator serves them on a port of their own"
             )
         if path == "/ready":
-            await reply.tell(*self._readiness())
+            # Not whether the process lives, as `/health`. A full queue is of one key alone.
+            if self._is_closing:
+                raise shutting_down()
+            await reply.tell(200, {"status": "ready"})
             return
         if is_read:  # of HEAD, uvicorn leaves out the body
             await self._app({**scope, "method": "GET"}, receive, reply.send)

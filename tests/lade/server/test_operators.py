@@ -63,7 +63,7 @@ def test_probes_need_no_key_and_tell_ready_from_alive(loaded: LoadedModel) -> No
             assert (head.status_code, head.content) == (200, b"")
         gate = server._uvicorn._gate
         gate._is_closing = True
-        assert get(server, "/ready").json() == {"status": "shutting down"}
+        assert get(server, "/ready").json()["error"]["code"] == "shutting_down"
         assert (get(server, "/ready").status_code, get(server, "/health").status_code) == (503, 200)
 
 
