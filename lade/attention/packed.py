@@ -24,6 +24,7 @@ from lade.tree import Packing
 
 PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"
+_INDICES = ("indices", "block_indices")
 
 _NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", "indices", "block_indices")
 
@@ -52,7 +53,14 @@ def packed_sdpa(
 
     Returns:
         [rows, num_queries, num_heads, head_dim of values], and None for the weights.
+
+    Raises:
+        NotImplementedError: keys are chosen by the model, and not by the mask.
     """
+    # Models with sparse attention mask keys for `sdpa`, and tell all others which they chose.
+    for name in _INDICES:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"attention {PACKED_SDPA!r} cannot honour {name!r}")
     rows, num_heads, num_queries, _ = query.shape
     num_sharing = num_heads // key.shape[1]
     if attention_mask is None:

@@ -137,7 +137,7 @@ class Workers:
         await self._line.enter(key)
         try:
             job = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-        except BaseException:
+        except RuntimeError:  # nothing more is begun
             self._line.leave(key)
             raise
 

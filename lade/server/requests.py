@@ -157,12 +157,7 @@ class _Sampled(_Any):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = None
     n: _One = None
-    logit_bias: (
-        Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MAX_BIASES)
-        ]
-        | None
-    ) = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     frequency_penalty: _Zero = None
     presence_penalty: _Zero = None
 
@@ -309,6 +304,12 @@ class Reader:
         body = _json(data)
         if endpoint is None:
             endpoint = "chat" if "messages" in body else "completions"
+        if isinstance(biases := body.get("logit_bias"), dict) and len(biases) > _MAX_BIASES:
+            raise ApiError(
+                400,
+                f"expected at most {_MAX_BIASES} biases, got {len(biases)}",
+                param="logit_bias",
+            )
         try:
             valid = _MODELS[endpoint].model_validate(body)
         except ValidationError as error:

@@ -39,6 +39,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(scope="module")
 def server(loaded: LoadedModel) -> Iterator[Server]:
     with serving(loaded, api_keys=["one", "two"]) as server:
+        assert send(server, **schema_of({"type": "null"})).status_code == 200  # begins the compiler
         yield server
 
 
@@ -89,8 +90,9 @@ def test_while_one_key_sends_what_takes_long_another_is_served(
             assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
             slowest_health = max(slowest_health, time.perf_counter() - begin)
     assert {each.result().status_code for each in sent} <= {400, 429}
-    assert slowest < alone + 5  # it was minutes, and these threads share two cores with the client
-    assert slowest_health < 2
+    # It was minutes; these threads share two cores with the client, and other tests.
+    assert slowest < alone + 15
+    assert slowest_health < 5
 
 
 def test_schemas_of_others_are_compiled_anew(
