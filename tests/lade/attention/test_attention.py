@@ -226,3 +226,13 @@ def test_a_model_that_changes_its_masks_runs_padded() -> None:
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids > 0).long()}
     got = lade.generate(model, **inputs, **GREEDY)
     assert got.tolist() == model.generate(**inputs, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_keys_that_a_model_names_beside_the_mask_are_not_passed_over(name: str) -> None:
+    """Models with sparse attention mask them for torch's own functions alone."""
+    query, mask = torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    keys = torch.randn(1, 2, 5, 8)
+    for attend in (packed_sdpa, packed_rows):
+        with pytest.raises(NotImplementedError, match=name):
+            attend(nn.Identity(), query, keys, keys, mask, **{name: torch.zeros(1, 3, 2)})
