@@ -233,6 +233,7 @@ def test_keys_that_a_model_names_beside_the_mask_are_not_passed_over(name: str) 
     """Models with sparse attention mask them for torch's own functions alone."""
     query, mask = torch.randn(1, 2, 3, 8), torch.ones(1, 1, 3, 5, dtype=torch.bool)
     keys = torch.randn(1, 2, 5, 8)
+    named: dict[str, Any] = {name: torch.zeros(1, 3, 2)}
     for attend in (packed_sdpa, packed_rows):
         with pytest.raises(NotImplementedError, match=name):
-            attend(nn.Identity(), query, keys, keys, mask, **{name: torch.zeros(1, 3, 2)})
+            attend(nn.Identity(), query, keys, keys, mask, **named)
