@@ -5,8 +5,19 @@ served here for that site's own. Its requests name the other site as their host.
 """
 
 from collections.abc import Container, Iterable
+from ipaddress import ip_address
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine reaches an address to listen at."""
+    if address == "localhost":
+        return True
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
@@ -17,8 +28,7 @@ def names_of(address: str, more: Iterable[str] = ()) -> Container[str] | None:
         more: names given by the operator.
     """
     more = [*more]
-    is_local = address in ("localhost", "::1") or address.startswith("127.")
-    if not (is_local or more):
+    if not (is_local(address) or more):
         return None
     return {name.lower() for name in (*more, *_LOCAL, address)}
 

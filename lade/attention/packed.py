@@ -26,7 +26,7 @@ PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"
 _INDICES = ("indices", "block_indices")
 
-_NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", "indices", "block_indices")
+_NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", *_INDICES)
 
 _sdpa = AttentionInterface()["sdpa"]
 
@@ -58,9 +58,7 @@ def packed_sdpa(
         NotImplementedError: keys are chosen by the model, and not by the mask.
     """
     # Models with sparse attention mask keys for `sdpa`, and tell all others which they chose.
-    for name in _INDICES:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention {PACKED_SDPA!r} cannot honour {name!r}")
+    _refuse(_INDICES, kwargs)
     rows, num_heads, num_queries, _ = query.shape
     num_sharing = num_heads // key.shape[1]
     if attention_mask is None:
@@ -92,6 +90,12 @@ def packed_sdpa(
     )
     of_heads = packed.reshape(rows, num_heads, num_queries, value.shape[-1])
     return of_heads.transpose(1, 2).contiguous(), None
+
+
+def _refuse(names: Sequence[str], kwargs: dict[str, Any]) -> None:
+    for name in names:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"packed attention cannot honour {name!r}")
 
 
 def _attended(
@@ -300,9 +304,7 @@ def packed_rows(
     groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
     if groups is None:
         return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    for name in _NOT_HONOURED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(f"attention to packed rows knows no {name}")
+    _refuse(_NOT_HONOURED, kwargs)
     attended = query.new_empty((query.shape[2], query.shape[1], value.shape[-1]))
     for group in groups:
         of_nodes = query[0, :, group.nodes].transpose(0, 1)

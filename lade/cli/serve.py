@@ -1,7 +1,6 @@
 """`lade serve`: a model for OpenAI's clients."""
 
 import importlib.util
-import ipaddress
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lade.cli.loading import console, note
 from lade.errors import MissingExtraError
+from lade.hosts import is_local
 from lade.models.loading import LoadedModel
 from lade.server.options import ServerOptions
 
@@ -85,7 +85,7 @@ def run(
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("lade.server").setLevel(logging.INFO)
     _allow_many_files()
-    if not _is_local(host) and not options.api_keys:
+    if not is_local(host) and not options.api_keys:
         note(f"everybody who reaches {host} may use this model; --api-key lets only some")
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
     server = Server(loaded, options, host=host, port=port)
@@ -112,16 +112,6 @@ def run(
     if hasattr(signal, "SIGHUP") and keys.path is not None:
         signal.signal(signal.SIGHUP, read_again)
     server.run()
-
-
-def _is_local(host: str) -> bool:
-    """Return whether only this machine reaches an address to listen at."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _allow_many_files() -> None:

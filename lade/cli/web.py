@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from lade.cli.generate import check_verification
 from lade.cli.loading import console, note
 from lade.cli.pool import open_pools
 from lade.config import Config
+from lade.hosts import is_local
 from lade.models.loading import LoadedModel, encode
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(
         try:
             password = password or os.environ.get("LADE_PASSWORD") or None
             print(page.launch(host, port, share, password), flush=True)
-            if password is None and (share or not _is_loopback(host)):
+            if password is None and (share or not is_local(host)):
                 note("whoever reaches this address can use the model; --password keeps others off")
             console.print("[dim]Ctrl-C ends it.[/dim]")
             _until_interrupted()
@@ -61,10 +61,3 @@ def _until_interrupted() -> None:
         KeyboardInterrupt: it came.
     """
     threading.Event().wait()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -263,7 +263,7 @@ class Gate:
     async def _prepared(self, exchange: Exchange, path: str, data: bytes) -> bytes:
         """Do all that can be done before the turn; return the body for transformers' handler."""
         run = partial(self._workers.run, exchange.of_whom)
-        endpoint, request = await run(self._reader.read, ENDPOINTS.get(path), data)
+        request = await run(self._reader.read, ENDPOINTS.get(path), data)
         exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
         exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
         if request.schema is not None:
@@ -273,7 +273,7 @@ class Gate:
             )
             exchange.grammar = await compiling
         current.set(exchange)
-        call = await self._prompts(endpoint, request.body)
+        call = await self._prompts(request.asked.endpoint, request.body)
         exchange.prompt = await run(call)
         body: bytes = request.body
         return body

@@ -8,8 +8,7 @@ from typing import Any
 
 from lade.models.loading import LoadedModel
 from lade.server.compiling import CompilerProcess, SchemaError
-from lade.server.errors import ApiError
-from lade.server.schemas import check_schema
+from lade.server.schemas import check_schema, refusal
 
 _CACHE_BYTES = 2**26
 _MAX_SCHEMA_CHARS = 2**16
@@ -40,11 +39,11 @@ class Grammars:
         """
         text = json.dumps(schema)
         if len(text) > _MAX_SCHEMA_CHARS:
-            raise _refusal(
+            raise refusal(
                 f"expected a schema of at most {_MAX_SCHEMA_CHARS} characters, got {len(text)}"
             )
         if not self._ends:
-            raise _refusal("expected no schema, for the model has no token that ends an answer")
+            raise refusal("expected no schema, for the model has no token that ends an answer")
         check_schema(schema)
         return text
 
@@ -71,7 +70,7 @@ class Grammars:
         try:
             made = process.compile(schema)
         except SchemaError as error:
-            raise _refusal(f"expected a JSON schema that xgrammar knows: {error}") from None
+            raise refusal(f"expected a JSON schema that xgrammar knows: {error}") from None
         grammar = xgrammar.CompiledGrammar.deserialize_json(made, self._tokens)
         if tenant:
             self._keep((tenant, schema), grammar, len(made) + len(schema))
@@ -107,7 +106,3 @@ class Grammars:
                 vocab_size=model.config.get_text_config(decoder=True).vocab_size,
                 stop_token_ids=self._ends or [0],  # it wants one; without, nothing is compiled
             )
-
-
-def _refusal(message: str) -> ApiError:
-    return ApiError(400, message, param="response_format")

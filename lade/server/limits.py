@@ -23,7 +23,8 @@ class RequestLimits:
     def __init__(self, model: Model, options: ServerOptions) -> None:
         text = model.config.get_text_config(decoder=True)
         self._num_positions: int | None = getattr(text, "max_position_embeddings", None)
-        self._max_prompt_tokens = options.max_prompt_tokens
+        limits = options.max_prompt_tokens, self._num_positions and self._num_positions - 1
+        self._max_prompt_tokens = min((each for each in limits if each is not None), default=None)
         self._max_new_tokens = options.max_new_tokens
 
     def apply(self, exchange: Exchange, options: Any) -> None:
@@ -62,8 +63,6 @@ class RequestLimits:
         most = self._max_prompt_tokens
         if most is not None and num_tokens > most:
             raise _too_long(most, num_tokens)
-        if self._num_positions is not None and num_tokens >= self._num_positions:
-            raise _too_long(self._num_positions - 1, num_tokens)
 
     def check_texts(self, tokenizer: Any, message: Any) -> None:
         """Refuse texts of many more tokens than a prompt may have, without making them all.
@@ -75,8 +74,7 @@ class RequestLimits:
         Raises:
             ApiError: they are too long.
         """
-        limits = [self._max_prompt_tokens, (self._num_positions or 0) - 1 or None]
-        most = min((limit for limit in limits if limit is not None), default=None)
+        most = self._max_prompt_tokens
         if most is None:
             return
         num_tokens = 0

@@ -291,7 +291,7 @@ class Reader:
         self._vocab_size = vocab_size
         self._grammars = grammars
 
-    def read(self, endpoint: Endpoint | None, data: bytes) -> tuple[Endpoint, Request]:
+    def read(self, endpoint: Endpoint | None, data: bytes) -> Request:
         """Read a request, in time that is bounded by the number of its bytes.
 
         Args:
@@ -324,7 +324,7 @@ class Reader:
         self._check_bias(valid)
         _check_template_kwargs(valid)
         schema = self._schema(valid)
-        return endpoint, Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
+        return Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
 
     def _schema(self, valid: _Any) -> str | None:
         """Return the schema of the answer, checked, as JSON."""

@@ -53,20 +53,20 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     try:
         for number, (place, part) in enumerate(_parts(schema, "$", 0)):
             if number >= _MAX_SCHEMAS:
-                raise _refusal(f"expected at most {_MAX_SCHEMAS} schemas within one, got more")
+                raise refusal(f"expected at most {_MAX_SCHEMAS} schemas within one, got more")
             _check(place, part, schema)
     except (TypeError, AttributeError) as error:  # a keyword's value is of a wrong type
-        raise _refusal(f"expected a JSON schema, got one that is none: {error}"[:300]) from None
+        raise refusal(f"expected a JSON schema, got one that is none: {error}"[:300]) from None
 
 
 def _parts(schema: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield a schema and all within it, with their places."""
     if depth > _MAX_DEPTH:
-        raise _refusal(f"expected schemas at most {_MAX_DEPTH} deep, got a deeper one")
+        raise refusal(f"expected schemas at most {_MAX_DEPTH} deep, got a deeper one")
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise _refusal(f"expected a schema at {place}, got {type(schema).__name__}")
+        raise refusal(f"expected a schema at {place}, got {type(schema).__name__}")
     yield place, schema
     for name in _MAPS:
         for key, each in _of_kind(schema, name, dict, place).items():
@@ -82,13 +82,13 @@ def _parts(schema: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[s
 def _of_kind(schema: Mapping[str, Any], name: str, kind: type, place: str) -> Any:
     value = schema.get(name, kind())
     if not isinstance(value, kind):
-        raise _refusal(f"expected {name} at {place} to be a JSON {kind.__name__}")
+        raise refusal(f"expected {name} at {place} to be a JSON {kind.__name__}")
     return value
 
 
 def _check(place: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
     def refuse(what: str) -> NoReturn:
-        raise _refusal(f"{what} at {place[:200]} is not supported: it would not be kept")
+        raise refusal(f"{what} at {place[:200]} is not supported: it would not be kept")
 
     for name in schema.keys() & _NOT_KEPT:
         refuse(name)
@@ -183,5 +183,6 @@ def _constants(schema: Any) -> set[str]:
     return {*values} if all(isinstance(value, str) for value in values) else set()
 
 
-def _refusal(message: str) -> ApiError:
+def refusal(message: str) -> ApiError:
+    """Return what a client is told whose schema is not taken."""
     return ApiError(400, message, param="response_format")

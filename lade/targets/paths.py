@@ -95,7 +95,6 @@ class ChainTarget:
         self.num_pending = 0
         self._model = model
         self._stepping = Untied(model) if ties.applies(model) else model
-        self._stepping_roots = with_decoding_experts(model)
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
         self._generation_config = generation_config or GenerationConfig()
@@ -108,6 +107,11 @@ class ChainTarget:
         self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # whether the cache keeps what has left its windows
         self._is_plain = False
+
+    @functools.cached_property
+    def _roots_view(self) -> Model:
+        # Made after the prefill, which may set attributes.
+        return with_decoding_experts(self._model)
 
     @property
     def num_cached(self) -> list[int]:
@@ -212,8 +216,7 @@ class ChainTarget:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
             is_single = layout.width == 1 and not self.num_pending
-            run = self._stepping_roots if is_single else self._stepping
-            output = run(**inputs, return_dict=True)
+            output = (self._roots_view if is_single else self._stepping)(**inputs, return_dict=True)
         except TieError:
             raise  # the forward is complete, and `discard` takes it back
         except BaseException:

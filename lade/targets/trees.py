@@ -1,6 +1,7 @@
 """Verification of whole trees in one forward."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,7 +111,6 @@ class TreeTarget:
             and may_share_a_row(model, layout)
         )
         self._stepping: Any = None  # runs the trees
-        self._stepping_roots: Any = None  # runs them where none has more than its root
         self._halves: Halves | None = None  # run them in two parts; made with the first draft
         self._early: EarlyNodes | None = None  # run by the first layers since the last commit
         #: Why a forward could not go on from what the first layers had run, if one could not.
@@ -255,7 +255,7 @@ class TreeTarget:
         if self._early is not None:
             return self._forward_rest(inputs)
         try:
-            view = self._view() if inputs["input_ids"].shape[1] > 1 else self._view_of_roots()
+            view = self._view() if inputs["input_ids"].shape[1] > 1 else self._roots_view
             output: Forward = view(**inputs)
         finally:
             self.cache.unfix()
@@ -355,7 +355,7 @@ class TreeTarget:
         if inputs["attention_mask"] is not None and not takes_mask:
             return self.forward(inputs)
         self._was_early = False
-        output: Forward = with_decoding_experts(self._model)(**inputs)
+        output: Forward = self._plain_view(**inputs)
         return output
 
     def discard(self) -> None:
@@ -425,18 +425,24 @@ class TreeTarget:
     def _view(self) -> Model:
         """Return the view that runs trees; made after the prefill, which may set attributes."""
         if self._stepping is None:
-            attention, model = self.attention, self._model
-            view = model if attention is None else with_attention(model, attention)
-            view = view if self._products is None else self._products.view(view)
-            self._stepping = Untied(view) if ties.applies(model) else view
-            roots = with_decoding_experts(view)
-            self._stepping_roots = self._stepping if roots is view else roots
+            view = self._fast_view
+            self._stepping = Untied(view) if ties.applies(self._model) else view
         return self._stepping
 
-    def _view_of_roots(self) -> Model:
-        """Return the view that runs trees of one node each."""
-        self._view()
-        return self._stepping_roots
+    @cached_property
+    def _fast_view(self) -> Model:
+        attention, model = self.attention, self._model
+        view = model if attention is None else with_attention(model, attention)
+        return view if self._products is None else self._products.view(view)
+
+    @cached_property
+    def _roots_view(self) -> Model:
+        """What runs trees of one node each, whose keys lie where plain decoding has them."""
+        return with_decoding_experts(self._fast_view)
+
+    @cached_property
+    def _plain_view(self) -> Model:
+        return with_decoding_experts(self._model)
 
     def release(self) -> None:
         """Do nothing: nothing outlives the call."""

@@ -14,6 +14,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from lade import hosts
 from lade.cli.app import app
 from lade.cli.serve import KeySource
 from tests.lade.server.serving import QUESTION, loaded_model, plain_text, wait_until
@@ -130,6 +131,4 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.Mon
     ],
 )
 def test_hosts_that_others_reach_are_told(host: str, is_local: bool) -> None:
-    from lade.cli.serve import _is_local
-
-    assert _is_local(host) == is_local
+    assert hosts.is_local(host) == is_local
