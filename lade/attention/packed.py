@@ -136,7 +136,8 @@ def _added(mask: Tensor, num_sharing: int, dtype: torch.dtype) -> Tensor:
 
     All layers of a step get the same mask, so it is kept there until the mask is written to.
     """
-    if mask.is_inference():  # does not tell when it is written to
+    # Nothing tells when tensors of inference mode are written to, and compilers do not trace it.
+    if torch.compiler.is_compiling() or mask.is_inference():
         return _made_to_add(mask, num_sharing, dtype)
     key = num_sharing, dtype, mask._version
     kept: tuple[Any, Tensor] | None = getattr(mask, "_lade_added", None)

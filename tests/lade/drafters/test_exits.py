@@ -160,6 +160,12 @@ def _reasons(name: str) -> list[str | None]:
     model = tiny_architecture(name)
     try:
         profile, layers = found(model)
-        return [why_not_cut(model, profile, layers, n) for n in range(1, len(layers))]
     except UnsupportedModelError as refusal:
         return [str(refusal)]
+    reasons: list[str | None] = []
+    for num_layers in range(1, len(layers)):
+        try:
+            reasons.append(why_not_cut(model, profile, layers, num_layers))
+        except UnsupportedModelError as refusal:
+            reasons.append(str(refusal))
+    return reasons
