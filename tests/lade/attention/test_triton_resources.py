@@ -67,7 +67,7 @@ CASES = [
     *((80, "bfloat16", 64), (80, "bfloat16", 256), (80, "float32", 128), (86, "bfloat16", 128)),
     *((86, "float32", 256), (90, "float32", 256), (120, "bfloat16", 128), (120, "float32", 64)),
 ]
-QUICK = (86, "bfloat16", 128), (90, "float32", 256)
+QUICK = ((86, "bfloat16", 128),)
 
 
 @pytest.mark.parametrize("case", thinned(CASES, *QUICK))
@@ -94,17 +94,18 @@ def test_so_do_programs_of_odd_dimensions(case: tuple[str, tuple[int, int]]) -> 
 
     dtype, dims = case
     blocks = triton_attention._blocks(128, *dims, getattr(torch, dtype))
-    for capability in (80, 120):
-        usage = usage_of("_attend_to_split", blocks, dtype, capability, dims)
-        assert not usage.flaws(capability, blocks.per_processor)
+    usage = usage_of("_attend_to_split", blocks, dtype, 120, dims)
+    assert not usage.flaws(120, blocks.per_processor)
 
 
 @pytest.mark.parametrize(
     ("change", "at_once", "expected"),
     [
         ({"num_warps": 4}, 1, "spills"),
-        ({"num_stages": 5}, 1, "shared memory of a program"),
-        ({}, 2, "registers"),
+        pytest.param(
+            {"num_stages": 5}, 1, "shared memory of a program", marks=pytest.mark.exhaustive
+        ),
+        pytest.param({}, 2, "registers", marks=pytest.mark.exhaustive),
     ],
 )
 def test_blocks_that_are_too_large_are_noticed(

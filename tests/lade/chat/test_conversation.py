@@ -144,6 +144,7 @@ def test_an_event_ends_the_answer_and_what_was_said_is_kept(
     assert shown == turn.text == conversation.messages[-1]["content"]
     assert (turn.stats is None) == is_plain
     assert conversation.settings.max_new_tokens == 400
+    conversation.settings = SHORT
     assert said(conversation, "go on", cancelled=None)
     assert len(conversation.messages) == 4
 

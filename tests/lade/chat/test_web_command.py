@@ -2,7 +2,6 @@
 
 import shutil
 import socket
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lade.cli.app import app
+from lade.errors import MissingExtraError
 from ngram_pool import NGramPool
 from tests.lade.chat.conftest import tokenizer_with
 from tests.lade.chat.loops import in_loop
@@ -118,15 +118,16 @@ def test_options_that_do_not_fit_are_refused(options: list[str], message: str) -
         CliRunner().invoke(app, ["chat", *options], catch_exceptions=False)
 
 
-def test_without_the_extra_the_command_says_what_to_install() -> None:
-    program = (
-        "import sys; sys.modules['gradio'] = None\n"
-        "sys.argv = ['lade', 'chat', '--web', '--model', '/nowhere']\n"
-        "from lade.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
-        "error: this needs the package 'gradio', which is not installed; "
+def test_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.delitem(sys.modules, "lade.cli.web", raising=False)
+    monkeypatch.delitem(sys.modules, "lade.chat.web")
+    monkeypatch.delattr("lade.chat.web")
+    with pytest.raises(MissingExtraError) as error:
+        CliRunner().invoke(app, ["chat", "--web", "--model", "/nowhere"], catch_exceptions=False)
+    assert str(error.value) == (
+        "this needs the package 'gradio', which is not installed; "
         'install it with: pip install "lade-decoding[web]"'
     )

@@ -1,8 +1,6 @@
 """`lade pool …`, `--pool` and `--save-pool`, on a tiny local model of bytes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +279,7 @@ def test_text_is_forgotten_for_good(folder: str, tmp_path: Path) -> None:
         run("pool", "forget", out, " ", "--model", folder)
 
 
-def test_a_text_is_found_however_it_was_tokenised() -> None:
+def test_a_text_is_found_however_it_was_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = {token: i for i, token in enumerate(["a", "b", "c", " ", "ab", "bc", "abc"])}
     merges = [("a", "b"), ("b", "c"), ("ab", "c")]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(tokens, merges)))
@@ -293,8 +291,9 @@ def test_a_text_is_found_however_it_was_tokenised() -> None:
     ids = [6, 3, 4, 2, 3, 0, 5, 3, 0, 1, 2, 0, 4]  # abc ab+c a+bc a+b+c a+ab
     assert [*runs_with(Joined(), ids, "abc")] == [(6,), (4, 2), (0, 5), (0, 1, 2)]
     assert [*runs_with(Joined(), ids, "ca")] == [(2, 0)]
-    assert [*runs_with(Joined(), [0, 1] * 9000, "bab")][-1] == (1, 0, 1)
-    assert len([*runs_with(Joined(), [0, 1] * 5000, "ba")]) >= 4999
+    monkeypatch.setattr("lade.cli.forgetting._WINDOW", 64)
+    assert [*runs_with(Joined(), [0, 1] * 500, "bab")][-1] == (1, 0, 1)
+    assert len([*runs_with(Joined(), [0, 1] * 300, "ba")]) >= 299
 
 
 def test_an_exported_pool_is_built_again(folder: str, pools: list[Path], tmp_path: Path) -> None:
@@ -311,12 +310,6 @@ def test_what_is_no_pool_is_told_in_a_line(folder: str, tmp_path: Path) -> None:
     path.write_text("text")
     with pytest.raises(PoolFileError, match=r"no\.pool"):
         run("pool", "info", path)
-    program = "import sys\nfrom lade.cli import main\nmain()"
-    command = [sys.executable, "-c", program, "pool", "info", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
     with pytest.raises(OSError, match="none"):
         run("pool", "build", path, "--out", tmp_path / "none" / "a.pool", "--model", folder)
 

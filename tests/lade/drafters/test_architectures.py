@@ -9,7 +9,7 @@ import torch
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
 from tests.lade.both import same_as_generate
-from tests.lade.tiny import tiny_model
+from tests.lade.shared import shared_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
 
@@ -28,29 +28,25 @@ SOME = (
 )
 
 
-def _draft(model: Any, *samples: tuple[bool, ...]) -> list[int]:
-    """Compare texts by an assistant, alone and beside the pool; return what was asked of each.
+def _num_asked(model: Any, drafter: Any, **options: Any) -> int:
+    """Compare texts by an assistant; return how often it was asked for drafts."""
+    _, output = same_as_generate(model, PROMPT, drafter=drafter, seed=1, config=STRICT, **options)
+    return sum(source.num_asked for source in output.stats.sources.values())
 
-    Args:
-        model: the target.
-        samples: for each of both, whether to sample, call after call.
-    """
+
+def _assistant(model: Any) -> AssistantModel:
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    assistant = AssistantModel(tiny_model("llama", vocab_size=vocab_size), length=3)
-    asked = [0, 0]
-    for i, drafter in enumerate((assistant, Merged([CallPool(), assistant]))):
-        for do_sample in samples[i]:
-            options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": do_sample}
-            _, output = same_as_generate(
-                model, PROMPT, drafter=drafter, seed=1, config=STRICT, **options
-            )
-            asked[i] += sum(source.num_asked for source in output.stats.sources.values())
-    return asked
+    return AssistantModel(shared_model("llama", vocab_size=vocab_size), length=3)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_text_with_an_assistant_is_that_of_generate(name: str) -> None:
-    assert min(_draft(tiny_architecture(name), (False, True), (False, True))) > 0
+    model = tiny_architecture(name)
+    assistant = _assistant(model)
+    for drafter in (assistant, Merged([CallPool(), assistant])):
+        options = {"max_new_tokens": 12, "drafter": drafter}
+        asked = [_num_asked(model, do_sample=do_sample, **options) for do_sample in (False, True)]
+        assert sum(asked) > 0
 
 
 @pytest.mark.exhaustive
@@ -62,4 +58,5 @@ def test_every_architecture_keeps_its_text_with_an_assistant(name: str) -> None:
         pytest.skip(str(reason))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-        _draft(model, (True,), (False,))
+        drafter = Merged([CallPool(), _assistant(model)])
+        _num_asked(model, drafter, max_new_tokens=9, do_sample=True)

@@ -49,14 +49,13 @@ def counted(
     return counts, out.stats
 
 
-@pytest.mark.parametrize("expansion", ["tree", "chain"])
-@pytest.mark.parametrize("seed", thinned([3, 4, 5], 4), ids=["same", "other", "another"])
-def test_text_has_the_distribution_of_the_target(expansion: Any, seed: int) -> None:
-    """Pairs of first tokens of 700 samples, at a temperature that applies to both models."""
-    model, assistant = small(3), small(seed)
+@pytest.mark.parametrize("expansion", thinned(["tree", "chain"], "tree"))
+def test_text_has_the_distribution_of_the_target(expansion: Any) -> None:
+    """Pairs of first tokens of 600 samples, at a temperature that applies to both models."""
+    model, assistant = small(3), small(4)
     drafter = AssistantModel(assistant, length=2, expansion=expansion)
-    counts, stats = counted(model, drafter, 700, temperature=0.7)
-    assert stats.num_accepted_tokens > (0.8 if seed == 3 else 0.05) * stats.num_draft_tokens / 2
+    counts, stats = counted(model, drafter, 600, temperature=0.7)
+    assert stats.num_accepted_tokens > 0.025 * stats.num_draft_tokens
     expected = exact_distribution(model, PROMPT, 0.7).flatten().tolist()
     assert p_value(counts.flatten().tolist(), expected) > FALSE_ALARM
 
@@ -76,7 +75,7 @@ def test_the_test_finds_drafts_that_tell_other_distributions(
     monkeypatch.setattr(_Drawn, "_draw", flattened)
     model = small(3)
     drafter = AssistantModel(small(4), length=2, expansion="chain")
-    counts, _ = counted(model, drafter, 1000, temperature=0.7)
+    counts, _ = counted(model, drafter, 600, temperature=0.7)
     expected = exact_distribution(model, PROMPT, 0.7).flatten().tolist()
     assert p_value(counts.flatten().tolist(), expected) < FALSE_ALARM
 
