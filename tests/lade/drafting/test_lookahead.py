@@ -321,8 +321,8 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     rng = np.random.default_rng(0)
     pool = CountingPool(capacity_tokens=2000)  # small: it forgets on the way
     total = lade.DecodeStats()
-    for number in range(60):
-        if number % 20 == 0:
+    for number in range(24):
+        if number % 8 == 0:
             model = tiny_model(family, seed=number)
         options: dict[str, Any] = {
             **masked(random_prompt(rng)),
@@ -346,7 +346,7 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     pool.check()
     assert pool.num_open == 0
     # The comparison means nothing unless windows ran, and drafts were accepted and rejected.
-    assert total.num_lookahead_tokens > 3000
+    assert total.num_lookahead_tokens > 1000
     assert 0.02 < total.acceptance_rate < 0.98
 
 
@@ -360,7 +360,7 @@ def test_batches_with_windows_are_those_of_generate(
     monkeypatch.setattr("lade.sampling.exact._MAX_NOISE_BYTES", 1)
     monkeypatch.setattr("lade.sampling.exact._MIN_LEAD", 3)
     total = lade.DecodeStats()
-    for seed in range(12):
+    for seed in range(6):
         model = tiny_model(family, seed=seed)
         options: dict[str, Any] = {
             **masked(THREE),
@@ -388,8 +388,8 @@ def test_batches_with_windows_are_those_of_generate(
             mine, theirs = got.hidden_states[-1][-1], expected.hidden_states[-1][-1]
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
         total.add(got.stats)
-    assert total.num_lookahead_tokens > 500
-    assert total.num_accepted_tokens > 20
+    assert total.num_lookahead_tokens > 250
+    assert total.num_accepted_tokens > 10
 
 
 def test_runs_repeat_and_leave_every_random_state_alone() -> None:

@@ -23,9 +23,8 @@ from lade.errors import UnsupportedModelError
 from lade.gpu.capture import clear_workspaces
 from lade.gpu.graphs import CudaRecorder
 from lade.probing.profile import profile_of
-from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
-from tests.lade.devices import CPU_AND_CUDA, needing_workspace
+from tests.lade.devices import needing_workspace, on_both
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import BLOOM, FAMILIES, MAMBA2, tiny_model
 
@@ -61,8 +60,7 @@ def refused_by(model: Any) -> set[Verification]:
     return refused
 
 
-@pytest.mark.parametrize("device", CPU_AND_CUDA)
-@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "llama", "bloom", "mamba2"))
+@pytest.mark.parametrize(("name", "device"), on_both(ARCHITECTURES, "llama", "bloom", "mamba2"))
 def test_every_way_of_verifying_gives_the_text_of_generate(name: str, device: str) -> None:
     """In float32, seed for seed, and no other ways are refused than on a CPU."""
     refused = refused_by(model_on("cpu", name))
@@ -78,8 +76,7 @@ def test_every_way_of_verifying_gives_the_text_of_generate(name: str, device: st
             assert got.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("device", CPU_AND_CUDA)
-@pytest.mark.parametrize("name", thinned(FAMILIES, "llama", "gemma3_text"))
+@pytest.mark.parametrize(("name", "device"), on_both(FAMILIES, "llama", "gemma3_text"))
 @pytest.mark.parametrize("execution", ["eager", "fixed", "graphs"])
 def test_every_execution_gives_the_text_of_generate(
     name: str, execution: Execution, device: str, monkeypatch: pytest.MonkeyPatch
