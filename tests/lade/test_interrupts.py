@@ -3,6 +3,7 @@
 `python -m tests.stress` does the same many times more.
 """
 
+import inspect
 import signal
 import tempfile
 from pathlib import Path
@@ -41,7 +42,7 @@ def nothing_was_found(result: Result) -> bool:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", USES)
 def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
-    result = interrupt_lines([name], answer_every=12, later_every=10, known=_KNOWN)
+    result = interrupt_lines([name], answer_every=12, later_every=10, line_every=5, known=_KNOWN)
     _DONE.add(name)
     assert nothing_was_found(result), result.told
     assert result.interrupted >= 0.8 * result.calls  # some lines are not run every time
@@ -62,10 +63,10 @@ def test_interrupted_by_another_thread_nothing_is_left() -> None:
 
 @pytest.mark.exhaustive
 def test_so_many_lines_were_interrupted() -> None:
-    """Behind the others: of all lines of the two packages that are run at all."""
+    """Behind the others: of all lines of the two packages that are run at all, most."""
     if len(_DONE) < len(USES):
         pytest.skip("not all of the others were run")
-    assert len(_KNOWN) > 2000
+    assert len(_KNOWN) > 800
 
 
 def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +78,9 @@ def test_what_is_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             handle.remove()
 
     monkeypatch.setattr("lade.hf.generation.Decoder", Careless)
-    lines = lines_of(USES["tree"]())
-    others = {line for line in lines if not line[0].endswith("decoder.py")}
+    source, first = inspect.getsourcelines(lade.decoder.Decoder._prefill)
+    of_prefill = {(lade.decoder.__file__, first + i) for i in range(len(source))}
+    others = {*lines_of(USES["tree"]())} - of_prefill
     result = interrupt_lines(["tree"], known=others)
     assert result.left > 0
     assert "model: hooks differs" in " ".join(result.told)

@@ -135,6 +135,7 @@ def interrupt_lines(
     names: Iterable[str] = tuple(USES),
     answer_every: int = 1,
     later_every: int = 1,
+    line_every: int = 1,
     known: set[Line] | None = None,
     seed: int = 0,
 ) -> Result:
@@ -146,6 +147,7 @@ def interrupt_lines(
         names: of `USES`.
         answer_every: so many interrupts are followed by one more call, whose answer is looked at.
         later_every: of so many lines one is interrupted at a later time, too.
+        line_every: of so many lines one is interrupted at all; uses that come later take others.
         known: lines to leave out; those interrupted are added. None leaves out none.
         seed: decides which time.
     """
@@ -156,7 +158,7 @@ def interrupt_lines(
         use = USES[name]()
         before = state_of(use)
         lines = lines_of(use)
-        new = sorted(lines.keys() - (known or ()))
+        new = sorted(lines.keys() - (known or ()))[::line_every]
         moments = [(line, 1) for line in new]
         again = [line for line in new if lines[line] > 1]
         moments += [(line, 2) for line in again if _is_left_there(line)]

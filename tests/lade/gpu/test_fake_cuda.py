@@ -61,6 +61,7 @@ PATHS = {
     )
     for name, path in _OF_TREES.items()
     for execution in ("eager", "fixed", "graphs")
+    if execution != "fixed" or name == "greedy"  # how tokens are chosen does not know of shapes
     for is_batch in (False, True)
 }
 PATHS |= {
@@ -70,7 +71,7 @@ PATHS |= {
 }
 QUICK = (
     *("greedy-eager-1", "greedy-graphs-1", "greedy-graphs-3", "sampled-graphs-1"),
-    *("processed-fixed-1", "processed-sampled-eager-3", "rejection-graphs-1"),
+    *("processed-graphs-1", "processed-sampled-eager-3", "rejection-graphs-1"),
     *("lookahead", "rows"),
 )
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
@@ -90,7 +91,7 @@ if not IS_NEWEST:  # older transformers look for padding themselves
 def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = PATHS[name]
     prompt = THREE if path.is_batch else ONE
-    options = {**path.options, "max_new_tokens": 24, "pad_token_id": 0}
+    options = {**path.options, "max_new_tokens": 16, "pad_token_id": 0}
     config = lade.Config(max_draft_tokens=7, **path.config)
     monkeypatch.setattr(Generation, "policy", FakePolicy())
     with fake_cuda() as device:
