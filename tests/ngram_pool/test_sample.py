@@ -33,7 +33,7 @@ def test_a_sampled_draft_is_a_tree_of_possible_tokens(
     text = noisy_text(3000)
     pool = pool_of(text)
     rng = np.random.default_rng(0)
-    for end in range(2000, 2100):
+    for end in range(2000, 2100, 10 if JIT_IS_OFF else 1):
         draft = pool.sample(text[end - 8 : end], max_draft_tokens, rng, max_candidates)
         check_tree(draft, max_draft_tokens, max_candidates)
         assert 0 < draft.probs.min() <= draft.probs.max() <= 1

@@ -668,7 +668,7 @@ def test_interrupted_anywhere_a_store_goes_on_and_loses_nothing_else(
             assert c in (set(), {(3,)}), f"line {line}"
             assert d in (set(), {(4,)}), f"line {line}"
         assert came or found == [[[5]], [[2]], [[3]], []]
-        line += step
+        line += step * (4 if JIT_IS_OFF else 1)
     assert line > 100
 
 
