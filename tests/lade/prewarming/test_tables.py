@@ -507,17 +507,18 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
     """Every file that is read meanwhile is whole, and the last one holds what each has added."""
     model = tiny_model("llama")
     path = path_of_table(model, tmp_path)
-    processes = [adding(tmp_path, number, 20) for number in range(3)]
+    processes = [adding(tmp_path, number, 20) for number in range(2)]
     num_read = 0
     while any(process.poll() is None for process in processes):
         if path.exists():
             num_read += len(read_table(path, model).table) > 0
-    assert [process.communicate()[0].split()[-1] for process in processes] == ["19"] * 3
+        time.sleep(0.005)
+    assert [process.communicate()[0].split()[-1] for process in processes] == ["19"] * 2
     assert num_read > 3
     stored = read_table(path, model)
-    expected = {(number, last) for number in range(3) for last in range(20)}
+    expected = {(number, last) for number in range(2) for last in range(20)}
     assert {*map(tuple, stored.table.contexts().tolist())} == expected
-    assert stored.effort.num_tokens == 60
+    assert stored.effort.num_tokens == 40
 
 
 def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path) -> None:
