@@ -62,7 +62,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def test_after_it_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
-    def kernels(*arguments: str) -> set[tuple[str, str, str]]:
+    def kernels(*arguments: str) -> set[tuple[str, ...]]:
         command = [sys.executable, "-c", _LISTING, str(tmp_path / "kernels"), *arguments]
         subprocess.run(command, check=True, capture_output=True)
         return {(*map(str, of),) for of in json.loads((tmp_path / "kernels").read_text())}

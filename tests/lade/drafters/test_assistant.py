@@ -65,15 +65,12 @@ def test_the_text_is_that_of_generate(expansion: Any, noise: float, do_sample: b
     assistant = nearly(model, noise)
     total = lade.DecodeStats()
     several: dict[str, Any] = {"num_return_sequences": 3} if do_sample else {}
-    prompts = {
-        "measured": ((ONE, {}), (THREE, {})),
-        "confidence": ((THREE, {}),),
-        4: ((ONE, several),),
-    }
-    for length, of_length in prompts.items():
-        drafter = AssistantModel(assistant, length=length, expansion=expansion)
-        for prompt, options in of_length:
-            total.add(compared(model, prompt, drafter, do_sample=do_sample, **options))
+    measured: Any = AssistantModel(assistant, expansion=expansion)
+    confident: Any = AssistantModel(assistant, length="confidence", expansion=expansion)
+    of_four: Any = AssistantModel(assistant, length=4, expansion=expansion)
+    for drafter, prompt in ((measured, ONE), (measured, THREE), (confident, THREE)):
+        total.add(compared(model, prompt, drafter, do_sample=do_sample))
+    total.add(compared(model, ONE, of_four, do_sample=do_sample, **several))
     rate = total.num_accepted_tokens / total.num_committed_tokens
     low, high = {0.0: (0.2, 1.0), 0.1: (0.1, 1.0), 3.0: (0.0, 0.12)}[noise]
     assert low * (0.2 if do_sample else 1.0) <= rate < high
