@@ -44,10 +44,10 @@ class RejectionChoice(ScoredChoice):
             probs,
             children.token_ids,
             children.support_probs,
-            [self._generators[row] for row, _ in places],
-            children.num_children,
             children.support_token_ids,
-            counts=[*map(len, of_nodes)],
+            children.num_children,
+            [*map(len, of_nodes)],
+            [self._generators[row] for row, _ in places],
         )
         return tokens_of(trial.token_ids, is_distribution(probs))
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lade.sampling.rejection import NONE, try_children, verify_tree
+from lade.sampling.rejection import NONE, try_children
 from ngram_pool import NGramPool, SampledDraft
 from tests import oracle
 from tests.chi_square import FALSE_ALARM, chi_square_tail, p_value
@@ -62,10 +62,72 @@ class Law:
         return tokens[:, : len(CONTEXT) + 3]
 
 
+class AcceptedPath(NamedTuple):
+    """Outcome of verifying a draft in each row."""
+
+    num_accepted: Tensor  # int64 [rows], number of accepted draft tokens
+    nodes: Tensor  # int64 [rows, num_draft], accepted nodes from the root down, then NONE
+    token_ids: Tensor  # int64 [rows], token emitted after them, which ends the step
+
+
+def verify_tree(
+    target_probs: Tensor,
+    draft_token_ids: Tensor,
+    parents: Tensor,
+    draft_probs: Tensor,
+    generators: list[torch.Generator] | None = None,
+    num_nodes: Tensor | None = None,
+    support_token_ids: Tensor | None = None,
+) -> AcceptedPath:
+    """Walk down the draft of each row, as decoding does: from node to accepted child.
+
+    Args:
+        target_probs: [rows, 1 + num_draft, VOCAB_SIZE], after the root and after each node.
+        draft_token_ids: [rows, num_draft].
+        parents: [rows, num_draft], NONE under the root.
+        draft_probs: [rows, num_draft, support_size].
+        generators: as of `try_children`.
+        num_nodes: [rows], number of real nodes; None for all.
+        support_token_ids: [rows, num_draft, support_size]; None for the whole vocabulary.
+    """
+    rows, num_draft = draft_token_ids.shape
+    if num_nodes is None:
+        num_nodes = torch.full((rows,), num_draft)
+    if support_token_ids is None:
+        support_token_ids = torch.arange(VOCAB_SIZE).expand(rows, num_draft, -1)
+    is_real = torch.arange(num_draft) < num_nodes[:, None]
+    nodes = torch.full((rows, num_draft), NONE)
+    num_accepted = torch.zeros(rows, dtype=torch.int64)
+    token_ids = torch.empty(rows, dtype=torch.int64)
+    going = torch.arange(rows)
+    node = torch.full((rows,), NONE)
+    while len(going):
+        is_child = (parents[going] == node[:, None]) & is_real[going]
+        num_children = is_child.sum(1)
+        width = int(num_children.max()) if num_draft else 0
+        children = (~is_child).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+        trial = try_children(
+            target_probs[going, node + 1],
+            draft_token_ids[going].gather(1, children),
+            draft_probs[going[:, None], children],
+            support_token_ids[going[:, None], children],
+            num_children,
+            num_children.tolist(),
+            None if generators is None else [generators[row] for row in going.tolist()],
+        )
+        token_ids[going] = trial.token_ids
+        goes_on = trial.accepted != NONE
+        going = going[goes_on]
+        node = children[goes_on].gather(1, trial.accepted[goes_on, None])[:, 0]
+        nodes[going, num_accepted[going]] = node
+        num_accepted[going] += 1
+    return AcceptedPath(num_accepted, nodes, token_ids)
+
+
 class DrawnTree(NamedTuple):
     token_ids: Tensor  # int64 [rows, num_draft]
     parents: Tensor  # int64 [rows, num_draft]
-    probs: Tensor | None  # float64 [rows, num_draft, VOCAB_SIZE]
+    probs: Tensor  # float64 [rows, num_draft, VOCAB_SIZE]
     paths: list[Tensor]  # of each node, int64 [rows, 2 + depth], CONTEXT included
 
 
@@ -99,10 +161,9 @@ def chosen_tree(token_ids: list[int], parents: list[int]) -> DrawnTree:
     for token_id, parent in zip(token_ids, parents, strict=True):
         last = torch.full((NUM_ROWS, 1), token_id)
         paths.append(torch.cat([paths[parent + 1], last], dim=1))
-    rows = (NUM_ROWS, -1)
-    return DrawnTree(
-        torch.tensor(token_ids).expand(rows), torch.tensor(parents).expand(rows), None, paths[1:]
-    )
+    ids = torch.tensor(token_ids).expand(NUM_ROWS, -1)
+    with_certainty = torch.nn.functional.one_hot(ids, VOCAB_SIZE).double()
+    return DrawnTree(ids, torch.tensor(parents).expand(NUM_ROWS, -1), with_certainty, paths[1:])
 
 
 def target_of(target: Law, paths: list[Tensor]) -> Tensor:
@@ -127,9 +188,8 @@ def p_value_of(tokens: Tensor, target: Law) -> float:
 
 def p_value_after(target: Law, tree: DrawnTree, dtype: torch.dtype = torch.float64) -> float:
     """Verify a tree in every row, go on by plain sampling and test the first three tokens."""
-    path = verify_tree(
-        target_of(target, tree.paths).to(dtype), tree.token_ids, tree.parents, tree.probs, None
-    )
+    probs = target_of(target, tree.paths).to(dtype)
+    path = verify_tree(probs, tree.token_ids, tree.parents, tree.probs)
     tokens = emitted(contexts(), tree.token_ids, path.nodes, path.token_ids)
     return p_value_of(target.continued(tokens, len(CONTEXT) + 1 + path.num_accepted), target)
 
@@ -172,16 +232,10 @@ def test_float32_leaves_the_distribution() -> None:
     assert p_value_after(Law(seed=1), tree, torch.float32) > FALSE_ALARM
 
 
-def test_a_chosen_draft_is_one_drawn_with_certainty() -> None:
-    tree = chosen_tree([2, 3, 3, 4, 2], [-1, -1, 0, 0, 1])
-    one_hot = torch.nn.functional.one_hot(tree.token_ids, VOCAB_SIZE).double()
-    assert p_value_after(Law(seed=1), tree._replace(probs=one_hot)) > FALSE_ALARM
-
-
 def test_a_draft_drawn_from_the_target_is_accepted_whole() -> None:
     target = Law(seed=1)
     tree = draw_tree(target, TREES["chain"], replacement=True)
-    path = verify_tree(target_of(target, tree.paths), tree.token_ids, None, tree.probs, None)
+    path = verify_tree(target_of(target, tree.paths), tree.token_ids, tree.parents, tree.probs)
     assert (path.num_accepted == 3).all()
 
 
@@ -190,7 +244,7 @@ def test_draws_without_replacement_are_accepted_more_often() -> None:
     for replacement in (True, False):
         tree = draw_tree(Law(seed=2), TREES["siblings"], replacement)
         probs = target_of(Law(seed=1), tree.paths)
-        path = verify_tree(probs, tree.token_ids, tree.parents, tree.probs, None)
+        path = verify_tree(probs, tree.token_ids, tree.parents, tree.probs)
         accepted.append(path.num_accepted.sum().item())
     assert accepted[1] > 1.05 * accepted[0]
 
@@ -198,7 +252,6 @@ def test_draws_without_replacement_are_accepted_more_often() -> None:
 @pytest.mark.parametrize("distribution", ["as it was", "of the first sibling"])
 def test_a_wrongly_stated_draft_distribution_is_noticed(distribution: str) -> None:
     tree = draw_tree(Law(seed=2), TREES["siblings"], replacement=False)
-    assert tree.probs is not None
     if distribution == "of the first sibling":
         tree = tree._replace(probs=tree.probs[:, :1].expand(-1, 3, -1))
     is_right = p_value_after(Law(seed=1), tree) > FALSE_ALARM
@@ -429,10 +482,16 @@ def generators(num_rows: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in range(num_rows)]
 
 
+def of_batch(batch: Rows, is_drawn: bool) -> Tensor:
+    """Return the distributions of its drafts: those they were drawn from, or certainty."""
+    certain = torch.nn.functional.one_hot(batch.draft_token_ids, VOCAB_SIZE)
+    return batch.draft_probs if is_drawn else certain.to(batch.draft_probs.dtype)
+
+
 @given(batch=batches(), is_drawn=st.booleans())
 def test_what_is_accepted_is_a_path_of_possible_tokens(batch: Rows, is_drawn: bool) -> None:
-    target_probs, token_ids, parents, draft_probs, num_nodes = batch
-    probs = draft_probs if is_drawn else None
+    target_probs, token_ids, parents, _, num_nodes = batch
+    probs = of_batch(batch, is_drawn)
     path = verify_tree(target_probs, token_ids, parents, probs, generators(len(parents)), num_nodes)
     for row, nodes in enumerate(path.nodes.tolist()):
         num_accepted = int(path.num_accepted[row])
@@ -454,8 +513,8 @@ def test_what_is_accepted_is_a_path_of_possible_tokens(batch: Rows, is_drawn: bo
 def test_a_row_is_the_same_alone_and_whatever_stands_in_padding(
     batch: Rows, is_drawn: bool
 ) -> None:
-    target_probs, token_ids, parents, draft_probs, num_nodes = batch
-    probs = draft_probs if is_drawn else None
+    target_probs, token_ids, parents, _, num_nodes = batch
+    probs = of_batch(batch, is_drawn)
     used = generators(len(parents))
     together = verify_tree(target_probs, token_ids, parents, probs, used, num_nodes)
     for row, generator in enumerate(generators(len(parents))):
@@ -465,7 +524,7 @@ def test_a_row_is_the_same_alone_and_whatever_stands_in_padding(
             target_probs[one, : n + 1],
             token_ids[one, :n],
             parents[one, :n],
-            None if probs is None else probs[one, :n],
+            probs[one, :n],
             [generator],
         )
         assert alone.nodes[0].tolist() == together.nodes[row, :n].tolist()
@@ -474,7 +533,7 @@ def test_a_row_is_the_same_alone_and_whatever_stands_in_padding(
 
     is_padding = torch.arange(token_ids.shape[1]) >= num_nodes[:, None]
     target_probs[:, 1:][is_padding] = torch.nan
-    draft_probs[is_padding] = torch.nan
+    probs[is_padding] = torch.nan
     token_ids[is_padding], parents[is_padding] = -5, 99
     again = verify_tree(
         target_probs, token_ids, parents, probs, generators(len(parents)), num_nodes
@@ -486,8 +545,11 @@ def test_a_row_is_the_same_alone_and_whatever_stands_in_padding(
 @given(batch=batches())
 def test_a_level_is_what_the_papers_write(batch: Rows) -> None:
     target_probs, token_ids, _, draft_probs, num_children = batch
+    rows, counts = len(token_ids), num_children.tolist()
+    support = torch.arange(VOCAB_SIZE).expand_as(draft_probs)
     trial = try_children(
-        target_probs[:, 0], token_ids, draft_probs, generators(len(token_ids)), num_children
+        *(target_probs[:, 0], token_ids, draft_probs, support),
+        *(num_children, counts, generators(rows)),
     )
     for row, generator in enumerate(generators(len(token_ids))):
         n = int(num_children[row])
@@ -522,7 +584,9 @@ def test_drafts_equal_to_the_target_but_for_rounding_leave_a_possible_token(
     """A draft a little above the target everywhere leaves nothing after a rejection."""
     p = torch.tensor([[0.5, 0.0, 0.5]], dtype=dtype).expand(200_000, -1)
     q = (p * 1.00009)[:, None]
-    trial = try_children(p, torch.zeros((200_000, 1), dtype=torch.int64), q, None)
+    ids, support = torch.zeros((len(p), 1), dtype=torch.int64), torch.arange(3).expand_as(q)
+    one = torch.ones(len(p), dtype=torch.int64)
+    trial = try_children(p, ids, q, support, one, one.tolist(), None)
     assert 0 < (trial.accepted == NONE).sum() < 100
     assert (trial.token_ids != 1).all()
 
@@ -531,106 +595,9 @@ def test_an_impossible_token_is_never_drawn_even_with_a_uniform_of_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
+    ids = torch.tensor([[0, 3]])
+    certain, two = torch.ones(1, 2, 1), torch.tensor([2])
     for value, expected in ((0.0, 1), (1 - 2**-24, 2)):
-        monkeypatch.setattr(torch, "rand", lambda *_, value=value, **__: torch.tensor([[value]]))
-        trial = try_children(p, torch.tensor([[0, 3]]), None, None)
+        monkeypatch.setattr(torch, "rand", lambda *_, value=value, **__: torch.full((1, 3), value))
+        trial = try_children(p, ids, certain, ids[..., None], two, [2], None)
         assert (int(trial.accepted), int(trial.token_ids)) == (NONE, expected)
-
-
-def test_generators_may_be_left_out_for_some_rows() -> None:
-    p = torch.softmax(torch.randn(2, 1, 9), dim=-1)
-    none = torch.empty((2, 0), dtype=torch.int64)
-    torch.manual_seed(1)
-    path = verify_tree(p, none, None, None, [None, torch.Generator().manual_seed(1)])
-    assert path.nodes.shape == (2, 0)
-    torch.manual_seed(1)
-    again = verify_tree(p.flip(0), none, None, None, [torch.Generator().manual_seed(1), None])
-    assert again.token_ids.tolist() == path.token_ids.tolist()[::-1]
-
-
-# --- errors ---------------------------------------------------------------------------------
-
-
-def valid() -> dict[str, Tensor | None]:
-    return {
-        "target_probs": torch.full((2, 4, 5), 0.2),
-        "draft_token_ids": torch.tensor([[1, 2, 3], [1, 2, 3]]),
-        "parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]]),
-        "draft_probs": torch.full((2, 3, 5), 0.2),
-        "num_nodes": torch.tensor([3, 2]),
-        "support_token_ids": None,
-    }
-
-
-def changed(name: str, index: tuple[int, ...], value: float) -> dict[str, Tensor | None]:
-    arguments = valid()
-    tensor = arguments[name]
-    assert tensor is not None
-    tensor[index] = value
-    return arguments
-
-
-NO_IDS = torch.zeros((2, 3, 4), dtype=torch.int64)
-OTHERS: list[tuple[dict[str, Tensor | None], str]] = [
-    (
-        {"target_probs": torch.full((2, 3, 5), 0.2)},
-        r"target_probs of shape \[2, 4, vocab_size\], g",
-    ),
-    (
-        {"target_probs": torch.full((2, 4, 5), 0.2, dtype=torch.bfloat16)},
-        "target_probs of dtype torch.float32 or torch.float64, got torch.bfloat16",
-    ),
-    ({"draft_token_ids": torch.ones((2, 3))}, "draft_token_ids of dtype torch.int64, got torch.f"),
-    (
-        {"draft_token_ids": torch.ones(3, dtype=torch.int64)},
-        r"draft_token_ids of shape \[rows, num_draft\], got \[3\]",
-    ),
-    ({"parents": torch.tensor([[-1, 0, 0]])}, r"parents of shape \[2, 3\], got \[1, 3\]"),
-    (
-        {"draft_probs": torch.full((2, 3, 4), 0.25)},
-        r"draft_probs of shape \[2, 3, 5\], got \[2, 3, 4\]",
-    ),
-    ({"num_nodes": torch.tensor([3])}, r"num_nodes of shape \[2\], got \[1\]"),
-    ({"support_token_ids": NO_IDS}, r"draft_probs of shape \[2, 3, 4\], got \[2, 3, 5\]"),
-    ({"support_token_ids": torch.full((2, 3, 5), 9)}, "support_token_ids from 0 to 4, got 9"),
-    (
-        {"draft_probs": None, "support_token_ids": NO_IDS},
-        "draft_probs along with support_token_ids, got None",
-    ),
-    (changed("target_probs", (0, 1, 2), -0.1), "target_probs of at least 0, got -0.1"),
-    (changed("target_probs", (0, 0, 2), float("nan")), "target_probs of at least 0, got nan"),
-    (changed("target_probs", (0, 0, 2), 0.3), "target_probs to sum to 1, got 1.1"),
-    (changed("draft_probs", (1, 0, 2), 0.0), "draft_probs to sum to 1, got 0.8"),
-    (changed("draft_token_ids", (0, 0), 5), "draft_token_ids from 0 to 4, got 5"),
-    (changed("draft_token_ids", (0, 0), -1), "draft_token_ids from 0 to 4, got -1"),
-    (changed("parents", (1, 1), 1), "parents before their children, got 1 for node 1 of row 1"),
-    (changed("parents", (0, 0), -2), "parents before their children, got -2 for node 0 of row 0"),
-    (changed("num_nodes", (0,), 4), r"num_nodes from 0 to 3, got \[4, 2\]"),
-]
-
-
-@pytest.mark.parametrize(("change", "text"), OTHERS, ids=[text[:40] for _, text in OTHERS])
-def test_what_does_not_fit_raises(change: dict[str, Tensor | None], text: str) -> None:
-    error = TypeError if "of dtype" in text else ValueError
-    with pytest.raises(error, match=f"expected {text}"):
-        verify_tree(**valid() | change, generators=None)  # type: ignore[arg-type]
-
-
-def test_a_token_that_cannot_have_been_drawn_raises() -> None:
-    arguments = changed("draft_probs", (1, 1, 2), 0.0)
-    probs = arguments["draft_probs"]
-    assert probs is not None
-    probs[1, 1, 3] = 0.4
-    text = "expected draft tokens of positive draft probability, got 0 for node 1 of row 1"
-    with pytest.raises(ValueError, match=text):
-        verify_tree(**arguments, generators=None)  # type: ignore[arg-type]
-
-
-def test_each_row_needs_a_generator() -> None:
-    with pytest.raises(ValueError, match="expected a generator for each of 2 rows, got 1"):
-        verify_tree(**valid(), generators=[None])  # type: ignore[arg-type]
-
-
-def test_valid_arguments_are_valid() -> None:
-    path = verify_tree(**valid(), generators=None)  # type: ignore[arg-type]
-    assert path.num_accepted.tolist() == [2, 2]  # drawn from the target itself
