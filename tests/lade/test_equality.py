@@ -12,7 +12,7 @@ from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.tiny import EOS_TOKEN_ID, FAMILIES, ScriptedDrafter, random_prompt, tiny_model
 
 NINE = lade.Config(max_draft_tokens=9)
-NUM_PROMPTS = 170  # for each family; with twelve families, over two thousand
+NUM_PROMPTS = 60  # for each family; `make fuzz` compares 20,000 calls
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama"))
@@ -21,7 +21,7 @@ def test_text_equals_plain_generate_over_random_prompts(family: str) -> None:
     pool = lade.NGramPool(capacity_tokens=2000)  # small: it forgets on the way
     total = lade.DecodeStats()
     for number in range(NUM_PROMPTS):
-        if number % 50 == 0:
+        if number % 20 == 0:
             model = tiny_model(family, seed=number)
         prompt = random_prompt(rng)
         length = int(rng.integers(1, 25))
@@ -33,7 +33,7 @@ def test_text_equals_plain_generate_over_random_prompts(family: str) -> None:
         total.add(got.stats)
     # The comparison means nothing unless drafts are both accepted and rejected.
     assert 0.02 < total.acceptance_rate < 0.98
-    assert total.num_accepted_tokens > 50
+    assert total.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
