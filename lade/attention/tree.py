@@ -69,24 +69,7 @@ def with_seen(mask: Tensor, seen: Seen) -> Tensor:
         mask: [rows, 1, num_nodes, num_slots]. Its values matter only if the attribute is lost:
             `tree_attention` then passes the call to `sdpa`, so they should mean the same.
         seen: what nodes see in the layers that get this mask.
-
-    Raises:
-        ValueError: the two do not fit each other, or a dtype is wrong.
     """
-    rows, _, num_nodes, num_slots = mask.shape
-    expected = {
-        "num_cached": (torch.int32, (rows,)),
-        "starts": (torch.int32, (rows, num_nodes)),
-        "ancestors": (torch.bool, (rows, num_nodes, num_nodes)),
-    }
-    if seen.visible is not None:
-        expected["visible"] = (torch.bool, (rows, num_slots))
-    for name, (dtype, shape) in expected.items():
-        got = getattr(seen, name)
-        if got.dtype != dtype or got.shape != shape:
-            raise ValueError(
-                f"expected {name} of {dtype} {list(shape)}, got {got.dtype} {list(got.shape)}"
-            )
     mask._lade_seen = seen  # type: ignore[attr-defined]
     return mask
 

@@ -10,7 +10,6 @@ from itertools import zip_longest
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 _NUMBER = re.compile(r"[-+]?\d")  # the start of a numeric cell
@@ -25,8 +24,6 @@ class Sheet:
     num_words: int  # number of leading columns, which identify a row
     sections: Sequence[Sequence[Sequence[str]]]  # of rows
     caption: str | None = None  # may have several lines
-    num_notes: int = 0  # number of trailing columns, which hold sentences
-    warn_of: Sequence[str] = ()  # rows with one of these cells are red
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -34,12 +31,13 @@ class Sheet:
         """Draw the table for a terminal, which a few columns of numbers already fill.
 
         So headings are folded; all words of a row but the last are a line above the rows that share
-        them; sentences are below their row; and empty columns are left out. The others are as wide
+        them; and empty columns are left out. The others are as wide
         as their content; a narrower terminal wraps their lines.
         """
-        first, end = self.num_words - 1, len(self.headings) - self.num_notes
+        first = self.num_words - 1
         every_row = [row for rows in self.sections for row in rows]
-        shown = [n for n in range(first, end) if n == first or any(row[n] for row in every_row)]
+        columns_of_all = range(first, len(self.headings))
+        shown = [n for n in columns_of_all if n == first or any(row[n] for row in every_row)]
         heads = [_folded(self.headings[n]) for n in shown]
         indent = "  " * (first > 0)
         columns = [[indent * (n == first) + row[n] for row in every_row] for n in shown]
@@ -68,10 +66,7 @@ class Sheet:
                 if words and words != above:
                     yield Text(", ".join(words), "bold")
                 above = words
-                style = "red" if set(row) & set(self.warn_of) else ""
-                yield line([indent + row[first], *(row[n] for n in shown[1:])], style)
-                for note in filter(None, row[end:]):
-                    yield Padding(Text(note, "dim"), (0, 0, 0, 4))
+                yield line([indent + row[first], *(row[n] for n in shown[1:])])
         if self.caption:
             yield rule
             yield Text(self.caption, "dim")
@@ -79,8 +74,7 @@ class Sheet:
     def as_markdown(self) -> str:
         """Return the table as Markdown, every row in full."""
         words = ["---"] * self.num_words
-        numbers = ["---:"] * (len(self.headings) - self.num_words - self.num_notes)
-        rule = [*words, *numbers, *["---"] * self.num_notes]
+        rule = [*words, *["---:"] * (len(self.headings) - self.num_words)]
         rows = [row for section in self.sections for row in section]
         lines = [f"**{self.title}**", ""]
         lines += [_line(cells) for cells in (self.headings, rule, *rows)]

@@ -6,6 +6,8 @@ which is where transformers looks for all but `assistant_early_exit`.
 """
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -77,30 +79,6 @@ class Steering(NamedTuple):
         if threshold == 0:
             return {**made, "length": num_tokens}
         return {**made, "length": "confidence", "max_draft_tokens": num_tokens}
-
-
-class Assistants:
-    """The drafters that were made for assistants, kept between calls with what they measured.
-
-    They live in the assistant's profiles, and so no longer than the assistant, and by target.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self._kept = Profiles.of(model).drafters
-
-    def get(self, target: Model, key: tuple[object, ...]) -> Drafter | None:
-        """Return the drafter for a target with the same options, if there is one."""
-        found: Drafter | None = self._kept.get(target, {}).get(key)
-        return found
-
-    def keep(self, target: Model, key: tuple[object, ...], drafter: Drafter) -> Drafter:
-        """Keep a drafter for later calls, and return it, or the one that another thread kept."""
-        with _LOCK:
-            of_target: dict[Any, Drafter] = self._kept.setdefault(target, {})
-            kept = of_target.setdefault(key, drafter)
-            while len(of_target) > _MAX_KEPT:
-                del of_target[next(iter(of_target))]
-        return kept
 
 
 _LOCK = threading.Lock()  # held for a moment: two threads must not lose each other's drafter
@@ -179,31 +157,45 @@ def _assisted(
     assistant_tokenizer: Any = None,
 ) -> Drafter:
     """Return a drafter by the call's pool and an assistant, the same as at the last such call."""
-    from lade.drafters import AssistantModel, CallPool, Merged
+    from lade.drafters import AssistantModel
 
     if assistant_tokenizer is None:
         tokenizer = None  # which is there for stop strings
-    kept = Assistants(assistant)
     key = (steering, id(tokenizer), id(assistant_tokenizer))  # a drafter holds its tokenizers
-    found = kept.get(model, key)
-    if found is not None:
-        return found
-    drafter = AssistantModel(
-        assistant, assistant_tokenizer, target_tokenizer=tokenizer, **steering.options()
-    )
-    return kept.keep(model, key, Merged([CallPool(), drafter]))
+    tokenizers = {"tokenizer": assistant_tokenizer, "target_tokenizer": tokenizer}
+    make = partial(AssistantModel, assistant, **tokenizers, **steering.options())
+    return _kept(assistant, model, key, make)
 
 
 def _exiting_early(model: Model, num_layers: int, steering: Steering) -> Drafter:
     """Return a drafter by the call's pool and first layers, the same as at the last such call."""
-    from lade.drafters import CallPool, FirstLayers, Merged
+    from lade.drafters import FirstLayers
 
-    kept, key = Assistants(model), (steering, num_layers)
-    found = kept.get(model, key)
+    make = partial(FirstLayers, num_layers, **steering.options())
+    return _kept(model, model, (steering, num_layers), make)
+
+
+def _kept(
+    model: Model, target: Model, key: tuple[object, ...], make: Callable[[], Drafter]
+) -> Drafter:
+    """Return the drafter that calls of a target with the same options share, made for the first.
+
+    Drafters are kept with what they measured in the profiles of the model that drafts, and so no
+    longer than it.
+    """
+    from lade.drafters import CallPool, Merged
+
+    of_model = Profiles.of(model).drafters
+    found: Drafter | None = of_model.get(target, {}).get(key)
     if found is not None:
         return found
-    layers = FirstLayers(num_layers, **steering.options())
-    return kept.keep(model, key, Merged([CallPool(), layers]))
+    made = Merged([CallPool(), make()])
+    with _LOCK:
+        of_target: dict[Any, Drafter] = of_model.setdefault(target, {})
+        kept = of_target.setdefault(key, made)
+        while len(of_target) > _MAX_KEPT:
+            del of_target[next(iter(of_target))]
+    return kept
 
 
 def _first(name: str, sources: Any) -> Any:

@@ -443,34 +443,3 @@ def test_a_prefill_that_sdpa_would_get_wrong_is_refused(name: str) -> None:
     model.set_attn_implementation(TREE_ATTENTION)
     with pytest.raises(NotImplementedError, match="Attention: attention 'lade_tree' cannot honour"):
         model(input_ids=torch.tensor([[5, 6, 7]]))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"num_cached": torch.zeros(1)},
-            r"num_cached of torch.int32 \[1\], got torch.float32 \[1\]",
-        ),
-        (
-            {"starts": torch.zeros(1, 4, dtype=torch.int32)},
-            r"starts of .* \[1, 5\], got .* \[1, 4\]",
-        ),
-        (
-            {"ancestors": torch.ones(1, 5, 5)},
-            r"ancestors of torch.bool \[1, 5, 5\], got torch.float",
-        ),
-        (
-            {"visible": torch.ones(1, 24)},
-            r"visible of torch.bool \[1, 24\], got torch.float32 \[1, 24\]",
-        ),
-        (
-            {"visible": torch.ones(1, 25, dtype=torch.bool)},
-            r"visible of torch.bool \[1, 24\], got torch.bool \[1, 25\]",
-        ),
-    ],
-)
-def test_what_is_seen_must_fit_its_mask(changed: dict[str, Tensor], message: str) -> None:
-    seen = random_seen(1, 5, 8)._replace(**changed)
-    with pytest.raises(ValueError, match=message):
-        with_seen(placeholder(1, 5, NUM_SLOTS), seen)

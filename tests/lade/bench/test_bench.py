@@ -356,23 +356,6 @@ def test_sheets_fold_headings_and_leave_out_what_is_empty() -> None:
     ]
 
 
-def test_sentences_of_a_sheet_stand_under_their_row() -> None:
-    rows = [[("a", "fine", "", ""), ("b", "wrong", "one two three four", "five")]]
-    sheet = Sheet(
-        "Words", ("name", "text", "what", "why"), 1, rows, num_notes=2, warn_of=("wrong",)
-    )
-    assert drawn(sheet, 16)[3:] == [
-        "a    fine",
-        "b    wrong",
-        "    one two",
-        "    three four",
-        "    five",
-    ]
-    coloured = drawn(sheet, 16, force_terminal=True, color_system="standard")
-    assert [line for line in coloured if "\x1b[31m" in line] == ["\x1b[31mb    wrong\x1b[0m"]
-    assert "| b | wrong | one two three four | five |" in sheet.as_markdown()
-
-
 def test_tables_of_all_methods_fit_80_columns() -> None:
     stats = DecodeStats(num_steps=4, draft_sec=0.5)
     stats.count_row_step(Step([1, 2], 40, 1, is_corrected=True))
