@@ -16,7 +16,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -90,6 +90,11 @@ test-oldest-all: CHOSEN := tests/lade tests/support
 test-oldest test-oldest-all: $(OLDEST)/.dev
 	$(OLDEST)/bin/$(COMPILE)
 	$(TEST) $(OLDEST)/bin/$(PYTEST) $(CHOSEN)
+
+# All that tests wait for: beside check and docs, which keep one core busy, in .ci/run.
+ahead: $(VENV)/.dev $(OLDEST)/.dev
+	$(VENV)/bin/$(COMPILE)
+	NUMBA_CACHE_DIR=$(CURDIR)/$(OLDEST)/numba $(OLDEST)/bin/$(COMPILE)
 
 fuzz: $(VENV)/.dev
 	$(VENV)/bin/python -m tests.fuzz --cases 20000 --processes 2 --seed 0 --out docs/results/fuzz.json
