@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -796,7 +797,9 @@ def test_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler
 @pytest.mark.usefixtures("in_this_process")
-def test_all_stages_run(tmp_path: Path) -> None:
+def test_all_stages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all of torch's compiler but its last part, which makes machine code for two minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     path = tmp_path / "gpu.json"
     assert run_tiny("--json", str(path)).exit_code == 0
     stages = stages_in(path)
