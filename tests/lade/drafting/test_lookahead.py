@@ -347,7 +347,8 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     assert pool.num_open == 0
     # The comparison means nothing unless windows ran, and drafts were accepted and rejected.
     assert total.num_lookahead_tokens > 1000
-    assert 0.02 < total.acceptance_rate < 0.98
+    assert total.num_accepted_tokens > 20
+    assert total.acceptance_rate < 0.98
 
 
 @pytest.mark.parametrize("is_accelerator", [False, True])
