@@ -54,6 +54,7 @@ def test_an_environment_takes_the_torch_that_is_there(
     monkeypatch.setattr(venv, "create", lambda *args, **options: None)
     monkeypatch.setattr(subprocess, "run", run)
     prepare.make_environment(tmp_path / "environment", Path("wheels") if has_wheels else None)
+    assert any(each[-1] == "setuptools" for each in commands)  # an old one hides torch's
     beside = (tmp_path / "beside.pth").read_text().splitlines()
     assert str(Path(torch.__file__).parents[1]) in beside
     index = ["--no-index", "--find-links", "wheels"]
