@@ -13,7 +13,7 @@ from lade.cli.app import app
 
 def markdown() -> str:
     """Return a section for every command."""
-    return "\n\n".join(["", *_sections(typer.main.get_command(app), "lade"), ""])
+    return "\n\n".join(_sections(typer.main.get_command(app), "lade"))
 
 
 # What stands behind an option that takes a value, by the type of its parameter.

@@ -8,8 +8,7 @@ from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import commands  # of this folder, as `figures`
-import figures
+import figures  # of this folder
 
 from lade import __version__
 
@@ -49,20 +48,14 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Sphinx) -> None:
-    """Draw plots before pages are read, and write the commands into theirs."""
+    """Draw plots before pages are read."""
     app.connect("builder-inited", _draw)
-    app.connect("source-read", _write_commands)
     app.connect("autodoc-process-docstring", _keep_attributes, priority=100)
     app.connect("autodoc-process-docstring", _restore_attributes, priority=900)
 
 
 def _draw(app: Sphinx) -> None:
     figures.draw(Path(app.srcdir) / "plots")
-
-
-def _write_commands(app: Sphinx, name: str, source: list[str]) -> None:
-    if name == "reference/cli":
-        source[0] += commands.markdown()
 
 
 # Napoleon takes what stands before the first colon of an attribute's text for its type.

@@ -25,6 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import commands  # of this folder
+
 from benchmarks.formula import compare
 from benchmarks.formula import table as comparison_table
 from lade.bench.environment import code as present_code
@@ -161,6 +165,12 @@ def _figure(function: Callable[..., str]) -> Callable[..., str]:
 
 
 # --- lines -----------------------------------------------------------------------------------
+
+
+@_figure
+def command_line() -> str:
+    """Return a section for every command, from the program itself."""
+    return commands.markdown()
 
 
 @_figure

@@ -201,11 +201,14 @@ def test_the_older_lade_distribution_is_named_with_what_to_uninstall(tmp_path: P
 class Words:
     """Stands in for a tokenizer, which the tiny model has not."""
 
-    def __call__(self, text: str, return_tensors: str) -> dict[str, Any]:
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
         import torch
 
         ids = torch.tensor([[5, 6] * len(text.split())])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **options: Any) -> dict[str, Any]:
+        return self(chat[-1]["content"])
 
     def decode(self, token_ids: Any) -> str:
         return " ".join(map(str, token_ids.tolist()))
@@ -222,7 +225,7 @@ def test_python_code_in_the_readme_runs(
     for name, thing in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         loader = getattr(transformers, name)
         monkeypatch.setattr(loader, "from_pretrained", lambda *_, thing=thing, **__: thing)
-    inputs = tokenizer("two words", return_tensors="pt")
+    inputs = tokenizer("two words")
     for block in blocks:
         names = {"model": model, "inputs": inputs, "lade": lade}
         exec(compile(block, "README.md", "exec"), names)
