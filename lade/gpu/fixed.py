@@ -351,13 +351,13 @@ class FixedTarget(TreeTarget):
         """
         graphs = self._workspace.graphs
         if graphs is None:
-            return self._view() if self._call is None else self._call
+            return self._view if self._call is None else self._call
         if graphs.is_dense and graphs.reason is None and self._dense is None:
             # Ahead of the recording, which must not wait.
-            self._dense = dense_view(self._view()) or self._view()
+            self._dense = dense_view(self._view) or self._view
         if not is_recorded:
-            return self._view()
-        return self._dense if is_dense else self._call or self._view()
+            return self._view
+        return self._dense if is_dense else self._call or self._view
 
     def _compiles_first(self) -> bool:
         """Return whether to run the compiled model besides the model itself.

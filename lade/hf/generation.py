@@ -63,7 +63,6 @@ from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Target, fill_cache
 from lade.targets.rollback import cache_in, find_cache
-from lade.targets.ties import TieError
 from ngram_pool import NGramPool
 
 # Calls of a model between two whose first step with a draft is checked for no reason, as nobody
@@ -582,9 +581,9 @@ class Generation:
 
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
         """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
-        # Next time there may be enough memory, and another text has other ties.
+        # Next time there may be enough memory.
         is_fault = failure.flaw is None or failure.flaw.blames_method
-        if is_fault and not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
+        if is_fault and not isinstance(failure.__cause__, torch.OutOfMemoryError):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "

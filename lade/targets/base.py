@@ -80,9 +80,6 @@ class Target(Protocol):
     def discard(self) -> None:
         """Discard the last forward."""
 
-    def refuse_drafts(self) -> None:
-        """Request no more drafts (`must_catch_up`)."""
-
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of the last forward on each row's accepted path, root first."""
 

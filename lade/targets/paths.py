@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
-from lade.targets import ties
 from lade.targets.base import Forward
 from lade.targets.inputs import extended, widened
 from lade.targets.rollback import (
@@ -30,7 +29,6 @@ from lade.targets.rollback import (
     saved,
     why_not_croppable,
 )
-from lade.targets.ties import TieError, Untied
 from lade.transfer import arrays_on, integers_on
 from lade.tree import ROOT, Tree
 from lade.view import with_decoding_experts
@@ -94,7 +92,6 @@ class ChainTarget:
         self.max_candidates: int | None = 1 if self.is_lockstep or restores else max_candidates
         self.num_pending = 0
         self._model = model
-        self._stepping = Untied(model) if ties.applies(model) else model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
         self._generation_config = generation_config or GenerationConfig()
@@ -106,7 +103,6 @@ class ChainTarget:
         self._given = None if given is None else given[1]  # the caller's cache, written to
         self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # whether the cache keeps what has left its windows
-        self._is_plain = False
 
     @functools.cached_property
     def _roots_view(self) -> Model:
@@ -127,7 +123,7 @@ class ChainTarget:
     @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
-        return self._is_plain or self.num_pending >= _MAX_PENDING
+        return self.num_pending >= _MAX_PENDING
 
     def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts exactly as `generate` does."""
@@ -216,9 +212,7 @@ class ChainTarget:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
             is_single = layout.width == 1 and not self.num_pending
-            output = (self._roots_view if is_single else self._stepping)(**inputs, return_dict=True)
-        except TieError:
-            raise  # the forward is complete, and `discard` takes it back
+            output = (self._roots_view if is_single else self._model)(**inputs, return_dict=True)
         except BaseException:
             if self._cache is not None and layout.rows is not None:
                 pick(self._cache[1], 0, self.device)  # it may be the caller's cache
@@ -254,10 +248,6 @@ class ChainTarget:
         if self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
         return self.forward(inputs)
-
-    def refuse_drafts(self) -> None:
-        """Request no more drafts."""
-        self._is_plain = True
 
     def discard(self) -> None:
         """Discard the last forward."""
