@@ -5,7 +5,6 @@ forward will change, for caches that fold the past into a state.
 """
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from lade.compat import WINDOWS_GROW
 from lade.transfer import integers_on
 
 # Names under which `generate` and models pass caches to each other.
@@ -104,24 +104,11 @@ def crop(cache: Any, num_tokens: int) -> None:
 def can_grow(cache: Any) -> bool:
     """Return whether a forward may follow another with no `crop` in between."""
     windowed = cache_utils.DynamicSlidingWindowLayer
-    return _windows_can_grow() or not any(
+    return WINDOWS_GROW or not any(
         type(layer) is windowed and layer.record_past
         for part in _parts(cache)
         for layer in part.layers
     )
-
-
-@functools.cache
-def _windows_can_grow() -> bool:
-    """Return whether a windowed layer may be updated again before the next `crop`.
-
-    Older releases of transformers then return more keys than their mask is for.
-    """
-    layer, states = cache_utils.DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 2, 1)
-    layer.activate_past_recording()
-    layer.update(states, states)
-    keys, _ = layer.update(states, states)
-    return bool(keys.shape[-2] == 3)
 
 
 def _parts(cache: Any) -> list[Cache]:
