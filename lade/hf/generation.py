@@ -43,9 +43,9 @@ from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import Told, finish_plainly, replayed
+from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
-from lade.hf.streams import ColumnStream, PlainStream
+from lade.hf.streams import PlainStream, Report
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
@@ -60,7 +60,7 @@ from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
-from lade.stats import DecodeStats, Step
+from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
 from lade.targets.rollback import cache_in, find_cache
 from ngram_pool import NGramPool
@@ -291,15 +291,7 @@ class Generation:
         outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
-        stream, told = ColumnStream(self._call.streamer, text), Told(text)
-
-        def emit(steps: Sequence[Step]) -> None:
-            stream.put_complete()
-            for step in steps:
-                told.add(step)
-                if self._call.arguments.on_step is not None:
-                    self._call.arguments.on_step(step)
-
+        report = Report(self._call.streamer, self._call.arguments.on_step, text)
         overlaps = self.policy.overlaps(device)
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
@@ -351,7 +343,7 @@ class Generation:
             target,
             speculator,
             choice,
-            emit,
+            report.add,
             outputs,
             self._spot_checks(ranks, rngs is not None),
             overlaps,
@@ -367,14 +359,14 @@ class Generation:
         stats.sources = proposer.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
-            emit(told.missing(stats))
+            report.add_missing(stats)
             if not all(text.is_finished):
                 model_kwargs = self._inputs_after(decoder, target, text)
                 return self._go_on_plainly(
-                    verification, decoder, text, outputs, told, stream, model_kwargs
+                    verification, decoder, text, outputs, report, model_kwargs
                 )
             self._give_up(verification, decoder.failure)
-        stream.end()
+        report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
         elif limits.fills_cache:
@@ -427,12 +419,11 @@ class Generation:
         decoder: Decoder,
         text: Text,
         outputs: Outputs,
-        told: Told,
-        stream: ColumnStream,
+        report: Report,
         model_kwargs: dict[str, Any],
     ) -> Any:
         """Continue the text in `generate`'s own loop."""
-        output, rest = finish_plainly(self._call, text, outputs, told, stream.num_put, model_kwargs)
+        output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
         assert decoder.failure is not None
         self._give_up(verification, decoder.failure)  # not reached if plain decoding fails, too
         if not self._call.returns_dict:
@@ -442,7 +433,9 @@ class Generation:
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        stream = PlainStream(self._call.streamer, self._call.arguments.on_step, self._call.num_rows)
+        stream = PlainStream(
+            self._call.streamer, self._call.arguments.on_step, [False] * self._call.num_rows
+        )
         output = decode_plainly(
             self._model,
             self._call.input_ids,
