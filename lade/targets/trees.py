@@ -14,7 +14,7 @@ from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
-from lade.targets.base import Forward
+from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
 from lade.targets.kv_cache import TreeCache
@@ -38,7 +38,7 @@ MASK_IS_ADDED = {
 }
 
 
-class TreeTarget:
+class TreeTarget(Target):
     """Target that verifies whole trees in one forward, by a 4D mask and explicit positions.
 
     Layers that do not see the whole text get their own mask, in a dict by layer type.
@@ -55,10 +55,6 @@ class TreeTarget:
             or is slow with them; the prefill uses the model's own. None for the model's own.
         products: runs linear layers; None for torch's own.
     """
-
-    max_candidates: int | None = None
-    num_pending = 0
-    is_lockstep = False
 
     def __init__(
         self,
@@ -206,10 +202,6 @@ class TreeTarget:
     def packs_rows(self) -> bool:
         """Whether trees of different sizes run without padding."""
         return self._packs and len(self._rows) > 1
-
-    def width_of(self, num_tokens: int) -> int:
-        """Return `num_tokens`: forwards are not padded."""
-        return num_tokens
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for trees after the committed tokens."""
@@ -375,12 +367,6 @@ class TreeTarget:
         self.cache.hand_over(cache)
         return cache
 
-    def close(self) -> None:
-        """Do nothing: the model and the caller's cache were never changed."""
-
-    def undo(self) -> None:
-        """Do nothing: the caller's cache was copied."""
-
     def _can_pack(self, trees: Sequence[Tree]) -> bool:
         """Return whether trees can run one after the other in one row, without padding."""
         # Nodes beside drafts are looked for in rows.
@@ -422,9 +408,6 @@ class TreeTarget:
     @cached_property
     def _plain_view(self) -> Model:
         return with_decoding_experts(self._model)
-
-    def release(self) -> None:
-        """Do nothing: nothing outlives the call."""
 
     def _learn_habits(self, last: Tensor) -> None:
         """Learn from the model how it prepares the inputs of tokens after the prompt."""
