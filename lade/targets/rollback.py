@@ -19,18 +19,11 @@ from transformers.cache_utils import (
 )
 
 from lade.compat import WINDOWS_GROW
+from lade.targets.kv_memory import kind_of
 from lade.transfer import integers_on
 
 # Names under which `generate` and models pass caches to each other.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-
-# Exact types: layers whose updates make new tensors, so that old ones can be kept by reference.
-_REPLACED = {
-    cache_utils.DynamicLayer,
-    cache_utils.DynamicSlidingWindowLayer,
-    cache_utils.DynamicIndexedLayer,
-    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
-}
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
@@ -71,7 +64,7 @@ def why_not_croppable(cache: Any) -> str | None:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             if _may_have_state(layer):
                 return "it keeps a recurrent state, from which no token can be taken"
-        elif type(layer) not in _REPLACED and type(layer) is not StaticLayer:
+        elif kind_of(layer) is None and type(layer) is not StaticLayer:
             return f"its cache has layers of {type(layer).__name__}"
     return None
 
@@ -146,7 +139,7 @@ def saved(cache: Any) -> Any:
 
 
 def _saved_layer(layer: Any) -> Any:
-    if type(layer) in _REPLACED:
+    if kind_of(layer) is not None:  # its updates make new tensors, and leave the old ones alone
         return copy.copy(layer)
     is_known = type(layer).__module__ == cache_utils.__name__
     if not is_known:
