@@ -97,15 +97,12 @@ class Generation:
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
         with opened(self._call.arguments.pool) as (self._pool, self._layers):
-            return self._run()
-
-    def _run(self) -> Any:
-        self._reuse = self._reused()
-        verification, needed, target = self._plan()
-        if needed is None or target is None:
-            self._say_why_plain(verification)
-            return self._decode_plainly()
-        return self._decode(verification, needed, target)
+            self._reuse = self._reused()
+            verification, needed, target = self._plan()
+            if needed is None or target is None:
+                self._say_why_plain(verification)
+                return self._decode_plainly()
+            return self._decode(verification, needed, target)
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
@@ -362,9 +359,12 @@ class Generation:
             report.add_missing(stats)
             if not all(text.is_finished):
                 model_kwargs = self._inputs_after(decoder, target, text)
-                return self._go_on_plainly(
-                    verification, decoder, text, outputs, report, model_kwargs
-                )
+                output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
+                self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
+                if not self._call.returns_dict:
+                    return output
+                stats.add(rest)
+                return self._plain_result(output, stats)
             self._give_up(verification, decoder.failure)
         report.end()
         if self._reuse is not None:
@@ -412,24 +412,6 @@ class Generation:
         if self._own_code is None:
             return self._call.model_kwargs
         return replayed(self._call, text)
-
-    def _go_on_plainly(
-        self,
-        verification: VerificationPlan,
-        decoder: Decoder,
-        text: Text,
-        outputs: Outputs,
-        report: Report,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        """Continue the text in `generate`'s own loop."""
-        output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
-        assert decoder.failure is not None
-        self._give_up(verification, decoder.failure)  # not reached if plain decoding fails, too
-        if not self._call.returns_dict:
-            return output
-        decoder.stats.add(rest)
-        return self._plain_result(output, decoder.stats)
 
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
