@@ -29,8 +29,9 @@ _KINDS: dict[type, Kind] = {
     cache_utils.DynamicLayer: "full",
     cache_utils.DynamicSlidingWindowLayer: "windowed",
     cache_utils.DynamicIndexedLayer: "indexed",
-    cache_utils.DummyLayer: "empty",
 }
+if hasattr(cache_utils, "DummyLayer"):  # not in the oldest supported version
+    _KINDS[cache_utils.DummyLayer] = "empty"
 
 
 def kind_of(layer: Any) -> LayerKind | None:
