@@ -50,34 +50,21 @@ if TYPE_CHECKING:
 
 # Imported at first use, so that `lade --help` does not wait for torch.
 _HOMES = {
-    "Config": "lade.config",
-    "DecodeStats": "lade.stats",
-    "Draft": "ngram_pool",
-    "Drafter": "lade.drafting.drafter",
-    "DrafterWarning": "lade.errors",
-    "EagerExecutionWarning": "lade.errors",
-    "GenerateOutput": "lade.hf.generation",
-    "KernelWarning": "lade.errors",
-    "LadeError": "lade.errors",
-    "Lookahead": "lade.config",
-    "NGramPool": "ngram_pool",
-    "PlainDecodingWarning": "lade.errors",
-    "Prewarmed": "lade.prewarming.run",
-    "Probe": "lade.probing.report",
-    "Step": "lade.stats",
-    "UnsupportedModelError": "lade.errors",
-    "UnsupportedOptionError": "lade.errors",
-    "VerificationWarning": "lade.errors",
-    "decode": "lade.hf.api",
-    "generate": "lade.hf.api",
-    "load_pool": "lade.pools",
-    "prewarm": "lade.prewarming.run",
-    "probe": "lade.probing.report",
-    "recheck": "lade.probing.report",
-    "release": "lade.probing.profile",
-    "save_pool": "lade.pools",
-    "unwrap": "lade.hf.api",
-    "wrap": "lade.hf.api",
+    "lade.config": ("Config", "Lookahead"),
+    "lade.drafting.drafter": ("Drafter",),
+    "lade.errors": (
+        *("DrafterWarning", "EagerExecutionWarning", "KernelWarning", "LadeError"),
+        *("PlainDecodingWarning", "UnsupportedModelError", "UnsupportedOptionError"),
+        "VerificationWarning",
+    ),
+    "lade.hf.api": ("decode", "generate", "unwrap", "wrap"),
+    "lade.hf.generation": ("GenerateOutput",),
+    "lade.pools": ("load_pool", "save_pool"),
+    "lade.prewarming.run": ("Prewarmed", "prewarm"),
+    "lade.probing.profile": ("release",),
+    "lade.probing.report": ("Probe", "probe", "recheck"),
+    "lade.stats": ("DecodeStats", "Step"),
+    "ngram_pool": ("Draft", "NGramPool"),
 }
 
 __all__ = [
@@ -136,11 +123,10 @@ if not TYPE_CHECKING:  # type checkers know the names above, and that there are 
     def __getattr__(name: str) -> Any:
         if name in ("drafters", "models"):
             return import_module(f"lade.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module 'lade' has no attribute {name!r}")
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
+        for module, names in _HOMES.items():
+            if name in names:
+                return globals().setdefault(name, getattr(import_module(module), name))
+        raise AttributeError(f"module 'lade' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

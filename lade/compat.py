@@ -21,6 +21,9 @@ INDEXERS_TAKE_MASKS = _IS_RECENT
 MARKS_CACHES = _IS_RECENT
 # Whether a prompt that is run in chunks leaves out what its cache holds; 5.15 runs that again.
 CHUNKS_GO_ON = _IS_RECENT
+# Whether a windowed layer may be updated again before the next crop; that of 5.15 then returns more
+# keys than its mask is for.
+WINDOWS_GROW = _IS_RECENT
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
@@ -146,16 +146,10 @@ class Config:
                 raise ValueError(
                     "expected Config(step_costs=…) or Config(max_draft_tokens=…), got both"
                 )
-        for name in (
-            "uses_table",
-            "uses_products",
-            "reuses_prefix",
-            "stable_text",
-            "strict_drafter",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                got = getattr(self, name)
-                raise TypeError(f"expected Config({name}=…) to be a bool, got {got!r}")
+        for each in fields(self):
+            got = getattr(self, each.name)
+            if each.type is bool and not isinstance(got, bool):
+                raise TypeError(f"expected Config({each.name}=…) to be a bool, got {got!r}")
         if self.stable_text:
             self._check_stable_text()
         for name, known in (

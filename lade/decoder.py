@@ -19,7 +19,6 @@ from lade.probing.spot_checks import FlawError, SpotChecks
 from lade.sampling.choice import Choice
 from lade.stats import DecodeStats, Step
 from lade.targets.base import Forward, Target, fill_cache
-from lade.targets.ties import TieError
 from lade.tree import of_trees
 from lade.verify import accepted_paths, step_of
 
@@ -135,7 +134,8 @@ class Decoder:
                 inputs = self._target.inputs(plan.nodes())
             num_pending = self._target.num_pending
         with self.stats.timed("forward") as forward:
-            plan, output = self._launch(plan, inputs)
+            with self._verifying():
+                plan, output = self._checks.launch(plan, inputs, self._target)
             logits = of_trees(output.logits, plan.trees.values())
             num_run = self._target.width_of(plan.num_tokens) - 1.0 + num_pending
             if len(logits) < len(plan.trees):  # without padding
@@ -162,20 +162,6 @@ class Decoder:
             cost = Cost(len(plan.trees), num_run, sec)
             self._end_step(Done(plan, steps, successors, cost))
         self._on_step(steps)
-
-    def _launch(self, plan: Plan, inputs: object) -> tuple[Plan, Forward]:
-        """Run a plan; if sparse attention ties, run only the roots, now and from now on."""
-        try:
-            with self._verifying():
-                return self._checks.launch(plan, inputs, self._target)
-        except VerificationError as failure:
-            if not isinstance(failure.__cause__, TieError):
-                raise
-        plan = plan.without_drafts()
-        with self._verifying():
-            self._target.discard()
-            self._target.refuse_drafts()
-            return plan, self._target.forward(self._target.inputs(plan.nodes()))
 
     def _emit(self, plan: Plan) -> tuple[list[Step], dict[int, list[int]]]:
         """Emit accepted paths and bonus tokens, and let the drafter observe them."""

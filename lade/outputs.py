@@ -73,10 +73,9 @@ class Outputs:
 
     def first_columns(self, name: str, num_columns: int) -> tuple[Any, ...]:
         """Return the entries of the first `num_columns` emitted tokens, which all rows have."""
-        if name in self._columns:
-            return (self.columns(name) or ())[:num_columns]
-        num_steps = num_columns - 1  # besides the prefill
-        self._of_rows[name] = [row[:num_steps] for row in self._of_rows[name]]
+        if name not in self._columns:
+            num_steps = num_columns - 1  # besides the prefill
+            self._of_rows[name] = [row[:num_steps] for row in self._of_rows[name]]
         return (self.columns(name) or ())[:num_columns]
 
     def columns(self, name: str) -> tuple[Any, ...] | None:

@@ -155,16 +155,21 @@ def tree_attention(
     """
     seen: Seen | None = getattr(attention_mask, "_lade_seen", None)
     if attention_mask is None or seen is None:
-        _refuse_options_of_sdpa(module, attention_mask, kwargs)
+        _refuse_options(module, _NOT_HONOURED, kwargs)
+        unless = " without a mask that carries what nodes see (with_seen)"
+        _refuse_options(module, _NOT_HONOURED_BY_SDPA, kwargs, unless)
         left: tuple[Tensor, None] = _sdpa(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return left
-    sinks = kwargs.get("s_aux")
-    _refuse_options(module, dropout, query.shape[1], sinks, kwargs)
-    _refuse_misfit(module, query, key, attention_mask)
+    _refuse_options(module, _NOT_HONOURED_IN_TREES, kwargs)
+    if dropout > 0 and module.training:
+        raise _refusal(module, f"has no dropout, got {dropout} in training")
+    expected, got = [query.shape[0], 1, query.shape[2], key.shape[2]], [*attention_mask.shape]
+    if got != expected:
+        raise _refusal(module, f"expected a mask of shape {expected}, got {got}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap = kwargs.get("softcap")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if not _is_for_triton(query, key, value):
         attended = attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
         return attended, None
@@ -319,27 +324,6 @@ def _at(slots: Tensor, index: Tensor) -> Tensor:
 
 
 def _refuse_options(
-    module: nn.Module, dropout: float, num_heads: int, sinks: Tensor | None, kwargs: dict[str, Any]
-) -> None:
-    _refuse_any(module, _NOT_HONOURED_IN_TREES, kwargs)
-    if dropout > 0 and module.training:
-        raise _refusal(module, f"has no dropout, got {dropout} in training")
-    if sinks is not None and sinks.shape != (num_heads,):
-        got = list(sinks.shape)
-        raise _refusal(
-            module, f"expected s_aux with a score of each of {num_heads} heads, got {got}"
-        )
-
-
-def _refuse_options_of_sdpa(module: nn.Module, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Refuse options that `sdpa` would ignore."""
-    got = "no mask" if mask is None else f"one of shape {list(mask.shape)} without"
-    unless = f" without a mask that carries what nodes see (with_seen), got {got}"
-    _refuse_any(module, _NOT_HONOURED, kwargs)
-    _refuse_any(module, _NOT_HONOURED_BY_SDPA, kwargs, unless)
-
-
-def _refuse_any(
     module: nn.Module, names: Sequence[str], kwargs: dict[str, Any], unless: str = ""
 ) -> None:
     for name in names:
@@ -347,13 +331,6 @@ def _refuse_any(
             raise _refusal(module, f"cannot honour {name!r}{unless}")
     if kwargs.get("output_attentions"):
         raise _refusal(module, "has no weights to return for output_attentions=True")
-
-
-def _refuse_misfit(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor) -> None:
-    """Refuse a mask that does not fit the queries and keys."""
-    expected = [query.shape[0], 1, query.shape[2], key.shape[2]]
-    if list(mask.shape) != expected:
-        raise _refusal(module, f"expected a mask of shape {expected}, got {list(mask.shape)}")
 
 
 def _refusal(module: nn.Module, reason: str) -> NotImplementedError:

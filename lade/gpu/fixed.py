@@ -32,13 +32,13 @@ from lade.gpu.workspace import (
     slots_for,
     spare_bytes,
 )
-from lade.targets.base import Forward
+from lade.targets.base import Forward, Output
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, LayerKind, Spare
 from lade.targets.layout import MAX_OVERHANG, TreeLayout
 from lade.targets.trees import TreeTarget
-from lade.tree import ROOT, Tree, TreeBatch
+from lade.tree import Tree, TreeBatch
 
 # Tokens per row of a forward; trees are padded to the next width.
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
@@ -64,14 +64,6 @@ def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
 class _Step(NamedTuple):
     shape: Shape
     inputs: StaticInputs
-
-
-class _Logits(NamedTuple):
-    """The output of a step; a replay overwrites the logits of the previous step."""
-
-    logits: Tensor
-    hidden_states: None = None
-    attentions: None = None
 
 
 class StepSettings(NamedTuple):
@@ -181,11 +173,6 @@ class FixedTarget(TreeTarget):
         return graphs is None or graphs.is_timing_valid
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded; remains true after recording has failed."""
-        return self._workspace.graphs is not None
-
-    @property
     def num_recordings(self) -> int:
         """Number of recorded shapes that are kept."""
         graphs = self._workspace.graphs
@@ -226,14 +213,8 @@ class FixedTarget(TreeTarget):
                 host["ancestors"][row] = inputs.alone
                 host["token_ids"][row, size:] = 0
                 host["depths"][row, size:] = 0
-            num_drafted = len(tree.draft)
-            host["token_ids"][row, 0] = tree.token_ids[ROOT]
-            host["token_ids"][row, 1 : num_drafted + 1] = tree.draft.token_ids
-            host["depths"][row, 0] = 0
-            host["depths"][row, 1 : num_drafted + 1] = tree.draft.depths
-            if num_drafted + 1 < size:  # side nodes of a lookahead window
-                host["token_ids"][row, num_drafted + 1 : size] = tree.token_ids[num_drafted + 1 :]
-                host["depths"][row, num_drafted + 1 : size] = tree.depths[num_drafted + 1 :]
+            host["token_ids"][row, :size] = tree.token_ids
+            host["depths"][row, :size] = tree.depths
             host["ancestors"][row, :size, :size] = tree.ancestors
         host["num_cached"][:] = self.num_cached
         host["first_slots"][:] = [self.cache.first_slot(each) for each in self.cache.windows]
@@ -246,18 +227,21 @@ class FixedTarget(TreeTarget):
         return _Step(shape, inputs)
 
     def forward(self, inputs: Any) -> Forward:
-        """Run the model on a step, or replay the recording of its shape."""
+        """Run the model on a step, or replay the recording of its shape.
+
+        A replay overwrites the logits of the previous step.
+        """
         step: _Step = inputs
         graphs = self._workspace.graphs
         if graphs is None:
-            return _Logits(self._run(step, is_recorded=False))
+            return Output(self._run(step, is_recorded=False))
         self._workspace.notice_moves()
         dense = partial(self._run, step, is_dense=True)
-        return _Logits(graphs.run(step.shape, partial(self._run, step), dense))
+        return Output(graphs.run(step.shape, partial(self._run, step), dense))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run roots eagerly, without recording the step."""
-        return _Logits(self._run(self.inputs(roots), is_recorded=False))
+        return Output(self._run(self.inputs(roots), is_recorded=False))
 
     def select(self, places: Sequence[int]) -> None:
         """Continue with these rows only; the cache keeps what it holds of the others."""
@@ -351,13 +335,13 @@ class FixedTarget(TreeTarget):
         """
         graphs = self._workspace.graphs
         if graphs is None:
-            return self._view() if self._call is None else self._call
+            return self._view if self._call is None else self._call
         if graphs.is_dense and graphs.reason is None and self._dense is None:
             # Ahead of the recording, which must not wait.
-            self._dense = dense_view(self._view()) or self._view()
+            self._dense = dense_view(self._view) or self._view
         if not is_recorded:
-            return self._view()
-        return self._dense if is_dense else self._call or self._view()
+            return self._view
+        return self._dense if is_dense else self._call or self._view
 
     def _compiles_first(self) -> bool:
         """Return whether to run the compiled model besides the model itself.

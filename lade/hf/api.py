@@ -5,9 +5,10 @@ All preparation (configs, masks, processors, criteria) is left to transformers.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -195,35 +196,20 @@ def unwrap(model: _AnyModel) -> _AnyModel:
     return model
 
 
+@dataclass(eq=False, repr=False)
 class _WrappedGenerate:
-    """The `generate` of a wrapped model, copied and pickled with the model.
+    """The `generate` of a wrapped model, copied and pickled with the model."""
 
-    Args:
-        model: the wrapped model.
-        pool: shared by its calls, or None.
-        config: of its calls.
-        before: the model's own instance attribute `generate`, or None if it had none.
-        learner: learns after calls; None for nothing.
-        drafter: of its calls, or None.
-    """
+    is_lades: ClassVar[bool] = True  # how other code recognises it
 
-    is_lades = True  # how other code recognises it
-
-    def __init__(
-        self,
-        model: Model,
-        pool: Pools | None,
-        config: Config | None,
-        before: Callable[..., Any] | None,
-        learner: Learner | None = None,
-        drafter: Drafter | None = None,
-    ) -> None:
-        self.pool = pool
-        self.drafter = drafter
-        self.config = config
-        self.before = before
-        self._model = model
-        self._learner = learner
+    model: Model
+    pool: Pools | None  # shared by its calls
+    config: Config | None  # of its calls
+    before: (
+        Callable[..., Any] | None
+    )  # the model's own instance attribute `generate`, if it had one
+    learner: Learner | None  # learns after calls
+    drafter: Drafter | None  # of its calls
 
     def __call__(
         self,
@@ -242,19 +228,19 @@ class _WrappedGenerate:
                 and "assistant_model" in generate_kwargs
             ):
                 # Which would never know of it.
-                drafter = take_assistant(self._model, drafter, generate_kwargs)
+                drafter = take_assistant(self.model, drafter, generate_kwargs)
             mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
-            return _generate_of(self._model)(*args, **generate_kwargs)
+            return _generate_of(self.model)(*args, **generate_kwargs)
         if pool is None and drafter is None:
             pool, drafter = self.pool, self.drafter
         config = self.config if config is None else config
         start = perf_counter()
         output = _generate(
-            self._model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
+            self.model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
         )
-        if self._learner is not None:
-            self._learner.after_call(self._model, perf_counter() - start)
+        if self.learner is not None:
+            self.learner.after_call(self.model, perf_counter() - start)
         return output
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,9 +43,9 @@ from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
 from lade.hf.pools import credit, opened
 from lade.hf.prefixes import Reuse, reuse_of
-from lade.hf.resume import Told, finish_plainly, replayed
+from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
-from lade.hf.streams import ColumnStream, PlainStream
+from lade.hf.streams import PlainStream, Report
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
@@ -60,10 +60,9 @@ from lade.sampling.choice import Choice
 from lade.sampling.exact import exact_choice
 from lade.sampling.processors import Processors
 from lade.sampling.rejection_choice import rejection_choice
-from lade.stats import DecodeStats, Step
+from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
 from lade.targets.rollback import cache_in, find_cache
-from lade.targets.ties import TieError
 from ngram_pool import NGramPool
 
 # Calls of a model between two whose first step with a draft is checked for no reason, as nobody
@@ -98,15 +97,12 @@ class Generation:
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
         with opened(self._call.arguments.pool) as (self._pool, self._layers):
-            return self._run()
-
-    def _run(self) -> Any:
-        self._reuse = self._reused()
-        verification, needed, target = self._plan()
-        if needed is None or target is None:
-            self._say_why_plain(verification)
-            return self._decode_plainly()
-        return self._decode(verification, needed, target)
+            self._reuse = self._reused()
+            verification, needed, target = self._plan()
+            if needed is None or target is None:
+                self._say_why_plain(verification)
+                return self._decode_plainly()
+            return self._decode(verification, needed, target)
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
@@ -292,15 +288,7 @@ class Generation:
         outputs = Outputs(self._call.num_rows, self._call.wanted_outputs)
         stop.watch(text, outputs)
         processors = Processors(self._call.processors, self._call.num_rows)
-        stream, told = ColumnStream(self._call.streamer, text), Told(text)
-
-        def emit(steps: Sequence[Step]) -> None:
-            stream.put_complete()
-            for step in steps:
-                told.add(step)
-                if self._call.arguments.on_step is not None:
-                    self._call.arguments.on_step(step)
-
+        report = Report(self._call.streamer, self._call.arguments.on_step, text)
         overlaps = self.policy.overlaps(device)
         rngs = None
         if options.do_sample and config.acceptance == "rejection":
@@ -352,7 +340,7 @@ class Generation:
             target,
             speculator,
             choice,
-            emit,
+            report.add,
             outputs,
             self._spot_checks(ranks, rngs is not None),
             overlaps,
@@ -368,14 +356,17 @@ class Generation:
         stats.sources = proposer.sources()
         credit(self._call.arguments.pool, stats.num_accepted_tokens)
         if decoder.failure is not None:
-            emit(told.missing(stats))
+            report.add_missing(stats)
             if not all(text.is_finished):
                 model_kwargs = self._inputs_after(decoder, target, text)
-                return self._go_on_plainly(
-                    verification, decoder, text, outputs, told, stream, model_kwargs
-                )
+                output, rest = finish_plainly(self._call, text, outputs, report, model_kwargs)
+                self._give_up(verification, decoder.failure)  # unless plain decoding fails, too
+                if not self._call.returns_dict:
+                    return output
+                stats.add(rest)
+                return self._plain_result(output, stats)
             self._give_up(verification, decoder.failure)
-        stream.end()
+        report.end()
         if self._reuse is not None:
             self._keep(self._reuse, text.token_ids[0], decoder.failure is None, target)
         elif limits.fills_cache:
@@ -422,28 +413,11 @@ class Generation:
             return self._call.model_kwargs
         return replayed(self._call, text)
 
-    def _go_on_plainly(
-        self,
-        verification: VerificationPlan,
-        decoder: Decoder,
-        text: Text,
-        outputs: Outputs,
-        told: Told,
-        stream: ColumnStream,
-        model_kwargs: dict[str, Any],
-    ) -> Any:
-        """Continue the text in `generate`'s own loop."""
-        output, rest = finish_plainly(self._call, text, outputs, told, stream.num_put, model_kwargs)
-        assert decoder.failure is not None
-        self._give_up(verification, decoder.failure)  # not reached if plain decoding fails, too
-        if not self._call.returns_dict:
-            return output
-        decoder.stats.add(rest)
-        return self._plain_result(output, decoder.stats)
-
     def _decode_plainly(self) -> Any:
         """Decode as `generate` itself does, if no method can verify drafts."""
-        stream = PlainStream(self._call.streamer, self._call.arguments.on_step, self._call.num_rows)
+        stream = PlainStream(
+            self._call.streamer, self._call.arguments.on_step, [False] * self._call.num_rows
+        )
         output = decode_plainly(
             self._model,
             self._call.input_ids,
@@ -582,9 +556,9 @@ class Generation:
 
     def _give_up(self, verification: VerificationPlan, failure: VerificationError) -> None:
         """Warn that the rest of a call is decoded plainly, and drop the method's verdict."""
-        # Next time there may be enough memory, and another text has other ties.
+        # Next time there may be enough memory.
         is_fault = failure.flaw is None or failure.flaw.blames_method
-        if is_fault and not isinstance(failure.__cause__, (torch.OutOfMemoryError, TieError)):
+        if is_fault and not isinstance(failure.__cause__, torch.OutOfMemoryError):
             self._profile.drop_verdict(verification.verification, str(failure))
         text = (
             f"lade decodes the rest of a call of {type(self._model).__name__} plainly, one token a "

@@ -16,15 +16,13 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
 from lade.compat import Model, decode_plainly
-from lade.hf.arguments import OnStep
 from lade.hf.call import Call
-from lade.hf.streams import PlainStream
+from lade.hf.streams import Report
 from lade.outputs import Outputs
-from lade.stats import DecodeStats, Step
+from lade.stats import DecodeStats
 from lade.targets.inputs import extended
 from lade.targets.paths import ChainTarget
 from lade.targets.rollback import find_cache
@@ -63,69 +61,11 @@ class _Padded(LogitsProcessor):  # type: ignore[misc]
         return padded
 
 
-class _Later(BaseStreamer):  # type: ignore[misc]
-    """A streamer that skips the first columns, which the inner streamer has had before."""
-
-    def __init__(self, streamer: BaseStreamer, num_known: int) -> None:
-        self._streamer = streamer
-        self._num_known = num_known
-
-    def put(self, value: Tensor) -> None:
-        if self._num_known > 0:
-            self._num_known -= 1
-        else:
-            self._streamer.put(value)
-
-    def end(self) -> None:
-        self._streamer.end()
-
-
-class Told:
-    """A record of the tokens reported to `on_step`, so that each is reported once.
-
-    Args:
-        text: the text, before any token is emitted.
-    """
-
-    def __init__(self, text: Text) -> None:
-        self._text = text
-        self._num_told = [text.num_prompt] * text.num_rows
-
-    def add(self, step: Step) -> None:
-        """Record that a step was reported."""
-        self._num_told[step.row] += len(step.token_ids)
-
-    def missing(self, stats: DecodeStats) -> list[Step]:
-        """Return the tokens not reported yet as steps without a draft, and count these."""
-        steps = []
-        for row, token_ids in enumerate(self._text.token_ids):
-            left = token_ids[self._num_told[row] : self._text.num_unpadded[row]]
-            if left:
-                steps.append(Step(left, 0, 0, row))
-                stats.count_row_step(steps[-1])
-        return steps
-
-    def later(self, on_step: OnStep | None) -> OnStep | None:
-        """Wrap `on_step` for tokens after the present text, skipping those already reported."""
-        if on_step is None:
-            return None
-        length = len(self._text.token_ids[0])
-        num_known = [num_told - length for num_told in self._num_told]
-
-        def tell(step: Step) -> None:
-            num_known[step.row] -= 1
-            if num_known[step.row] < 0:
-                on_step(step)
-
-        return tell
-
-
 def finish_plainly(
     call: Call,
     text: Text,
     outputs: Outputs,
-    told: Told,
-    num_columns: int,
+    report: Report,
     model_kwargs: dict[str, Any],
 ) -> tuple[Any, DecodeStats]:
     """Continue a text, whose unfinished rows have one length, to the end of the call.
@@ -134,8 +74,7 @@ def finish_plainly(
         call: as it began.
         text: the text so far.
         outputs: of the text so far.
-        told: the tokens that `on_step` has had.
-        num_columns: columns that the streamer has had, including the prompt's.
+        report: of the text so far.
         model_kwargs: those of the call, with the cache to go on from.
 
     Returns:
@@ -143,16 +82,14 @@ def finish_plainly(
     """
     processors, criteria = call.processors, call.criteria
     ids = text.sequences()
-    num_rows, length = ids.shape
-    num_new = length - text.num_prompt
+    num_new = ids.shape[1] - text.num_prompt
     padded: _Padded | None = None
     if any(text.is_finished):
         criteria = StoppingCriteriaList([*criteria, _Ended(list(text.is_finished))])
         if text.pad_token_id is not None:
             padded = _Padded(list(text.is_finished), text.pad_token_id)
             processors = LogitsProcessorList([*processors, padded])
-    later = None if call.streamer is None else _Later(call.streamer, num_columns - length)
-    stream = PlainStream(later, told.later(call.arguments.on_step), num_rows, num_new > 0)
+    stream = report.continued()
     output = decode_plainly(
         call.model,
         ids,

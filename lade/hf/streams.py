@@ -1,6 +1,6 @@
 """Pass tokens on to a streamer and to `on_step`."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,42 +10,73 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
+from lade.hf.arguments import OnStep
 from lade.stats import DecodeStats, Step
 
 
-class ColumnStream:
-    """A feed of columns of tokens to a streamer, each once all rows have reached it."""
+class Report:
+    """Tells a streamer of columns that all rows have reached, and `on_step` of steps.
 
-    def __init__(self, streamer: BaseStreamer | None, text: Text) -> None:
-        self._streamer = streamer
-        self._text = text
-        self._next = text.num_prompt
+    Args:
+        streamer, on_step: of the call, or None.
+        text: the text, before any token is emitted.
+    """
 
-    def put_complete(self) -> None:
-        """Pass on every complete column, int64 [rows] each, on the CPU."""
+    def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, text: Text) -> None:
+        self._streamer, self._on_step, self._text = streamer, on_step, text
+        self._num_put = text.num_prompt  # columns put, or due if there is no streamer
+        self._num_told = [text.num_prompt] * text.num_rows
+
+    def add(self, steps: Sequence[Step]) -> None:
+        """Tell of steps, and of every column that is complete, int64 [rows] each, on the CPU."""
+        self._put_complete()
+        for step in steps:
+            self._num_told[step.row] += len(step.token_ids)
+            if self._on_step is not None:
+                self._on_step(step)
+
+    def add_missing(self, stats: DecodeStats) -> None:
+        """Tell of tokens that no step told of, as steps without a draft, and count these."""
+        steps = []
+        for row, token_ids in enumerate(self._text.token_ids):
+            left = token_ids[self._num_told[row] : self._text.num_unpadded[row]]
+            if left:
+                steps.append(Step(left, 0, 0, row))
+                stats.count_row_step(steps[-1])
+        self.add(steps)
+
+    def end(self) -> None:
+        """End the streamer."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+    def continued(self) -> "PlainStream":
+        """Return a stream for plain decoding of the rest, whose rows are of equal length now."""
         text = self._text
-        while self._next < text.longest:
+        length = text.longest
+        return PlainStream(
+            self._streamer,
+            self._on_step,
+            [*text.is_finished],
+            self._num_put - length,
+            [num_told - length for num_told in self._num_told],
+            is_resumed=length > text.num_prompt,
+        )
+
+    def _put_complete(self) -> None:
+        text = self._text
+        while self._num_put < text.longest:
             column = []
             for row, token_ids in enumerate(text.token_ids):
-                if self._next < len(token_ids):
-                    column.append(token_ids[self._next])
+                if self._num_put < len(token_ids):
+                    column.append(token_ids[self._num_put])
                 elif (padding := text.padding_of(row)) is not None:
                     column.append(padding)
                 else:
                     return
             if self._streamer is not None:
                 self._streamer.put(torch.tensor(column))
-            self._next += 1
-
-    @property
-    def num_put(self) -> int:
-        """Columns passed on, or due if there is no streamer, including the prompt's."""
-        return self._next
-
-    def end(self) -> None:
-        """End the streamer."""
-        if self._streamer is not None:
-            self._streamer.end()
+            self._num_put += 1
 
 
 class _Watched(StoppingCriteriaList):  # type: ignore[misc]
@@ -68,21 +99,28 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
     Args:
         streamer: gets every column.
         on_step: called for every token.
-        num_rows: of the batch.
+        is_finished: whether each row is finished before the first token.
+        num_put: columns that the streamer has had already.
+        num_told: tokens of each row that `on_step` has had already; None for none.
         is_resumed: whether decoding continues an earlier text.
     """
 
     def __init__(
         self,
         streamer: BaseStreamer | None,
-        on_step: Callable[[Step], None] | None,
-        num_rows: int,
+        on_step: OnStep | None,
+        is_finished: list[bool],
+        num_put: int = 0,
+        num_told: Sequence[int] | None = None,
         is_resumed: bool = False,
     ) -> None:
-        self.stats = DecodeStats(num_prefills=0 if is_resumed else num_rows)
+        self.stats = DecodeStats(num_prefills=0 if is_resumed else len(is_finished))
         self._is_resumed = is_resumed
         self._streamer = streamer
         self._on_step = on_step
+        self._is_finished = is_finished
+        self._num_put = num_put
+        self._num_told = num_told or [0] * len(is_finished)
         self._watched = _Watched(StoppingCriteriaList())
         self._num_columns = 0
         self._since = perf_counter()
@@ -97,19 +135,19 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
         now = perf_counter()
         stage = "forward_sec" if self._num_columns else "prefill_sec"
         setattr(self.stats, stage, getattr(self.stats, stage) + now - self._since)
-        if self._streamer is not None:
+        if self._streamer is not None and self._num_columns >= self._num_put:
             self._streamer.put(value)
         self.stats.num_steps += self._num_columns > 0
         # Newer versions of transformers call the criteria before putting a token, older ones after.
         done = self._watched.is_finished
-        before = done[self._num_columns - 1] if self._num_columns else [False] * len(value)
+        before = done[self._num_columns - 1] if self._num_columns else self._is_finished
         for row, token_id in enumerate(value.tolist()):
             if before[row]:
                 continue
             step = Step([token_id], 0, 0, row)
             if self._num_columns or self._is_resumed:
                 self.stats.count_row_step(step)
-            if self._on_step is not None:
+            if self._on_step is not None and self._num_columns >= self._num_told[row]:
                 self._on_step(step)
         self._num_columns += 1
         self._since = perf_counter()

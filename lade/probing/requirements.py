@@ -21,7 +21,6 @@ from lade.probing.rules import (
     why_not_speculate,
 )
 from lade.probing.selfcheck import has_usual_outputs
-from lade.targets import ties
 from lade.targets.inputs import TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
@@ -143,8 +142,6 @@ def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
             return f"{name.replace('_', ' ')} were asked for"
     if mesh_of(model) is not None:
         return "several processes run it together"
-    if ties.applies(model):
-        return "how its sparse attention chooses keys is watched"
     places = (getattr(model, "hf_device_map", None) or {}).values()
     if len({str(place).removeprefix("cuda:") for place in places}) > 1:
         return "its layers are on several devices"

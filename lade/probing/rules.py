@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from lade.closeness import is_exact_in
 from lade.compat import INDEXERS_TAKE_MASKS, Model
 from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.targets.layout import MAX_OVERHANG, rope_of
-from lade.targets.ties import applies, num_chosen
 
 
 def refuse_encoder_decoder(model: Model) -> None:
@@ -62,10 +62,14 @@ def why_not_speculate(model: Model, lengths: Lengths) -> str | None:
         # A row with more padding than text sees no key at all there, and then all of them.
         return "its sparse layers choose blocks by cache slot, and padding shifts them"
     num_tokens = lengths.num_slots + lengths.num_new
-    topk = None if INDEXERS_TAKE_MASKS else num_chosen(model)
+    topk: int | None = getattr(config, "index_topk", None)
     if topk is not None and num_tokens > topk:
         # Up to that length all keys are chosen, and a short check finds it exact.
-        return f"beyond {topk} tokens, its sparse attention needs transformers 5.23 or newer"
+        if not INDEXERS_TAKE_MASKS:
+            return f"beyond {topk} tokens, its sparse attention needs transformers 5.23 or newer"
+        if is_exact_in(model):
+            # Many keys score zero, and which of two equal ones is chosen depends on where they lie.
+            return f"beyond {topk} tokens, rounding may decide which keys its attention chooses"
     if "lsh" in (getattr(config, "attn_layers", None) or ()):  # Reformer's
         chunk: int = config.lsh_attn_chunk_length
         if num_tokens > chunk:
@@ -82,9 +86,6 @@ def why_not_reused(model: Model, lengths: Lengths) -> str | None:
     rope = _rope_passed(model.config.get_text_config(decoder=True), lengths)
     if rope is not None:
         return f"its rotary embedding is {rope[0]}"
-    chosen = num_chosen(model) if applies(model) else None
-    if chosen is not None and lengths.num_slots + lengths.num_new > chosen:
-        return f"beyond {chosen} tokens, rounding may change which keys its attention chooses"
     return why_not_speculate(model, lengths)
 
 

@@ -61,7 +61,8 @@ class Products:
     def __init__(self, run: Run, job: int) -> None:
         self._run, self._job = run, job
         self.num_compared = 0
-        self._sizes: dict[tuple[torch.dtype, int, int], _Size] = {}
+        # By dtype and size of the weights, and about the number of rows.
+        self._choices: dict[tuple[torch.dtype, int, int, int], _Choice] = {}
 
     def view(self, model: Model) -> Model:
         """Return a view of a model whose large linear layers choose.
@@ -93,11 +94,11 @@ class Products:
             return linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
-        key = weight.dtype, num_columns, num_inputs
-        size = self._sizes.get(key)
-        if size is None:
-            size = self._sizes[key] = _Size()
-        choice = size.choice(num_rows)
+        about = min((num_rows - 1).bit_length(), 11)  # up to a power of two, or above 1,024
+        key = weight.dtype, num_columns, num_inputs, about
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._choices[key] = _Choice()
         if choice.is_ours is None or choice.is_due():
             self.num_compared += 1
             return choice.compare(
@@ -194,17 +195,6 @@ def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
         and bias.shape == weight.shape[:1]
         and bias.is_contiguous()
     )
-
-
-class _Size:
-    """Choices for one size of weights, by number of rows."""
-
-    def __init__(self) -> None:
-        self._choices = [_Choice() for _ in range(12)]
-
-    def choice(self, num_rows: int) -> "_Choice":
-        """Return the choice for about so many rows: up to a power of two, or above 1,024."""
-        return self._choices[min((num_rows - 1).bit_length(), 11)]
 
 
 class _Choice:

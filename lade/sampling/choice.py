@@ -1,7 +1,8 @@
 """The target's own token after each node: the interface of all ways to choose it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,17 +18,18 @@ Place = tuple[int, int]  # row, and node of that row's tree
 OnChoice = Callable[[int, Tensor, Tensor], None]
 
 
-class Choice(Protocol):
-    """Chooses the tokens that the target itself emits."""
+class Choice(ABC):
+    """Chooses the tokens that the target itself emits.
 
-    @property
-    def max_lead(self) -> int | None:
-        """Maximum number of tokens a row may be ahead of another; None for no limit."""
+    Attributes:
+        max_lead: maximum number of tokens a row may be ahead of another; None for no limit.
+        ranked: the likeliest tokens of the nodes looked at last, if they were ranked to choose.
+    """
 
-    @property
-    def ranked(self) -> Ranked | None:
-        """The likeliest tokens of the nodes looked at last, if they were ranked to choose."""
+    max_lead: int | None = None
+    ranked: Ranked | None = None
 
+    @abstractmethod
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Receive the logits of a step; not called if all rows are padding.
 
@@ -37,9 +39,11 @@ class Choice(Protocol):
             trees: trees by row, in the order of the rows of `logits`.
         """
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait until the device has computed what `tokens_at` needs."""
 
+    @abstractmethod
     def tokens_at(self, places: Sequence[Place]) -> list[int]:
         """Return the next token of each place's row, whose last committed token is the node's.
 
@@ -47,18 +51,16 @@ class Choice(Protocol):
         if processors or stop conditions need that.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave all state as `generate` would; called once, also after an error."""
 
 
-class ScoredChoice:
+class ScoredChoice(Choice):
     """Base class that processes the scores only of nodes where tokens are emitted.
 
     Processors run once per emitted token, in order, with the true prefix: some count their calls,
     some draw random numbers, and any of them may look at the whole prefix.
     """
-
-    ranked = None
 
     def __init__(
         self,

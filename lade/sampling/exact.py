@@ -1,7 +1,8 @@
 """Exact choice: the tokens that `generate` would choose, greedy or seed for seed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +38,16 @@ class Picked(NamedTuple):
     is_valid: Tensor
 
 
-class Pick(Protocol):
-    """Callable that picks tokens by processed scores."""
+class Pick(ABC):
+    """Callable that picks tokens by processed scores.
 
-    @property
-    def max_lead(self) -> int | None:
-        """As in `Choice.max_lead`."""
+    Attributes:
+        max_lead: as in `Choice.max_lead`.
+    """
 
+    max_lead: int | None = None
+
+    @abstractmethod
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
         """Pick one token for each row of `scores`.
 
@@ -53,31 +57,23 @@ class Pick(Protocol):
             times: number of tokens its row has emitted before it, [n].
         """
 
-    def begin_step(self, first_time: int) -> None:
+    def begin_step(self, first_time: int) -> None:  # noqa: B027
         """Begin a step; no token of a time before `first_time` will be picked any more."""
 
-    def close(self, num_times: int) -> None:
+    def close(self, num_times: int) -> None:  # noqa: B027
         """Finish; `num_times` columns were emitted."""
 
 
-class Likeliest:
+class Likeliest(Pick):
     """Greedy picking from processed scores."""
-
-    max_lead = None
 
     def __call__(self, scores: Tensor, rows: Sequence[int], times: Sequence[int]) -> Picked:
         """Pick the first of the highest scores; like `generate`, accept invalid scores."""
         token_ids = scores.argmax(dim=-1)
         return Picked(token_ids, torch.ones_like(token_ids, dtype=torch.bool))
 
-    def begin_step(self, first_time: int) -> None:
-        """Do nothing: no state is kept."""
 
-    def close(self, num_times: int) -> None:
-        """Do nothing: no state is kept."""
-
-
-class NoiseRace:
+class NoiseRace(Pick):
     """Sampling, seed for seed as in `generate(do_sample=True)`.
 
     `torch.multinomial(probs, 1)` is an exponential race: it draws one exponential variate for each

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lade.drafting.successors import Ranked, first_of_highest, rank
-from lade.sampling.choice import Place
+from lade.drafting.successors import first_of_highest, rank
+from lade.sampling.choice import Choice, Place
 from lade.transfer import HostCopy
 from lade.tree import Tree, origins
 
 
-class GreedyChoice:
+class GreedyChoice(Choice):
     """The likeliest token, the first of equals, as in `generate(do_sample=False)`.
 
     Args:
@@ -19,11 +19,8 @@ class GreedyChoice:
             sharing one ranking saves time; elsewhere it would delay the choice.
     """
 
-    max_lead = None
-
     def __init__(self, num_ranked: int = 0) -> None:
         self._num_ranked = num_ranked
-        self.ranked: Ranked | None = None
 
     def look_at(self, logits: Tensor, trees: Mapping[int, Tree]) -> None:
         """Find the likeliest tokens of all nodes at once."""
@@ -50,6 +47,3 @@ class GreedyChoice:
         """Return the likeliest token at each place."""
         of_places = [(*self._origins[row], node) for row, node in places]
         return [self._token_ids[index][start + node] for index, start, node in of_places]
-
-    def close(self) -> None:
-        """Do nothing: no state was changed."""

@@ -57,6 +57,7 @@ class Processors:
             or draw random numbers, and must see exactly what it would see in `generate`.
         need_prefix: whether any processor may look at more than the scores.
         sort: whether any processor sorts the scores of a row.
+        of_row: the processors of each row, where rows are not processed together.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
@@ -65,9 +66,9 @@ class Processors:
         self.need_prefix = any(kind not in _PREFIX_INDEPENDENT for kind in kinds)
         self.is_lockstep = num_rows > 1 and any(kind not in _ROW_BY_ROW for kind in kinds)
         self._all = LogitsProcessorList(processors)
-        self._of_row = [self._all] * num_rows
+        self.of_row = [self._all] * num_rows
         if num_rows > 1 and self.need_prefix and not self.is_lockstep:
-            self._of_row = [
+            self.of_row = [
                 LogitsProcessorList([_for_row(processor, row) for processor in processors])
                 for row in range(num_rows)
             ]
@@ -91,7 +92,7 @@ class Processors:
             text.adopt(prefixes)
             return processed
         parts = [
-            self._of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
+            self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
         ]
         return torch.cat(parts)
 
@@ -149,15 +150,11 @@ class HypotheticalProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_rows: int) -> None:
         kept = [_fresh(each) for each in processors if type(each) in _REPEATABLE]
-        self.need_prefix = any(type(each) not in _PREFIX_INDEPENDENT for each in kept)
-        self._of_row = [
-            LogitsProcessorList([_for_row(each, row) if num_rows > 1 else each for each in kept])
-            for row in range(num_rows)
-        ]
-        self._are_any = bool(kept)
+        self._processors = Processors(kept, num_rows)
+        self.need_prefix = self._processors.need_prefix
 
     def __bool__(self) -> bool:
-        return self._are_any
+        return len(self._processors) > 0
 
     def __call__(self, row: int, prefixes: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
         """Process scores of a row.
@@ -167,13 +164,12 @@ class HypotheticalProcessors:
             prefixes: the tokens before each place [n]; not looked at unless `need_prefix`.
             scores: float32 [n, vocab_size]; may be changed in place.
         """
-        processors = self._of_row[row]
         if not self.need_prefix:
-            none = torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device)
-            processed: Tensor = processors(none, scores)
-            return processed
+            return self._processors.without_prefix(scores)
         parts = [
-            processors(torch.tensor([[*prefix]], device=scores.device), scores[i : i + 1])
+            self._processors.of_row[row](
+                torch.tensor([[*prefix]], device=scores.device), scores[i : i + 1]
+            )
             for i, prefix in enumerate(prefixes)
         ]
         return torch.cat(parts)

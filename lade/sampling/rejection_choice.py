@@ -21,8 +21,6 @@ class RejectionChoice(ScoredChoice):
     There is one generator per row, so that no row's tokens depend on another's.
     """
 
-    max_lead = None
-
     def __init__(
         self,
         text: Text,
@@ -50,9 +48,6 @@ class RejectionChoice(ScoredChoice):
             [self._generators[row] for row, _ in places],
         )
         return tokens_of(trial.token_ids, is_distribution(probs))
-
-    def close(self) -> None:
-        """Do nothing: the generators belong to the caller."""
 
     def _children_of(self, row: int, node: int) -> list["_Child"]:
         """Return the children of a node in draft order."""

@@ -1,7 +1,8 @@
 """The interface between the decoding loop and a model."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,15 @@ class Forward(Protocol):
         """Of every layer, [rows, heads, num_nodes, num_keys], if requested."""
 
 
-class Target(Protocol):
+class Output(NamedTuple):
+    """A `Forward` of parts of others' outputs."""
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor | None, ...] | None = None
+
+
+class Target(ABC):
     """A model during one generation, as the decoding loop uses it.
 
     Between steps, all committed tokens of a row but the last, its next root, have been run.
@@ -36,29 +45,31 @@ class Target(Protocol):
 
     device: torch.device
     vocab_size: int  # exclusive upper bound on the token ids of drafts
-    max_candidates: int | None  # paths of a draft that one forward can verify; None for no limit
-    is_lockstep: bool  # whether all rows must be of equal length between steps
+    max_candidates: int | None = None  # paths of a draft that one forward can verify
+    is_lockstep: bool = False  # whether all rows must be of equal length between steps
+    num_pending: int = 0  # committed tokens that the next forward runs again
 
     @property
     def is_timing_valid(self) -> bool:
         """Whether the last forward's time is representative of its size."""
+        return True
 
     @property
+    @abstractmethod
     def num_cached(self) -> list[int]:
         """Number of tokens before the root, for each row in use."""
 
     @property
-    def num_pending(self) -> int:
-        """Number of committed tokens that the next forward runs again."""
-
-    @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft, as when `num_pending` is too large."""
+        return False
 
     @property
     def packs_rows(self) -> bool:
         """Whether a forward costs what its tokens cost, however they are divided among rows."""
+        return False
 
+    @abstractmethod
     def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts, through a view of the model if one is given.
 
@@ -67,41 +78,47 @@ class Target(Protocol):
 
     def width_of(self, num_tokens: int) -> int:
         """Return the padded width of a forward over `num_tokens` per row."""
+        return num_tokens
 
+    @abstractmethod
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the inputs of `forward` for one tree per row, after its committed tokens."""
 
+    @abstractmethod
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs; a device may still be computing when this returns."""
 
+    @abstractmethod
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
         """Run one root per row as `generate` runs single tokens; may be discarded."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Discard the last forward."""
 
-    def refuse_drafts(self) -> None:
-        """Request no more drafts (`must_catch_up`)."""
-
+    @abstractmethod
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the nodes of the last forward on each row's accepted path, root first."""
 
-    def select(self, places: Sequence[int]) -> None:
-        """Continue with some rows only, given as ascending indices into the rows in use."""
-
-    def rejoin(self) -> None:
-        """Take all deselected rows back into use."""
-
+    @abstractmethod
     def hand_over(self, cache: Any) -> Any:
         """Let a cache hold what was run and return the one that does; rows have equal length."""
 
-    def close(self) -> None:
+    # What follows does nothing where rows stay together, and all that is held is the call's own.
+
+    def select(self, places: Sequence[int]) -> None:  # noqa: B027
+        """Continue with some rows only, given as ascending indices into the rows in use."""
+
+    def rejoin(self) -> None:  # noqa: B027
+        """Take all deselected rows back into use."""
+
+    def close(self) -> None:  # noqa: B027
         """Restore the settings of the caller's cache; called once, also after an error."""
 
-    def undo(self) -> None:
+    def undo(self) -> None:  # noqa: B027
         """Restore the caller's cache to its content before the prompts, after an error."""
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Leave reusable memory to later calls; called last, and not after an error."""
 
 

@@ -16,10 +16,10 @@ from transformers.cache_utils import Cache
 
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
-from lade.targets import ties
-from lade.targets.base import Forward
+from lade.targets.base import Forward, Output, Target
 from lade.targets.inputs import extended, widened
 from lade.targets.rollback import (
+    cache_in,
     can_grow,
     crop,
     expand,
@@ -30,7 +30,6 @@ from lade.targets.rollback import (
     saved,
     why_not_croppable,
 )
-from lade.targets.ties import TieError, Untied
 from lade.transfer import arrays_on, integers_on
 from lade.tree import ROOT, Tree
 from lade.view import with_decoding_experts
@@ -49,22 +48,7 @@ class _Layout(NamedTuple):
     is_whole: bool  # whether no row is padded
 
 
-class _Outputs(NamedTuple):
-    logits: Tensor
-    hidden_states: tuple[Tensor, ...] | None
-    attentions: tuple[Tensor | None, ...] | None
-
-    def after(self, num_nodes: int) -> "_Outputs":
-        """Return what there is of all but the first nodes."""
-        states, weights = self.hidden_states, self.attentions
-        return _Outputs(
-            self.logits[:, num_nodes:],
-            states and tuple(each[:, num_nodes:] for each in states),
-            weights and tuple(None if each is None else each[:, :, num_nodes:] for each in weights),
-        )
-
-
-class ChainTarget:
+class ChainTarget(Target):
     """Target that verifies paths in the model's own cache, and rolls it back to where they end.
 
     A batch of prompts is verified one path per row, and its rows stay of equal length.
@@ -91,10 +75,8 @@ class ChainTarget:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
         self.is_lockstep = input_ids.shape[0] > 1
-        self.max_candidates: int | None = 1 if self.is_lockstep or restores else max_candidates
-        self.num_pending = 0
+        self.max_candidates = 1 if self.is_lockstep or restores else max_candidates
         self._model = model
-        self._stepping = Untied(model) if ties.applies(model) else model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
         self._generation_config = generation_config or GenerationConfig()
@@ -102,11 +84,9 @@ class ChainTarget:
         self._num_prompt = input_ids.shape[1]
         self._cache: tuple[str, Any] | None = None  # name and cache
         self._saved: Any = None
-        given = find_cache(model_kwargs)
-        self._given = None if given is None else given[1]  # the caller's cache, written to
+        self._given = cache_in(model_kwargs)  # the caller's cache, written to
         self._as_given = None if self._given is None else saved(self._given)
         self._is_recording = False  # whether the cache keeps what has left its windows
-        self._is_plain = False
 
     @functools.cached_property
     def _roots_view(self) -> Model:
@@ -120,14 +100,9 @@ class ChainTarget:
         return [self._num_slots + num_new] * self._ids.shape[0]
 
     @property
-    def packs_rows(self) -> bool:
-        """Always False: paths are padded."""
-        return False
-
-    @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
-        return self._is_plain or self.num_pending >= _MAX_PENDING
+        return self.num_pending >= _MAX_PENDING
 
     def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts exactly as `generate` does."""
@@ -145,15 +120,6 @@ class ChainTarget:
         forward: Forward = output
         return forward
 
-    @property
-    def is_timing_valid(self) -> bool:
-        """Always True: no forward does work for later ones."""
-        return True
-
-    def width_of(self, num_tokens: int) -> int:
-        """Return `num_tokens`: forwards are not padded."""
-        return num_tokens
-
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for the paths after each row's committed tokens."""
         return self._inputs(trees, 0)
@@ -168,7 +134,7 @@ class ChainTarget:
             cache = self._cache[1]
             if not can_grow(cache):
                 crop(cache, num_run)
-                return self.forward(self._inputs([tree], 0)).after(num_run)
+                return _after(num_run, self.forward(self._inputs([tree], 0)))
         inputs = self._inputs([tree], num_run)
         if num_run == 0 and self._restores and self._cache is not None:
             self._saved = saved(self._cache[1])
@@ -204,7 +170,7 @@ class ChainTarget:
         num_new = width - num_run if num_run else self.num_pending + width
         return self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
 
-    def forward(self, inputs: Any) -> _Outputs:
+    def forward(self, inputs: Any) -> Output:
         """Run the model and return its outputs in node order."""
         layout = self._layout
         if self._cache is not None:
@@ -216,9 +182,7 @@ class ChainTarget:
                 expand(self._cache[1], inputs["input_ids"].shape[0], self.device)
         try:
             is_single = layout.width == 1 and not self.num_pending
-            output = (self._roots_view if is_single else self._stepping)(**inputs, return_dict=True)
-        except TieError:
-            raise  # the forward is complete, and `discard` takes it back
+            output = (self._roots_view if is_single else self._model)(**inputs, return_dict=True)
         except BaseException:
             if self._cache is not None and layout.rows is not None:
                 pick(self._cache[1], 0, self.device)  # it may be the caller's cache
@@ -242,7 +206,7 @@ class ChainTarget:
             return None if weights is None else weights[:, :, self.num_pending :]
 
         hidden_states, attentions = output.get("hidden_states"), output.get("attentions")
-        return _Outputs(
+        return Output(
             of_nodes(output.logits),
             hidden_states and tuple(map(of_nodes, hidden_states)),
             attentions and tuple(map(of_queries, attentions)),
@@ -255,45 +219,33 @@ class ChainTarget:
             self._saved = saved(self._cache[1])
         return self.forward(inputs)
 
-    def refuse_drafts(self) -> None:
-        """Request no more drafts."""
-        self._is_plain = True
-
     def discard(self) -> None:
         """Discard the last forward."""
-        if self._cache is None:
-            return
-        name, cache = self._cache
-        if not self._restores:
-            if self._layout.rows is not None:
-                pick(cache, 0, self.device)
-            crop(cache, self._layout.width)
-        elif self._saved is not None:
-            if isinstance(cache, Cache):
-                vars(cache).update(vars(self._saved))
-            else:
-                self._cache = name, self._saved
-        self._saved = None
+        self._roll_back(0, ROOT)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths; roll the cache back to where they end."""
-        num_kept, layout = len(paths[0]), self._layout
+        num_kept = len(paths[0])
         assert all(len(path) == num_kept for path in paths)
         kept = [
             [tokens[node] for node in path]
             for tokens, path in zip(self._tokens, paths, strict=True)
         ]
         self._ids = self._followed(self._ids, kept)
+        self._roll_back(num_kept, paths[0][-1] if num_kept else ROOT)
+
+    def _roll_back(self, num_kept: int, last: int) -> None:
+        """Roll the cache back to after some tokens of the last forward, the last of them a node."""
         if self._cache is None:
             return
-        name, cache = self._cache
+        (name, cache), layout = self._cache, self._layout
         if not self._restores:
             if layout.rows is not None:
-                pick(cache, layout.rows[paths[0][-1]], self.device)
+                pick(cache, layout.rows[last], self.device)
             crop(cache, layout.width - num_kept)
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
-        else:
+        elif self._saved is not None:
             if isinstance(cache, Cache):  # in place: it may be the caller's cache
                 vars(cache).update(vars(self._saved))
             else:
@@ -305,12 +257,6 @@ class ChainTarget:
         """Return rows of tokens, int64 [rows, num_tokens], each followed by as many more."""
         (sent,) = arrays_on(self.device, np.array(more, np.int64))
         return torch.cat([token_ids, sent], dim=1)
-
-    def select(self, places: Sequence[int]) -> None:
-        """Do nothing: all rows are kept, at equal length."""
-
-    def rejoin(self) -> None:
-        """Do nothing: no row was deselected."""
 
     def hand_over(self, cache: Any) -> Any:
         """Let the caller's cache hold every token before the root; return the cache that does."""
@@ -334,13 +280,8 @@ class ChainTarget:
 
     def undo(self) -> None:
         """Restore the caller's cache to its content before the prompts."""
-        if self._given is None:
-            return
         if isinstance(self._given, Cache):
             vars(self._given).update(vars(self._as_given))
-
-    def release(self) -> None:
-        """Do nothing: nothing outlives the call."""
 
     def _count_slots(self) -> int:
         """Return the number of cached prompt tokens, or the prompt's length if none are counted."""
@@ -351,7 +292,7 @@ class ChainTarget:
         return self._num_prompt if embeds is None else embeds.shape[1]
 
     def _prepared(
-        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False, cache: Any = None
+        self, input_ids: Tensor, num_tokens: int, *, is_wide: bool = False
     ) -> dict[str, Any]:
         """Return the arguments for each row's last `num_tokens`, prepared by the model itself."""
         num_rows = input_ids.shape[0]
@@ -359,7 +300,7 @@ class ChainTarget:
         if is_wide:
             model_kwargs = widened(model_kwargs, num_rows)
         if self._cache is not None:
-            model_kwargs[self._cache[0]] = self._cache[1] if cache is None else cache
+            model_kwargs[self._cache[0]] = self._cache[1]
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=None if self._cache is None else num_tokens,
@@ -368,6 +309,16 @@ class ChainTarget:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = num_tokens
         return inputs
+
+
+def _after(num_nodes: int, output: Output) -> Output:
+    """Return what there is of all but the first nodes."""
+    logits, states, weights = output
+    return Output(
+        logits[:, num_nodes:],
+        states and tuple(each[:, num_nodes:] for each in states),
+        weights and tuple(None if each is None else each[:, :, num_nodes:] for each in weights),
+    )
 
 
 def _paths(tree: Tree) -> list[list[int]]:

@@ -5,7 +5,6 @@ forward will change, for caches that fold the past into a state.
 """
 
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -19,18 +18,12 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from lade.compat import WINDOWS_GROW
+from lade.targets.kv_memory import kind_of
 from lade.transfer import integers_on
 
 # Names under which `generate` and models pass caches to each other.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-
-# Exact types: layers whose updates make new tensors, so that old ones can be kept by reference.
-_REPLACED = {
-    cache_utils.DynamicLayer,
-    cache_utils.DynamicSlidingWindowLayer,
-    cache_utils.DynamicIndexedLayer,
-    *([cache_utils.DummyLayer] if hasattr(cache_utils, "DummyLayer") else []),
-}
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
@@ -71,7 +64,7 @@ def why_not_croppable(cache: Any) -> str | None:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             if _may_have_state(layer):
                 return "it keeps a recurrent state, from which no token can be taken"
-        elif type(layer) not in _REPLACED and type(layer) is not StaticLayer:
+        elif kind_of(layer) is None and type(layer) is not StaticLayer:
             return f"its cache has layers of {type(layer).__name__}"
     return None
 
@@ -104,24 +97,11 @@ def crop(cache: Any, num_tokens: int) -> None:
 def can_grow(cache: Any) -> bool:
     """Return whether a forward may follow another with no `crop` in between."""
     windowed = cache_utils.DynamicSlidingWindowLayer
-    return _windows_can_grow() or not any(
+    return WINDOWS_GROW or not any(
         type(layer) is windowed and layer.record_past
         for part in _parts(cache)
         for layer in part.layers
     )
-
-
-@functools.cache
-def _windows_can_grow() -> bool:
-    """Return whether a windowed layer may be updated again before the next `crop`.
-
-    Older releases of transformers then return more keys than their mask is for.
-    """
-    layer, states = cache_utils.DynamicSlidingWindowLayer(2), torch.zeros(1, 1, 2, 1)
-    layer.activate_past_recording()
-    layer.update(states, states)
-    keys, _ = layer.update(states, states)
-    return bool(keys.shape[-2] == 3)
 
 
 def _parts(cache: Any) -> list[Cache]:
@@ -159,7 +139,7 @@ def saved(cache: Any) -> Any:
 
 
 def _saved_layer(layer: Any) -> Any:
-    if type(layer) in _REPLACED:
+    if kind_of(layer) is not None:  # its updates make new tensors, and leave the old ones alone
         return copy.copy(layer)
     is_known = type(layer).__module__ == cache_utils.__name__
     if not is_known:

@@ -14,8 +14,7 @@ from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
 from lade.compat import Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
-from lade.targets import ties
-from lade.targets.base import Forward
+from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
 from lade.targets.kv_cache import TreeCache
@@ -23,7 +22,6 @@ from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row
 from lade.targets.prompts import packed_prompts
 from lade.targets.rollback import cache_in
-from lade.targets.ties import Untied
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
 from lade.view import keep_attributes, with_attention, with_decoding_experts
@@ -40,7 +38,7 @@ MASK_IS_ADDED = {
 }
 
 
-class TreeTarget:
+class TreeTarget(Target):
     """Target that verifies whole trees in one forward, by a 4D mask and explicit positions.
 
     Layers that do not see the whole text get their own mask, in a dict by layer type.
@@ -57,9 +55,6 @@ class TreeTarget:
             or is slow with them; the prefill uses the model's own. None for the model's own.
         products: runs linear layers; None for torch's own.
     """
-
-    max_candidates: int | None = None
-    num_pending = 0
 
     def __init__(
         self,
@@ -110,19 +105,11 @@ class TreeTarget:
             and not self._outputs  # other than logits, they have rows
             and may_share_a_row(model, layout)
         )
-        self._stepping: Any = None  # runs the trees
         self._halves: Halves | None = None  # run them in two parts; made with the first draft
         self._early: EarlyNodes | None = None  # run by the first layers since the last commit
         #: Why a forward could not go on from what the first layers had run, if one could not.
         self.early_failure: str | None = None
         self._was_early = False  # whether the last forward had some of its nodes run before
-        num_chosen = ties.num_chosen(model) if ties.applies(model) else None
-        # If the model chooses keys, rows of equal length have them where plain decoding has them.
-        longest = num_slots + max_new_tokens
-        self.is_lockstep = (
-            input_ids.shape[0] > 1 and num_chosen is not None and longest > num_chosen
-        )
-        self._is_plain = False
         self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
@@ -204,7 +191,7 @@ class TreeTarget:
         Padding may be NaN, and in windowed layers it also makes nodes NaN that do not see it, until
         it has left the window. Until then, decoding is token by token, as plain decoding is.
         """
-        return self._is_plain or self.cache.is_clearing
+        return self.cache.is_clearing
 
     @property
     def is_timing_valid(self) -> bool:
@@ -215,10 +202,6 @@ class TreeTarget:
     def packs_rows(self) -> bool:
         """Whether trees of different sizes run without padding."""
         return self._packs and len(self._rows) > 1
-
-    def width_of(self, num_tokens: int) -> int:
-        """Return `num_tokens`: forwards are not padded."""
-        return num_tokens
 
     def inputs(self, trees: Sequence[Tree]) -> Any:
         """Return the forward's arguments for trees after the committed tokens."""
@@ -255,8 +238,8 @@ class TreeTarget:
         if self._early is not None:
             return self._forward_rest(inputs)
         try:
-            view = self._view() if inputs["input_ids"].shape[1] > 1 else self._roots_view
-            output: Forward = view(**inputs)
+            is_wide = inputs["input_ids"].shape[1] > 1
+            output: Forward = (self._view if is_wide else self._roots_view)(**inputs)
         finally:
             self.cache.unfix()
         return output
@@ -279,8 +262,6 @@ class TreeTarget:
             return f"{' and '.join(self._outputs)} was asked for"
         if self._padding is not None and not bool(self._padding.all()):
             return "its prompt has padding"
-        if ties.applies(self._model):
-            return "how its sparse attention chooses keys is watched"
         return None
 
     def run_early(self, token_ids: Sequence[int], parents: Sequence[int], halve: Halve) -> Tensor:
@@ -301,7 +282,7 @@ class TreeTarget:
         if self.early_failure is not None:
             raise RuntimeError(f"verification could not go on from them ({self.early_failure})")
         if self._halves is None:
-            self._halves = halve(self._view())
+            self._halves = halve(self._view)
         if self._early is None:
             self._early = EarlyNodes()
         try:
@@ -337,7 +318,7 @@ class TreeTarget:
         except Exception as failure:  # the drafter's; the verification can do without
             self.early_failure = in_one_line(failure)
             self.cache.drop_pending()
-            output: Forward = self._view()(**inputs)
+            output: Forward = self._view(**inputs)
             return output
         finally:
             self._trees, self._early = trees, None
@@ -363,10 +344,6 @@ class TreeTarget:
         self._early = None
         self.cache.keep([[]] * len(self._rows))
 
-    def refuse_drafts(self) -> None:
-        """Request no more drafts."""
-        self._is_plain = True
-
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
         self._early = None
@@ -389,12 +366,6 @@ class TreeTarget:
         """Let a dynamic cache hold the contents of this target's own, and return it."""
         self.cache.hand_over(cache)
         return cache
-
-    def close(self) -> None:
-        """Do nothing: the model and the caller's cache were never changed."""
-
-    def undo(self) -> None:
-        """Do nothing: the caller's cache was copied."""
 
     def _can_pack(self, trees: Sequence[Tree]) -> bool:
         """Return whether trees can run one after the other in one row, without padding."""
@@ -422,15 +393,9 @@ class TreeTarget:
             }
         )
 
-    def _view(self) -> Model:
-        """Return the view that runs trees; made after the prefill, which may set attributes."""
-        if self._stepping is None:
-            view = self._fast_view
-            self._stepping = Untied(view) if ties.applies(self._model) else view
-        return self._stepping
-
     @cached_property
-    def _fast_view(self) -> Model:
+    def _view(self) -> Model:
+        """The view that runs trees; made after the prefill, which may set attributes."""
         attention, model = self.attention, self._model
         view = model if attention is None else with_attention(model, attention)
         return view if self._products is None else self._products.view(view)
@@ -438,14 +403,11 @@ class TreeTarget:
     @cached_property
     def _roots_view(self) -> Model:
         """What runs trees of one node each, whose keys lie where plain decoding has them."""
-        return with_decoding_experts(self._fast_view)
+        return with_decoding_experts(self._view)
 
     @cached_property
     def _plain_view(self) -> Model:
         return with_decoding_experts(self._model)
-
-    def release(self) -> None:
-        """Do nothing: nothing outlives the call."""
 
     def _learn_habits(self, last: Tensor) -> None:
         """Learn from the model how it prepares the inputs of tokens after the prompt."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lade.batch import Batch, Limits, Text
+from lade.sampling.choice import Choice
 from lade.tree import Tree
 from lade.verify import accepted_paths
 from ngram_pool import Draft
@@ -23,11 +24,8 @@ def text_of(*prompts: list[int], pad_token_id: int | None = None) -> Text:
     return Text(torch.tensor(prompts, dtype=torch.int64), pad_token_id)
 
 
-class FixedChoice:
+class FixedChoice(Choice):
     """Chooses by row and node, and checks that the node is the row's last token."""
-
-    max_lead = None
-    ranked = None
 
     def __init__(self, text: Text, token_ids: dict[int, list[int]]) -> None:
         self.text = text

@@ -164,7 +164,7 @@ def first_call() -> Use:
 
 
 def sparse() -> Use:
-    """Attention that chooses its keys, watched for ties."""
+    """Attention that may choose its keys."""
     model = tiny_architecture("deepseek_v32", seed=0, attention=None, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return _greedy(STEADY, model)

@@ -21,6 +21,7 @@ from lade.errors import DrafterWarning, UnsupportedModelError
 from lade.probing.factory import VerificationPlan, make_target
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
+from lade.probing.rules import Lengths, why_not_speculate
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from ngram_pool import Draft
@@ -408,10 +409,9 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_generated() ->
         ours(model, torch.tensor([PROMPT]), FirstLayers(1), max_new_tokens=4)
 
 
-EARLY = ("falcon", "gpt_oss", "mixtral", "olmo2", "qwen2_moe", "cohere2", "phi")
+EARLY = ("deepseek_v32", "falcon", "gpt_oss", "mixtral", "olmo2", "qwen2_moe", "cohere2", "phi")
 OWN_CACHE = (
     "bloom",
-    "deepseek_v32",
     "gemma3n_text",
     "mamba2",
     "openai-gpt",
@@ -457,7 +457,10 @@ def _text_is_kept(name: str, is_once: bool = False) -> str:
             if num_asked and is_once:
                 break
     profile = profile_of(model)
+    lengths = Lengths(1, len(PROMPT), len(PROMPT), 12)
     if choose_verification(model, profile=profile).verification == "plain":
+        return "plain"
+    if why_not_speculate(model, lengths) is not None:
         return "plain"
     assert name not in REFUSED
     assert num_asked > 0

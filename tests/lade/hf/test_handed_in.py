@@ -10,10 +10,11 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessor
 
 import lade
+from lade.compat import INDEXERS_TAKE_MASKS
 from tests.grids import thinned
 from tests.lade.both import EIGHT, ListStreamer, same_as_generate
-from tests.lade.targets.test_ties import TYPES
 from tests.lade.tiny import tiny_model
+from tests.support.tiny import causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -251,13 +252,17 @@ def test_what_is_no_number_leaves_the_window() -> None:
         same_as_generate(model, prompt, pool=pool, config=config, max_new_tokens=30)
 
 
-SPARSE = [(name, 2) for name in TYPES] + [("deepseek_v32", 16)]
+TYPES = {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"} & {*causal_lm_types()}
+SPARSE = [(name, 2) for name in sorted(TYPES)] + [("deepseek_v32", 16)]
 
 
 @pytest.mark.parametrize("of", thinned(SPARSE, ("deepseek_v32", 2)))
-def test_sparse_attention_that_ties_is_exact_or_plain(of: tuple[str, int]) -> None:
+@pytest.mark.parametrize("num_chosen", [64, 128])
+def test_sparse_attention_is_plain_where_texts_outgrow_its_choice(
+    num_chosen: int, of: tuple[str, int]
+) -> None:
     name, num_heads = of
-    options = {"index_topk": 64, "index_n_heads": num_heads}
+    options = {"index_topk": num_chosen, "index_n_heads": num_heads}
     model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float32, **options)
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(2)
@@ -268,4 +273,8 @@ def test_sparse_attention_that_ties_is_exact_or_plain(of: tuple[str, int]) -> No
         pool.observe([*range(2, 90)] * (1 + seed))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lade.PlainDecodingWarning)
-            same_as_generate(model, prompt, pool=pool, config=EIGHT)
+            _, ours = same_as_generate(model, prompt, pool=pool, config=EIGHT)
+        if num_chosen == 64:
+            assert ours.stats.num_draft_tokens == 0
+        elif INDEXERS_TAKE_MASKS:
+            assert ours.stats.num_draft_tokens > 0

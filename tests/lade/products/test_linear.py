@@ -290,7 +290,12 @@ def test_the_text_is_that_of_generate(is_sampled: bool, always: None) -> None:
         same_as_generate(model, ONE, accept=0.7, seed=seed, do_sample=is_sampled)
     products = profile_of(model).products_for(model)
     assert products is not None
-    assert {key[1:] for key in products._sizes} >= {(256, 256), (300, 256), (256, 300), (400, 256)}
+    assert {key[1:3] for key in products._choices} >= {
+        (256, 256),
+        (300, 256),
+        (256, 300),
+        (400, 256),
+    }
 
 
 def test_prompts_run_by_them_too(monkeypatch: pytest.MonkeyPatch, always: None) -> None:
