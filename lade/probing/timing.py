@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lade.compat import Model
-from lade.probing.factory import VerificationPlan, make_target
+from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
 from lade.probing.selfcheck import check_tokens, plain_of, unchanged_random_state
 from lade.products.linear import Products
@@ -50,23 +48,13 @@ def time_forwards(
         return {}
     found: dict[int, list[float]] = {}
 
-    def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
-        for unwanted in ("logits_processor", "stopping_criteria"):
-            prepared.pop(unwanted, None)
-        longest = 8 * max(sizes)  # each forward leaves one token
-        target = make_target(
-            model, input_ids, prepared, chosen, longest, generation_config, profile
-        )
-        try:
-            target.prefill()
-            products = profile.products_for(model) if chosen.products else None
-            found.update(_in_turn(model, target, sizes, max_sec, products))
-        finally:
-            target.close()
-        return input_ids
+    def run(target: Target) -> None:
+        products = profile.products_for(model) if chosen.products else None
+        found.update(_in_turn(model, target, sizes, max_sec, products))
 
+    longest = 8 * max(sizes)  # each forward leaves one token
     with unchanged_random_state(model, profile), torch.no_grad():
-        plain_of(model, "dynamic", is_padded=False).generate(custom_generate=run)
+        plain_of(model, "dynamic", is_padded=False).run_target(profile, chosen, longest, run)
     return found
 
 
