@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lade.engines import _kernels
 from lade.engines.requests import Prefixes, Requests
 
 WHOLE = 10_000  # a window that covers every text
@@ -99,7 +98,7 @@ def test_every_token_in_the_window_tells_texts_apart(window: int) -> None:
     text = np.random.default_rng(0).integers(0, 9, 9000).tolist()
     rows = Rows(window=window)
     (slot,) = rows.find(text).slots.tolist()
-    for end in (9001, 9050, 9300):  # hashes are carried on from step to step
+    for end in (9001, 9050, 9300):  # what is kept goes on from step to step
         longer = [*text, *range(end - len(text))]
         assert rows.find(longer, num_new=len(longer) - len(text)).slots.tolist() == [slot]
         text = longer
@@ -110,18 +109,6 @@ def test_every_token_in_the_window_tells_texts_apart(window: int) -> None:
         assert rows.find(None, other).new == ([1] if is_seen else [])
         rows = Rows(window=window)
         rows.find(text)
-
-
-def test_hashes_of_neighbours_add_up() -> None:
-    rng = np.random.default_rng(1)
-    row = rng.integers(0, 2**31 - 1, 500, dtype=np.int32)
-    factors = rng.integers(1, 2**31 - 1, 64, dtype=np.int32)
-    expected = sum(
-        int(row[i]) * int(factors[i % 64]) * (2 * (i // 64) + 1) * 0x5851F42D4C957F2D
-        for i in range(3, 450)
-    )
-    parts = [_kernels.hash_between(row, *ends, factors) for ends in ((3, 70), (70, 71), (71, 450))]
-    assert sum(parts) % 2**62 == expected % 2**62 == _kernels.hash_between(row, 3, 450, factors)
 
 
 def test_a_prefix_is_known_as_far_as_it_was_observed_and_is_not_forgotten() -> None:
