@@ -324,7 +324,7 @@ class Reader:
         self._check_bias(valid)
         _check_template_kwargs(valid)
         schema = self._schema(valid)
-        return Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
+        return Request(_asked(endpoint, valid), schema, _passed_on(valid, body))
 
     def _schema(self, valid: _Any) -> str | None:
         """Return the schema of the answer, checked, as JSON."""
@@ -340,46 +340,6 @@ class Reader:
             raise ApiError(400, "expected a schema or tools, got both: calls are not of the schema")
         return self._grammars.checked(schema)
 
-    def _asked(self, endpoint: Endpoint, valid: _Any) -> Asked:
-        extra: dict[str, Any] = {}
-        if isinstance(valid, _Sampled):
-            stops = valid.stop if isinstance(valid.stop, list) else [valid.stop]
-            extra["stops"] = tuple(stop for stop in stops if stop is not None)
-            extra["max_new_tokens"] = valid.max_tokens
-            options = valid.stream_options
-            extra["includes_usage"] = options is not None and bool(options.include_usage)
-            if options is not None and not valid.stream:
-                raise ApiError(
-                    400, "expected stream_options with stream alone", param="stream_options"
-                )
-        if isinstance(valid, _Chat):
-            if valid.max_completion_tokens is not None:
-                extra["max_new_tokens"] = valid.max_completion_tokens
-            if valid.top_logprobs is not None and not valid.logprobs:
-                raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
-            if valid.logprobs:
-                extra["num_logprobs"] = valid.top_logprobs or 0
-        elif isinstance(valid, _Completion):
-            extra["num_logprobs"] = valid.logprobs
-        elif isinstance(valid, _Response):
-            extra["max_new_tokens"] = valid.max_output_tokens
-        sampling = {
-            name: getattr(valid, name)
-            for name in ("top_k", "min_p", "repetition_penalty")
-            if getattr(valid, name) is not None
-        }
-        return Asked(
-            endpoint,
-            is_stream=bool(valid.stream),
-            seed=valid.seed,
-            temperature=valid.temperature,
-            top_p=valid.top_p,
-            sampling=sampling,
-            user=valid.user,
-            salt=valid.cache_salt,
-            **extra,
-        )
-
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():
             is_number = token.isdecimal() and token.isascii() and len(token) < 20
@@ -390,6 +350,36 @@ class Reader:
                     f"got {token[:20]!r}",
                     param="logit_bias",
                 )
+
+
+def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
+    """Return what is asked for, by the fields that an endpoint has."""
+    fields = dict(valid)
+    options: _StreamOptions | None = fields.get("stream_options")
+    if options is not None and not valid.stream:
+        raise ApiError(400, "expected stream_options with stream alone", param="stream_options")
+    num_logprobs = fields.get("logprobs")
+    if endpoint == "chat":
+        if fields["top_logprobs"] is not None and not fields["logprobs"]:
+            raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
+        num_logprobs = fields["top_logprobs"] or 0 if fields["logprobs"] else None
+    stop = fields.get("stop") or []
+    lengths = map(fields.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    sampling = {name: fields[name] for name in ("top_k", "min_p", "repetition_penalty")}
+    return Asked(
+        endpoint,
+        is_stream=bool(valid.stream),
+        seed=valid.seed,
+        temperature=valid.temperature,
+        top_p=valid.top_p,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        max_new_tokens=next((each for each in lengths if each is not None), None),
+        stops=tuple(stop) if isinstance(stop, list) else (stop,),
+        num_logprobs=num_logprobs,
+        includes_usage=options is not None and bool(options.include_usage),
+        user=valid.user,
+        salt=valid.cache_salt,
+    )
 
 
 def _json(data: bytes) -> dict[str, Any]:
