@@ -12,8 +12,8 @@ import torch
 
 from lade.attempts import Attempt
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
-from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
+from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import Profile
 from lade.probing.timing import time_forwards

@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
@@ -379,11 +380,11 @@ class Plain:
         for start in range(0, len(places), size):
             batch = places[start : start + size]
             length = max(len(path) for _, path in batch)
-            forced = [[*path, *path[:1] * (length - len(path))] for _, path in batch]
+            forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[_Forced(self._input_ids.shape[1], forced)],
+                logits_processor=[partial(_force, forced, self._input_ids.shape[1])],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
@@ -397,19 +398,13 @@ def _begins(path: _Path, other: _Path) -> bool:
     return len(path) < len(other) and other[: len(path)] == path
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """A processor that forces a given path on every row."""
-
-    def __init__(self, num_prompt: int, token_ids: Sequence[Sequence[int]]) -> None:
-        self._num_prompt = num_prompt
-        self._token_ids = torch.tensor(token_ids)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._num_prompt
-        made = torch.full_like(scores, -1.0)
-        if place < self._token_ids.shape[1]:
-            made.scatter_(1, self._token_ids[:, place, None].to(scores.device), 1.0)
-        return made
+def _force(token_ids: Tensor, num_prompt: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return scores that force a path on every row, int64 [num_rows, length]."""
+    place = input_ids.shape[1] - num_prompt
+    made = torch.full_like(scores, -1.0)
+    if place < token_ids.shape[1]:
+        made.scatter_(1, token_ids[:, place, None].to(scores.device), 1.0)
+    return made
 
 
 def check_tokens(model: Model) -> list[int]:
