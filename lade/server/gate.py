@@ -10,10 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
+
+from starlette.responses import Response
 
 from lade.hosts import is_known
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
@@ -198,15 +201,15 @@ class Gate:
             knows_kept=bool(key) or self._options.shares_pool,
         )
         client_left = asyncio.create_task(_until_left(receive))
-        running = _Running(client_left, end, self._options.timeout_sec)
+        running = _Running(exchange, reply, client_left, self._options.timeout_sec, end)
         self._open.add(exchange)
         try:
-            body = await running.run(self._prepared(exchange, path, data), exchange, reply)
+            body = await running.run(self._prepared(exchange, path, data))
             if path == _TOKENIZE:
                 token_ids = exchange.prompt["input_ids"][0].tolist()
                 await reply.tell(200, {"count": len(token_ids), "tokens": token_ids})
             else:
-                await self._answered(exchange, scope, body, running, reply)
+                await self._answered(scope, body, running)
         finally:
             client_left.cancel()
             self._open.discard(exchange)
@@ -278,33 +281,33 @@ class Gate:
         body: bytes = request.body
         return body
 
-    async def _answered(
-        self, exchange: Exchange, scope: Scope, body: bytes, running: "_Running", reply: "_Reply"
-    ) -> None:
+    async def _answered(self, scope: Scope, body: bytes, running: "_Running") -> None:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""
-        has_turn = False
+        exchange, has_turn = running.exchange, False
         try:
-            await running.run(self._line.enter(exchange.of_whom), exchange, reply)
+            await running.run(self._line.enter(exchange.of_whom))
             has_turn = True
             exchange.admitted = perf_counter()
             current.set(exchange)
             replay = _replay(body, running.client_left)
             inner = scope | {"headers": _with_length(scope["headers"], len(body))}
-            await running.run(self._app(inner, replay, reply.send), exchange, reply)
+            await running.run(self._app(inner, replay, running.reply.send))
         finally:
             if has_turn and not exchange.is_submitted:
                 self._line.leave(exchange.of_whom)
 
 
+@dataclass(frozen=True)
 class _Running:
     """Runs the stages of a request while its client is there and its time is not over."""
 
-    def __init__(self, client_left: "asyncio.Task[None]", end: float, timeout_sec: float) -> None:
-        self.client_left = client_left
-        self._end = end
-        self._timeout_sec = timeout_sec
+    exchange: Exchange
+    reply: "_Reply"
+    client_left: "asyncio.Task[None]"
+    timeout_sec: float
+    end: float  # when that is over
 
-    async def run(self, stage: Any, exchange: Exchange, reply: "_Reply") -> Any:
+    async def run(self, stage: Any) -> Any:
         """Run one stage and return its result.
 
         Raises:
@@ -312,11 +315,11 @@ class _Running:
         """
         task = asyncio.ensure_future(stage)
         try:
-            await self._wait(task, max(self._end - perf_counter(), 0))
-            if not task.done() and not reply.is_over:  # servers also call that a disconnection
-                error = left() if self.client_left.done() else timed_out(self._timeout_sec)
-                exchange.end(error)
-                if error.status != 499 and exchange.is_submitted:
+            await self._wait(task, max(self.end - perf_counter(), 0))
+            if not task.done() and not self.reply.is_over:  # servers also call that a disconnection
+                error = left() if self.client_left.done() else timed_out(self.timeout_sec)
+                self.exchange.end(error)
+                if error.status != 499 and self.exchange.is_submitted:
                     # The inference thread ends it, and its client is told in place.
                     await self._wait(task, END_SEC)
                 if not task.done():
@@ -357,13 +360,11 @@ class _Reply:
         self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         """Send JSON."""
-        data = json.dumps(body).encode()
-        about = {"content-type": "application/json", "content-length": str(len(data))}
-        encoded = [
-            (name.encode(), value.encode()) for name, value in {**about, **(headers or {})}.items()
-        ]
-        await self.send({"type": "http.response.start", "status": status, "headers": encoded})
-        await self.send({"type": "http.response.body", "body": data})
+        made = Response(json.dumps(body), status, headers, "application/json")
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": made.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": made.body})
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error, as an event if a stream of these has begun."""

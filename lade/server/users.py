@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
 
 from filelock import FileLock
 
@@ -118,12 +117,6 @@ class UserPools:
         """Save all pools, or remove them if nobody asked to keep them."""
         with self._stack:
             self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _digest(key: str) -> bytes:
