@@ -7,21 +7,13 @@ from ngram_pool._kernels import NONE, Int32Array, Int64Array, kernel
 
 
 @kernel
-def goes_on(row: Int32Array, known_length: int, length: int, kept: Int32Array) -> bool:
-    """Return whether a row's known tokens begin with a text, as far as that is kept.
-
-    Args:
-        length: of the text.
-        kept: int32 [window], its last tokens, that of place i at i modulo the window.
-    """
+def goes_on(row: Int32Array, known_length: int, text: Int32Array, length: int) -> bool:
+    """Return whether a row's known tokens begin with the first `length` tokens of a text."""
     if not 0 < length <= known_length:
         return False
-    begin = max(0, length - kept.shape[0])
-    at = begin % kept.shape[0]
-    for i in range(begin, length):
-        if row[i] != kept[at]:
+    for i in range(length):  # noqa: SIM110 - Numba has no `all` of a generator
+        if row[i] != text[i]:
             return False
-        at = 0 if at + 1 == kept.shape[0] else at + 1
     return True
 
 
@@ -30,8 +22,8 @@ def recognise(
     token_ids: Int32Array,
     known_lengths: Int64Array,
     slots: Int64Array,
-    slot_lengths: Int64Array,
-    kept: Int32Array,
+    texts: Int32Array,
+    text_lengths: Int64Array,
     is_taken: NDArray[np.bool_],
 ) -> None:
     """Find the slot whose text each row goes on from.
@@ -41,8 +33,8 @@ def recognise(
         known_lengths: int64 [num_rows], how many of a row's tokens may be known; 0 to pass over it.
         slots: int64 [at least num_rows], by row, where each was last found, NONE where nowhere;
             filled with the slots found, NONE where there is none.
-        slot_lengths: int64 [num_slots], of their texts, 0 where free.
-        kept: int32 [num_slots, window], as for `goes_on`.
+        texts, text_lengths: int32 [num_slots, at least width] and int64 [num_slots], the texts of
+            the slots; of length 0 where they are free.
         is_taken: bool [num_slots], False; set where a slot was found.
     """
     num_rows = token_ids.shape[0]
@@ -53,7 +45,7 @@ def recognise(
         if (
             slot != NONE
             and not is_taken[slot]
-            and goes_on(token_ids[i], known_lengths[i], slot_lengths[slot], kept[slot])
+            and goes_on(token_ids[i], known_lengths[i], texts[slot], text_lengths[slot])
         ):
             is_taken[slot] = True
         else:
@@ -62,13 +54,13 @@ def recognise(
         if known_lengths[i] == 0 or slots[i] != NONE:
             continue
         longest = 0
-        for slot in range(slot_lengths.shape[0]):
+        for slot in range(text_lengths.shape[0]):
             if (
-                slot_lengths[slot] > longest
+                text_lengths[slot] > longest
                 and not is_taken[slot]
-                and goes_on(token_ids[i], known_lengths[i], slot_lengths[slot], kept[slot])
+                and goes_on(token_ids[i], known_lengths[i], texts[slot], text_lengths[slot])
             ):
-                slots[i], longest = slot, slot_lengths[slot]
+                slots[i], longest = slot, text_lengths[slot]
         if slots[i] != NONE:
             is_taken[slots[i]] = True
 
@@ -78,15 +70,13 @@ def keep(
     token_ids: Int32Array,
     lengths: Int64Array,
     slots: Int64Array,
-    slot_lengths: Int64Array,
-    kept: Int32Array,
+    texts: Int32Array,
+    text_lengths: Int64Array,
 ) -> None:
     """Let slots have the texts of rows that go on from theirs; of slots NONE, do nothing."""
-    window = kept.shape[1]
     for row in range(token_ids.shape[0]):
         slot, length = slots[row], lengths[row]
-        if slot == NONE:
-            continue
-        for i in range(max(slot_lengths[slot], length - window), length):
-            kept[slot, i % window] = token_ids[row, i]
-        slot_lengths[slot] = length
+        if slot != NONE:
+            for i in range(text_lengths[slot], length):
+                texts[slot, i] = token_ids[row, i]
+            text_lengths[slot] = length

@@ -33,14 +33,12 @@ class Requests:
 
     Args:
         num_slots: most requests to remember; more than rows in a batch.
-        window: how many of a text's last tokens must be the same, besides its length. With the
-            longest possible text, a slot's text is always the beginning of the row's own, whoever's
-            request it was.
+        max_length: of a text.
     """
 
-    def __init__(self, num_slots: int, window: int) -> None:
+    def __init__(self, num_slots: int, max_length: int) -> None:
+        self._texts = np.zeros((num_slots, max_length), np.int32)  # takes memory as it is written
         self.lengths = np.zeros(num_slots, np.int64)
-        self._kept = np.zeros((num_slots, window), np.int32)  # takes memory as it is written to
         self._seen = np.zeros(num_slots, np.int64)
         self._last_slots = np.full(num_slots, NONE, np.int64)  # by row
         self._step = 0
@@ -58,7 +56,7 @@ class Requests:
         self._step += 1
         is_taken = np.zeros(len(self.lengths), np.bool_)
         slots = self._last_slots[: len(token_ids)]
-        _kernels.recognise(token_ids, known_lengths, slots, self.lengths, self._kept, is_taken)
+        _kernels.recognise(token_ids, known_lengths, slots, self._texts, self.lengths, is_taken)
         is_in = known_lengths > 0
         new = np.flatnonzero(is_in & (slots == NONE))
         # Those not seen for longest.
@@ -67,15 +65,15 @@ class Requests:
         dropped = given[self.lengths[given] > 0]
         slots[new], self.lengths[given] = given, 0
         found = np.where(is_in, slots, NONE)
-        _kernels.keep(token_ids, lengths, found, self.lengths, self._kept)
+        _kernels.keep(token_ids, lengths, found, self._texts, self.lengths)
         self._seen[slots[is_in]] = self._step
         return Found(found, new.tolist(), dropped.tolist())
 
     def _run_kernels(self) -> None:
         """Run every kernel once, so that the first step does not wait for a compiler."""
         ids, one, none = np.zeros((1, 1), np.int32), np.ones(1, np.int64), np.zeros(1, np.int64)
-        _kernels.recognise(ids, one, none - 1, none, ids, np.zeros(1, np.bool_))
-        _kernels.keep(ids, one, none, none, ids)
+        _kernels.recognise(ids, one, none - 1, ids, none, np.zeros(1, np.bool_))
+        _kernels.keep(ids, one, none, ids, none)
 
 
 class Prefixes:
