@@ -89,16 +89,14 @@ class Server:
             )
             grammars = stack.enter_context(closing(Grammars(loaded)))
             limits = RequestLimits(loaded.model, options)
-            app, self._manager, prompts, models = build_app(
-                loaded, self.name, limits, grammars.pieces
-            )
-            _add_routes(app, self.metrics, models)
+            upstream = build_app(loaded, self.name, limits, grammars.pieces)
+            self._manager = upstream.manager
+            _add_routes(upstream.app, self.metrics, upstream.models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
             self.keys = ApiKeys(options.api_keys)
             gate = Gate(
-                *(app, reader, grammars, prompts, self.keys, self._pools, line, self.metrics),
-                options,
+                *(upstream, reader, self.keys, self._pools, line, self.metrics, options),
                 names_of(host, options.allowed_hosts),
             )
             self.metrics_url = self._serve_metrics(options, stack)

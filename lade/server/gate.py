@@ -20,12 +20,12 @@ from starlette.responses import Response
 
 from lade.hosts import is_known
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
-from lade.server.exchange import Endpoint, Exchange, current
-from lade.server.grammars import Grammars
+from lade.server.exchange import Exchange, current
 from lade.server.line import Line, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import ENDPOINTS, Reader
+from lade.server.upstream import Upstream
 from lade.server.users import ApiKeys, UserPools
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-# Returns a function that makes the prompt of a request to an endpoint, and takes its time.
-Prompts = Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
 
 # Paths that may be asked for, and how. All others, of which transformers has more, are unknown:
 # they would load or unload models.
@@ -61,10 +58,8 @@ class Gate:
     """Lets requests to an application in.
 
     Args:
-        app: transformers' own.
+        upstream: what transformers brings.
         reader: of requests.
-        grammars: of schemas.
-        prompts: return how a request's prompt is made, which takes time.
         keys: that open it.
         pools: of users.
         line: before the model.
@@ -75,10 +70,8 @@ class Gate:
 
     def __init__(
         self,
-        app: Any,
+        upstream: Upstream,
         reader: Reader,
-        grammars: Grammars,
-        prompts: Prompts,
         keys: ApiKeys,
         pools: UserPools,
         line: Line,
@@ -86,10 +79,8 @@ class Gate:
         options: ServerOptions,
         hosts: Container[str] | None = None,
     ) -> None:
-        self._app = app
+        self._app, self._prompts = upstream.app, upstream.prompts
         self._reader = reader
-        self._grammars = grammars
-        self._prompts = prompts
         self._workers = Workers(_NUM_THREADS, options.max_queue)
         self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
         self._keys = keys
@@ -272,7 +263,7 @@ class Gate:
         if request.schema is not None:
             tenant = "" if exchange.is_private else self._pools.tenant(exchange.key, user, salt)
             compiling = self._compilers.run(
-                exchange.of_whom, self._grammars.compiled, tenant, request.schema
+                exchange.of_whom, self._reader.grammars.compiled, tenant, request.schema
             )
             exchange.grammar = await compiling
         current.set(exchange)

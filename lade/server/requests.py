@@ -283,13 +283,13 @@ class Reader:
     Args:
         name: of the model, as clients call it.
         vocab_size: of the model.
-        grammars: checks schemas.
+        grammars: of the schemas in them.
     """
 
     def __init__(self, name: str, vocab_size: int, grammars: Grammars) -> None:
         self._name = name
         self._vocab_size = vocab_size
-        self._grammars = grammars
+        self.grammars = grammars
 
     def read(self, endpoint: Endpoint | None, data: bytes) -> Request:
         """Read a request, in time that is bounded by the number of its bytes.
@@ -338,7 +338,7 @@ class Reader:
             return None
         if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
             raise ApiError(400, "expected a schema or tools, got both: calls are not of the schema")
-        return self._grammars.checked(schema)
+        return self.grammars.checked(schema)
 
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():
