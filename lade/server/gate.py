@@ -258,13 +258,12 @@ class Gate:
         """Do all that can be done before the turn; return the body for transformers' handler."""
         run = partial(self._workers.run, exchange.of_whom)
         request = await run(self._reader.read, ENDPOINTS.get(path), data)
-        exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
-        exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
+        asked = exchange.asked = request.asked
+        exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
+        exchange.is_private = not tenant
         if request.schema is not None:
-            tenant = "" if exchange.is_private else self._pools.tenant(exchange.key, user, salt)
-            compiling = self._compilers.run(
-                exchange.of_whom, self._reader.grammars.compiled, tenant, request.schema
-            )
+            compiled = self._reader.grammars.compiled
+            compiling = self._compilers.run(exchange.of_whom, compiled, tenant, request.schema)
             exchange.grammar = await compiling
         current.set(exchange)
         call = await self._prompts(request.asked.endpoint, request.body)

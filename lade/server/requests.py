@@ -104,8 +104,9 @@ class _Format(_Strict):
             raise ValueError("expected json_schema with the type json_schema alone")
         return self
 
-    def asked_schema(self) -> dict[str, Any] | None:
-        return _schema(self.type, None if self.json_schema is None else self.json_schema.schema_)
+    @property
+    def schema_(self) -> dict[str, Any] | None:
+        return None if self.json_schema is None else self.json_schema.schema_
 
 
 class _FlatFormat(_Strict):
@@ -122,9 +123,6 @@ class _FlatFormat(_Strict):
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise ValueError("expected schema with the type json_schema alone")
         return self
-
-    def asked_schema(self) -> dict[str, Any] | None:
-        return _schema(self.type, self.schema_)
 
 
 class _Text(_Strict):
@@ -333,12 +331,11 @@ class Reader:
             form = valid.response_format
         elif isinstance(valid, _Response) and valid.text is not None:
             form = valid.text.format
-        schema = None if form is None else form.asked_schema()
-        if schema is None:
+        if form is None or form.type == "text":
             return None
         if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
             raise ApiError(400, "expected a schema or tools, got both: calls are not of the schema")
-        return self.grammars.checked(schema)
+        return self.grammars.checked({"type": "object"} if form.schema_ is None else form.schema_)
 
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():
@@ -473,9 +470,3 @@ def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
     if getattr(valid, "tool_choice", None) == "none":
         kept.pop("tools", None)
     return json.dumps(kept).encode()
-
-
-def _schema(kind: str, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    if kind == "text":
-        return None
-    return {"type": "object"} if schema is None else schema
