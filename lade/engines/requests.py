@@ -49,7 +49,7 @@ class Requests:
 
         Args:
             token_ids: int32 [num_rows, width], of which the first `lengths[i]` are row i's text.
-            lengths: int64 [num_rows].
+            lengths: int64 [num_rows], none of them above `max_length`.
             known_lengths: int64 [num_rows], how much of it may have been seen before; 0 to pass
                 over a row.
         """

@@ -226,7 +226,7 @@ class PoolProposer:
             or texts.dtype != np.int32
             or len(texts) != num_rows
             or lengths.min() < 0
-            or lengths.max() > texts.shape[1]
+            or lengths.max() > min(texts.shape[1], self._max_model_len)
         ):
             raise ValueError(
                 f"expected at most {self._max_rows} rows of int32, and lengths within them, got "
