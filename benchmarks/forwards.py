@@ -9,10 +9,10 @@ from lade.bench.environment import environment
 from lade.bench.tables import Sheet
 from lade.cli.bench import ResultFiles, progress_bar
 from lade.models.loading import LoadedModel
+from lade.prewarming.costs import time_forwards
 from lade.probing.factory import with_products
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
-from lade.probing.timing import time_forwards
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 64)
 _NUM_ROUNDS = 3  # of both products in turn: a machine that is busy for a while slows down both

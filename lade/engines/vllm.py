@@ -27,9 +27,6 @@ _logger = logging.getLogger(__name__)
 # Requests remembered for each row of a batch: the one in it, and others that were preempted or that
 # a next turn may go on from.
 _SLOTS_PER_ROW = 2
-# Where requests share a pool, one taken for another costs nothing but a strange sequence of text,
-# so that this many last tokens are enough to tell them apart.
-_WINDOW_OF_SHARED = 128
 # More new tokens of a request than this many steps can bring are observed as a prompt is.
 _MAX_STEPS_MISSED = 4
 # Tokens of a step, of all requests, that pools learn from how far to trust their sources. With few
@@ -188,8 +185,7 @@ class PoolProposer:
         elif options.pool is not None:
             self._layers = [NGramPool.load(options.pool, read_only=True)]
         num_slots = _SLOTS_PER_ROW * self._max_rows
-        window = _WINDOW_OF_SHARED if is_shared else self._max_model_len
-        self._requests = Requests(num_slots, window)
+        self._requests = Requests(num_slots, self._max_model_len)
         # Where requests share no pool, each has its whole prompt observed.
         self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None
         self._slots = _Slots(num_slots, self._pool)
@@ -230,7 +226,7 @@ class PoolProposer:
             or texts.dtype != np.int32
             or len(texts) != num_rows
             or lengths.min() < 0
-            or lengths.max() > texts.shape[1]
+            or lengths.max() > min(texts.shape[1], self._max_model_len)
         ):
             raise ValueError(
                 f"expected at most {self._max_rows} rows of int32, and lengths within them, got "

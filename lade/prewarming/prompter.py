@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from lade.attempts import Attempt
@@ -230,7 +230,22 @@ class Prompter:
         rows = first_token_ids[:, None]
         if prefix_token_id is not None:
             rows = np.concatenate([np.full_like(rows, prefix_token_id), rows], axis=1)
-        chooser = _Chooser(self._num_successors, self.vocab_size, go_on, rows.shape[1] - 1)
+        num_hidden = rows.shape[1] - 1  # of the first tokens, which are not shown
+        has_ended = False
+
+        def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+            nonlocal has_ended
+            successors = _successors_in(scores, self.vocab_size, self._num_successors)
+            chosen = go_on(input_ids[:, num_hidden:][:, -2:].cpu().numpy(), successors)
+            has_ended = chosen is None
+            if chosen is None:
+                return scores
+            places = torch.from_numpy(chosen)[:, None].to(scores.device)
+            return scores.scatter_(1, places, torch.inf)  # generate passes a copy
+
+        def until(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.full((len(input_ids),), has_ended, device=input_ids.device)
+
         input_ids = torch.from_numpy(rows).to(self._device)
         # The class's `generate`: that of the instance may be the one that `lade.wrap` set.
         type(self._model).generate(
@@ -239,45 +254,10 @@ class Prompter:
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=length,
             do_sample=False,
-            logits_processor=[chooser],
-            stopping_criteria=[_Until(chooser)],
+            logits_processor=[choose],
+            stopping_criteria=[until],
         )
-        return not chooser.has_ended
-
-
-class _Chooser(LogitsProcessor):  # type: ignore[misc]
-    """A processor that passes on the likely successors, and forces what is chosen.
-
-    The first tokens of each row, as many as `num_hidden`, are not shown.
-    """
-
-    def __init__(
-        self, num_successors: int, vocab_size: int, go_on: Continue, num_hidden: int
-    ) -> None:
-        self._num_successors = num_successors
-        self._vocab_size = vocab_size
-        self._go_on = go_on
-        self._num_hidden = num_hidden
-        self.has_ended = False
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        successors = _successors_in(scores, self._vocab_size, self._num_successors)
-        chosen = self._go_on(input_ids[:, self._num_hidden :][:, -2:].cpu().numpy(), successors)
-        self.has_ended = chosen is None
-        if chosen is None:
-            return scores
-        places = torch.from_numpy(chosen)[:, None].to(scores.device)
-        return scores.scatter_(1, places, torch.inf)  # generate passes a copy
-
-
-class _Until(StoppingCriteria):  # type: ignore[misc]
-    """A stop criterion that ends all rows once nothing more is chosen."""
-
-    def __init__(self, chooser: _Chooser) -> None:
-        self._chooser = chooser
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((len(input_ids),), self._chooser.has_ended, device=input_ids.device)
+        return not has_ended
 
 
 def _successors_in(logits: Tensor, vocab_size: int, num_successors: int) -> Successors:

@@ -117,10 +117,7 @@ def prewarm(
     refuse_encoder_decoder(model)
     refuse_sharded(model)
     path = path_of_table(model, folder)
-    if path.exists():
-        stored = read_table(path, model, max_contexts)
-    else:
-        stored = StoredTable(SuccessorTable(max_contexts), Effort())
+    stored = read_table(path, model, max_contexts)
     _refuse_plain(model)
     path.parent.mkdir(parents=True, exist_ok=True)  # fail now rather than after the work
     with prompting(model, stored.table.num_successors) as prompter:

@@ -3,8 +3,6 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from lade._version import __version__
 from lade.compat import Model, mesh_of, without_compiler
 from lade.errors import UnsupportedModelError
-from lade.prewarming.files import cache_folder
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.probing.profile import Known, Profile
 from ngram_pool import SuccessorTable
@@ -73,6 +70,13 @@ class StoredTable(NamedTuple):
     effort: Effort
 
 
+def cache_folder(name: str) -> Path:
+    """Return a folder in the user's cache; it need not exist."""
+    from platformdirs import user_cache_path  # here, as only files need it
+
+    return user_cache_path("lade", appauthor=False) / name
+
+
 def tables_folder() -> Path:
     """Return the folder of all tables in the user's cache; it need not exist."""
     return cache_folder("tables")
@@ -90,25 +94,19 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
         folder: of the tables; None for the user's cache.
     """
     try:
-        path = _found(model, tables_folder() if folder is None else folder)
-        return None if path is None else read_table(path, model).table
+        folder = tables_folder() if folder is None else folder
+        # os.path never raises: a folder that we may not look into has no tables for us.
+        if mesh_of(model) is not None or not os.path.isdir(folder):
+            return None
+        path = path_of_table(model, folder)
+        return read_table(path, model).table if os.path.isfile(path) else None
+    except UnsupportedModelError:  # nothing tells it from others
+        return None
     except Exception as error:  # the model's, or that of a damaged file
         name, kind = type(without_compiler(model)).__name__, type(error).__name__
         reason = str(error) if isinstance(error, ValueError | OSError) else f"{kind}: {error}"
         warnings.warn(f"lade does not use its table for {name}: {reason}", stacklevel=2)
         return None
-
-
-def _found(model: Model, folder: Path) -> Path | None:
-    """Return the file of a model's table, or None if there is none."""
-    # os.path never raises: a folder that we may not look into has no tables for us.
-    if mesh_of(model) is not None or not os.path.isdir(folder):
-        return None
-    fingerprint = fingerprint_of(model)
-    if fingerprint is None:
-        return None
-    path = table_path(folder, fingerprint)
-    return path if os.path.isfile(path) else None
 
 
 def path_of_table(model: Model, folder: Path | None = None) -> Path:
@@ -130,16 +128,11 @@ def path_of_table(model: Model, folder: Path | None = None) -> Path:
     fingerprint = fingerprint_of(model)
     if fingerprint is None:
         raise UnsupportedModelError(f"{name} has no weights in memory to be recognised by")
-    return table_path(tables_folder() if folder is None else folder, fingerprint)
-
-
-def table_path(folder: Path, fingerprint: str) -> Path:
-    """Return the file of the model with this fingerprint."""
-    return folder / f"{fingerprint}.safetensors"
+    return (tables_folder() if folder is None else folder) / f"{fingerprint}.safetensors"
 
 
 def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredTable:
-    """Read the table of a model.
+    """Read the table of a model; an empty one if there is no file.
 
     Args:
         path: of the file.
@@ -150,6 +143,8 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
         OSError: the file cannot be read.
         ValueError: the file is damaged, or not a table of this model.
     """
+    if not path.exists():
+        return StoredTable(SuccessorTable(capacity or DEFAULT_MAX_CONTEXTS), Effort())
     vocab_size = _vocab_size(model)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -190,25 +185,15 @@ def merge_table(
     tokens = added.table.arrays()["token_ids"]
     if tokens.max(initial=0) >= (vocab_size := _vocab_size(model)):
         raise ValueError(f"expected token ids below {vocab_size}, got {tokens.max()}")
-    with _alone(path):
-        if path.exists():
-            stored = read_table(path, model, max_contexts)
-        else:
-            stored = StoredTable(SuccessorTable(max_contexts), Effort())
-        stored.table.update(added.table)
-        stored.effort.add(added.effort)
-        write_table(path, model, stored)
-    return stored
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes and threads from changing a table; a killed one keeps nobody off."""
     from filelock import FileLock  # here, as only writers need it
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), timeout=_LOCK_SEC):
-        yield
+        stored = read_table(path, model, max_contexts)
+        stored.table.update(added.table)
+        stored.effort.add(added.effort)
+        write_table(path, model, stored)
+    return stored
 
 
 def effort_of(model: Model) -> Effort:

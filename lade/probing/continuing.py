@@ -1,14 +1,16 @@
 """Whether a model goes on from keys and values as if it had run the whole text at once."""
 
+from typing import Any
+
 import torch
 
 from lade.attempts import Attempt
 from lade.closeness import distance, limit_of
-from lade.compat import Model, device_of_inputs
+from lade.compat import Model
 from lade.probing.profile import Known, Profile
 from lade.probing.selfcheck import (
+    Plain,
     check_tokens,
-    plain_of,
     reason_of_layers,
     unchanged_random_state,
 )
@@ -48,17 +50,15 @@ def _why_not(model: Model, profile: Profile) -> str | None:
 
 def _error(model: Model) -> float:
     """Return how far logits are off that follow a cached beginning, of several lengths."""
-    device, tokens = device_of_inputs(model), check_tokens(model)
-    whole = torch.tensor([tokens], device=device)
-    wanted = {"output_logits": True, "return_dict_in_generate": True}
-    plain = plain_of(model, "dynamic", False)
-    expected = plain.generate_after(whole, None, num_new=1, **wanted).logits[0]
+    tokens = check_tokens(model)
+    wanted: dict[str, Any] = {"num_new": 1, "output_logits": True, "return_dict_in_generate": True}
+    whole = Plain(model, tokens)
+    expected = whole.generate(**wanted).logits[0]
     errors = []
     for num_cached in (3, len(tokens) - 1):
-        first = plain.generate_after(whole[:, :num_cached], None, num_new=1, **wanted)
-        cache = first.past_key_values
+        cache = Plain(model, tokens[:num_cached]).generate(**wanted).past_key_values
         if cache is None:
             return float("inf")
-        rest = plain.generate_after(whole, cache, num_new=1, **wanted)
+        rest = whole.generate(**wanted, past_key_values=cache)
         errors.append(distance(rest.logits[0], expected))
     return max(errors)

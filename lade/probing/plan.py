@@ -1,6 +1,7 @@
 """How a call is decoded: the best verification method that is exact for the model."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from lade.compat import Model, device_of_inputs
 from lade.config import SPECULATING, Config, Execution, Verification
@@ -43,14 +44,23 @@ def choose_verification(
 
     Raises:
         UnsupportedModelError: the method asked for is not exact, with the reason.
+        UnsupportedOptionError: the text cannot be kept from depending on drafts, with the reason.
     """
     profile = profile or profile_of(model)
     excluded = {**profile.found_wrong, **(excluded or {})}
     asked = None if config is None else config.verification
+    result_of = partial(_result_of, model, profile, cache)
     stable_width = None if config is None else stable_width_of(model, config)
     if stable_width is not None:
-        return _choose_stable(
-            model, profile, is_padded, cache, excluded, execution, why_eager, stable_width
+        reason = excluded.get("tree") or why_eager or why_not_stable(model)
+        if reason is None:
+            result = result_of("tree", is_padded, (stable_width,))
+            if result.reason is None:
+                return VerificationPlan("tree", result.attention, {}, execution, (stable_width,))
+            reason = result.reason
+        raise UnsupportedOptionError(
+            f"lade does not support Config(stable_text=True) for {type(model).__name__} here: "
+            f"{reason}"
         )
     reasons: dict[Verification, str] = {}
     widths = widths_on(device_of_inputs(model))
@@ -60,16 +70,16 @@ def choose_verification(
         reason = excluded.get(verification)
         if reason is None:
             if verification == "tree" and execution != "eager" and why_eager is None:
-                result = _result_of(model, profile, verification, cache, is_padded, widths)
+                result = result_of(verification, is_padded, widths)
                 if result.reason is None:
                     return VerificationPlan(
                         verification, result.attention, reasons, execution, widths
                     )
                 why_eager = result.reason
-            result = _result_of(model, profile, verification, cache, is_padded)
+            result = result_of(verification, is_padded)
             if verification == "rows" and is_padded and result.reason is None:
                 # A batch has one path a row; a single row with padding has several.
-                result = _result_of(model, profile, verification, cache, False)
+                result = result_of(verification, False)
             if result.reason is None:
                 return VerificationPlan(
                     verification, result.attention, reasons, why_eager=why_eager
@@ -104,37 +114,11 @@ def choose_for_drafting(model: Model, profile: Profile | None = None) -> Verific
     return plan
 
 
-def _choose_stable(
-    model: Model,
-    profile: Profile,
-    is_padded: bool,
-    cache: CacheKind,
-    excluded: Mapping[Verification, str],
-    execution: Execution,
-    why_eager: str | None,
-    width: int,
-) -> VerificationPlan:
-    """Return how to decode a call whose text must not depend on drafts.
-
-    Raises:
-        UnsupportedOptionError: this is impossible here, with the reason.
-    """
-    reason = excluded.get("tree") or why_eager or why_not_stable(model)
-    if reason is None:
-        result = _result_of(model, profile, "tree", cache, is_padded, (width,))
-        if result.reason is None:
-            return VerificationPlan("tree", result.attention, {}, execution, (width,))
-        reason = result.reason
-    raise UnsupportedOptionError(
-        f"lade does not support Config(stable_text=True) for {type(model).__name__} here: {reason}"
-    )
-
-
 def _result_of(
     model: Model,
     profile: Profile,
-    verification: Verification,
     cache: CacheKind,
+    verification: Verification,
     is_padded: bool,
     widths: Widths = None,
 ) -> CheckResult:

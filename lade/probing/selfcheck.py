@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
@@ -137,8 +138,7 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
 
 
 def _is_usual(model: Model, name: str) -> bool:
-    input_ids = torch.tensor([check_tokens(model)[:2]], device=device_of_inputs(model))
-    plain = _Plain(model, input_ids, torch.ones_like(input_ids), "dynamic")
+    plain = Plain(model, check_tokens(model)[:2])
     wanted: dict[str, Any] = {f"output_{name}": True, "return_dict_in_generate": True}
     last = getattr(plain.generate(num_new=2, **wanted), name)[-1]
     num_axes, axis = (3, 1) if name == "hidden_states" else (4, 2)
@@ -155,8 +155,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     """
     profile = profile or profile_of(model)
     if profile.draws is None:
-        ids = torch.tensor([check_tokens(model)], device=device_of_inputs(model))
-        plain = _Plain(model, ids, torch.ones_like(ids), "dynamic")
+        plain = Plain(model, check_tokens(model))
         profile.draws = draws(model, lambda: plain.generate(num_new=2))
     if not profile.draws:
         yield
@@ -251,55 +250,36 @@ class _Check(NamedTuple):
         return all(torch.equal(drafted[place], alone[place]) for place in shared)
 
     def _logits(
-        self, plain: "_Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
+        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
     ) -> dict[tuple[int, _Path], Tensor]:
         """Return the logits after every path of every row of a script, float64 [vocab_size]."""
         tokens = check_tokens(self.model)
         logits: dict[tuple[int, _Path], Tensor] = {}
 
-        def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
-            for unwanted in ("logits_processor", "stopping_criteria"):
-                prepared.pop(unwanted, None)
-            target = make_target(
-                self.model,
-                input_ids,
-                prepared,
-                self.chosen,
-                len(tokens),
-                generation_config,
-                self.profile,
-            )
+        def run(target: Target) -> None:
             rows = range(plain.num_rows)
             scripts = [script(tokens[_PROMPT_LENGTH:], target, row) for row in rows]
-            try:
-                target.prefill()
-                for steps in zip(*scripts, strict=True):
-                    inputs = target.inputs([step.tree for step in steps])
-                    of_rows = target.forward(inputs).logits.double()
-                    places = origins([step.tree for step in steps], len(of_rows))
-                    for row, (step, (index, start)) in enumerate(zip(steps, places, strict=True)):
-                        for node, path in enumerate(step.paths):
-                            logits[row, path] = of_rows[index, start + node]
-                    target.commit([step.kept for step in steps])
-            finally:
-                target.close()
-            return input_ids
+            for steps in zip(*scripts, strict=True):
+                inputs = target.inputs([step.tree for step in steps])
+                of_rows = target.forward(inputs).logits.double()
+                places = origins([step.tree for step in steps], len(of_rows))
+                for row, (step, (index, start)) in enumerate(zip(steps, places, strict=True)):
+                    for node, path in enumerate(step.paths):
+                        logits[row, path] = of_rows[index, start + node]
+                target.commit([step.kept for step in steps])
 
-        plain.generate(custom_generate=run)
+        plain.run_target(self.profile, self.chosen, len(tokens), run)
         return logits
 
 
-def plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "_Plain":
+def plain_of(model: Model, cache: CacheKind, is_padded: bool) -> "Plain":
     """Return plain decoding of the check's prompts."""
     masks = [[1] * _PROMPT_LENGTH]
     if is_padded:
         # Masked after the first token, not before it: a query that sees nothing, as in left
         # padding, is NaN in eager attention in float64, also in `generate`.
         masks.append([1, 0, 0, *[1] * (_PROMPT_LENGTH - 3)])
-    device = device_of_inputs(model)
-    mask = torch.tensor(masks, device=device)
-    input_ids = torch.tensor([check_tokens(model)[:_PROMPT_LENGTH]] * len(masks), device=device)
-    return _Plain(model, input_ids, mask, cache)
+    return Plain(model, check_tokens(model)[:_PROMPT_LENGTH], masks, cache)
 
 
 def _difference(
@@ -309,14 +289,29 @@ def _difference(
     return distance(torch.stack([*mine.values()]), reference)
 
 
-class _Plain:
-    """Plain decoding of the check's prompts, forced along given paths."""
+class Plain:
+    """Plain decoding of prompts, forced along given paths.
 
-    def __init__(self, model: Model, input_ids: Tensor, mask: Tensor, cache: CacheKind) -> None:
+    Args:
+        model: the target.
+        prompt: the tokens of every row.
+        masks: of each row.
+        cache: kind of cache of the call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Sequence[int],
+        masks: Sequence[Sequence[int]] | None = None,
+        cache: CacheKind = "dynamic",
+    ) -> None:
+        self._original = model
         self._model = copy.copy(model)  # shares everything but the attribute set here
         self._model.generation_config = GenerationConfig()  # none of the model's own options
-        self._input_ids = input_ids
-        self._mask = mask
+        device = device_of_inputs(model)
+        self._mask = torch.tensor([[1] * len(prompt)] if masks is None else masks, device=device)
+        self._input_ids = torch.tensor([[*prompt]] * len(self._mask), device=device)
         self._cache = cache
 
     @property
@@ -338,17 +333,30 @@ class _Plain:
             **options,
         )
 
-    def generate_after(self, input_ids: Tensor, cache: Any, num_new: int, **options: Any) -> Any:
-        """Call the class's `generate` on another prompt, whose first tokens a cache may hold."""
-        return type(self._model).generate(
-            self._model,
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            past_key_values=cache,
-            max_new_tokens=num_new,
-            do_sample=False,
-            **options,
-        )
+    def run_target(
+        self,
+        profile: Profile,
+        chosen: VerificationPlan,
+        max_new_tokens: int,
+        use: Callable[[Target], None],
+    ) -> None:
+        """Use a target after the prompts, prefilled, by a method of verification."""
+
+        def run(_: Model, input_ids: Tensor, generation_config: Any, **prepared: Any) -> Tensor:
+            for unwanted in ("logits_processor", "stopping_criteria"):
+                prepared.pop(unwanted, None)
+            target = make_target(
+                *(self._original, input_ids, prepared, chosen, max_new_tokens),
+                *(generation_config, profile),
+            )
+            try:
+                target.prefill()
+                use(target)
+            finally:
+                target.close()
+            return input_ids
+
+        self.generate(custom_generate=run)
 
     def logits_at(
         self, paths: Sequence[Sequence[_Path]], together: bool
@@ -372,11 +380,11 @@ class _Plain:
         for start in range(0, len(places), size):
             batch = places[start : start + size]
             length = max(len(path) for _, path in batch)
-            forced = [[*path, *path[:1] * (length - len(path))] for _, path in batch]
+            forced = torch.tensor([[*path, *path[:1] * (length - len(path))] for _, path in batch])
             output = self.generate(
                 [row for row, _ in batch],
                 length + 1,
-                logits_processor=[_Forced(self._input_ids.shape[1], forced)],
+                logits_processor=[partial(_force, forced, self._input_ids.shape[1])],
                 output_logits=True,
                 return_dict_in_generate=True,
             )
@@ -390,19 +398,13 @@ def _begins(path: _Path, other: _Path) -> bool:
     return len(path) < len(other) and other[: len(path)] == path
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """A processor that forces a given path on every row."""
-
-    def __init__(self, num_prompt: int, token_ids: Sequence[Sequence[int]]) -> None:
-        self._num_prompt = num_prompt
-        self._token_ids = torch.tensor(token_ids)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        place = input_ids.shape[1] - self._num_prompt
-        made = torch.full_like(scores, -1.0)
-        if place < self._token_ids.shape[1]:
-            made.scatter_(1, self._token_ids[:, place, None].to(scores.device), 1.0)
-        return made
+def _force(token_ids: Tensor, num_prompt: int, input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return scores that force a path on every row, int64 [num_rows, length]."""
+    place = input_ids.shape[1] - num_prompt
+    made = torch.full_like(scores, -1.0)
+    if place < token_ids.shape[1]:
+        made.scatter_(1, token_ids[:, place, None].to(scores.device), 1.0)
+    return made
 
 
 def check_tokens(model: Model) -> list[int]:

@@ -8,12 +8,11 @@ code of the user's own does (`own_code.py`); a spot check covers both.
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,50 +29,25 @@ _NUM_DTYPES = 8
 #: Attributes of a model that say nothing of its forwards.
 UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
 
-_Names = list[str]
 
+class _Look(NamedTuple):
+    """What a part of a model tells at present, and what it told at first."""
 
-class _Found(NamedTuple):
-    """Objects, by where they were found; none is kept alive, and none is taken for a later one."""
-
-    holders: list[Mapping[str, Any]]
-    names: _Names
-    refs: list[Callable[[], Any]]  # return the object, or None once it is gone
+    now: Callable[[], Any]
+    first: Any
 
     @classmethod
-    def of(cls, places: Iterable[Place]) -> "_Found":
-        """Return what was found at some places."""
-        listed = [*places]
-        refs = [_ref_to(value) for *_, value in listed]
-        return cls([each.holder for each in listed], [each.name for each in listed], refs)
-
-    def is_there(self) -> bool:
-        """Return whether all of them are where they were; raises if a place is gone."""
-        values = map(getitem, self.holders, self.names)
-        return all(map(is_, values, (ref() for ref in self.refs)))
+    def at(cls, now: Callable[[], Any]) -> "_Look":
+        """Return a first look."""
+        return cls(now, now())
 
 
 class _Parts(NamedTuple):
-    """Everything that is compared; lists of modules, weights or buffers in the model's order."""
+    """Everything that is compared besides the root; it has dicts of modules, but no module."""
 
-    children: list[dict[str, Any]]  # of modules that have some
-    child_ids: list[int]
-    child_types: list[type]
-    empty: list[dict[str, Any]]  # dicts of children and weights that are empty
-    unhooked: list[dict[int, Any]]  # dicts of hooks that are empty
-    attributes: list[dict[str, Any]]  # of each module but the root
-    modes: list[dict[str, Any]]  # attributes of modules that may behave differently in training
-    training: list[bool]
-    num_callables: int  # among these attributes, so that one which is put in is noticed
-    code: _Found  # functions of the classes, and those that are attributes of modules
-    hooks: list[tuple[dict[int, Any], list[Hashable]]]  # of modules that have some
-    weights: tuple[list[dict[str, Any]], _Names]  # holders and names of weights with an address
-    weight_types: list[type]
-    addresses: list[int]
-    others: _Found  # weights without one, and buffers
-    no_weights: tuple[list[dict[str, Any]], _Names]  # of weights that are None
-    some_dtypes: list[torch.dtype]
-    configs: list[tuple[dict[str, Any], _Names, list[Any]]]  # settings, names and values of each
+    children: dict[str, Any]  # of the root
+    modes: _Look  # whether modules that may behave differently in training are in training
+    looks: list[_Look]
 
 
 class Structure:
@@ -112,8 +86,8 @@ class Structure:
             return (
                 parts is not None
                 and _root_of(model) == self._root
-                and vars(model)["_modules"] is parts.children[0]
-                and _is_same(parts)
+                and vars(model)["_modules"] is parts.children
+                and all(look.now() == look.first for look in (parts.modes, *parts.looks))
             )
         return False  # something is missing, or can no longer be compared
 
@@ -124,7 +98,7 @@ class Structure:
         """
         parts = self._parts
         return parts is None or (
-            model.training == self._root[1] and [*map(_training, parts.modes)] == parts.training
+            model.training == self._root[1] and parts.modes.now() == parts.modes.first
         )
 
 
@@ -176,23 +150,19 @@ def _parts_of(model: Model, inner: Sequence[nn.Module], places: Sequence[Place])
     attributes = [vars(module) for module in inner]
     modes = [vars(module) for module in inner if type(module) not in (nn.Linear, nn.Embedding)]
     children = [module._modules for module in modules if module._modules]
-    if not children or children[0] is not model._modules:
-        children.insert(0, model._modules)
-    of_children = [*chain.from_iterable(map(dict.values, children))]
-    of_hooks = [*chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
     empty = [part for m in modules for part in (m._modules, m._parameters) if not part]
+    hooks = [*chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in modules)]
     # Weights that accelerate loads for each forward are different ones every time.
     lasting = [module for module in modules if not hasattr(module, "_hf_hook")]
     weights = [
-        (module._parameters, name, weight)
+        Place(module._parameters, name, weight)
         for module in lasting
         for name, weight in module._parameters.items()
     ]
-    there = [entry for entry in weights if entry[2] is not None]
-    addressed = [entry for entry in there if _has_address(entry[2])]
-    others = [entry for entry in there if not _has_address(entry[2])]
+    addressed = [place for place in weights if _has_address(place.value)]
+    others = [place for place in weights if not _has_address(place.value)]
     others += [
-        (module._buffers, name, buffer)
+        Place(module._buffers, name, buffer)
         for module in lasting
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.dim() > 1
@@ -206,29 +176,56 @@ def _parts_of(model: Model, inner: Sequence[nn.Module], places: Sequence[Place])
     config = model.config
     configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}
     return _Parts(
-        children=children,
-        child_ids=[*map(id, of_children)],
-        child_types=[*map(type, of_children)],
-        empty=empty,
-        unhooked=[hooks for hooks in of_hooks if not hooks],
-        attributes=attributes,
-        modes=modes,
-        training=[*map(_training, modes)],
-        num_callables=_num_callables(attributes),
-        code=_Found.of([*places, *code]),
-        hooks=[(hooks, _hooks_of(hooks)) for hooks in of_hooks if hooks],
-        weights=_places(addressed),
-        weight_types=[type(weight) for *_, weight in addressed],
-        addresses=[weight.data_ptr() for *_, weight in addressed],
-        others=_Found.of(Place(*other) for other in others),
-        no_weights=_places(entry for entry in weights if entry[2] is None),
-        some_dtypes=_some_dtypes([weight for *_, weight in addressed]),
-        configs=[_settings_of(vars(each)) for each in configs.values()],
+        model._modules,
+        _Look.at(lambda: [*map(_training, modes)]),
+        [
+            _Look.at(lambda: _kinds_in(children)),
+            _Look.at(lambda: any(empty)),
+            _Look.at(lambda: _all_hooks_of(hooks)),
+            _Look.at(_weights_at(addressed)),
+            _Look.at(_are_at(others)),
+            _Look.at(_are_at([*places, *code])),
+            # So that a callable which is put in is noticed.
+            _Look.at(lambda: _num_callables(attributes)),
+            *(_look_at_settings(vars(each)) for each in configs.values()),
+        ],
     )
 
 
-def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[Any]]:
-    """Return the attributes of a config, and names and copies of those that can be compared.
+def _kinds_in(children: Sequence[dict[str, Any]]) -> tuple[list[int], list[type]]:
+    """Return which modules there are, and their classes."""
+    found = [*chain.from_iterable(map(dict.values, children))]
+    return [*map(id, found)], [*map(type, found)]
+
+
+def _weights_at(places: Sequence[Place]) -> Callable[[], Any]:
+    """Return a function that tells classes, addresses and some types of weights with an address."""
+    holders, names = [each.holder for each in places], [each.name for each in places]
+
+    def now() -> Any:
+        weights = [*map(getitem, holders, names)]
+        some = weights[:: len(weights) // _NUM_DTYPES or 1]
+        return (
+            [*map(type, weights)],
+            [*map(Tensor.data_ptr, weights)],
+            [weight.dtype for weight in some],
+        )
+
+    return now
+
+
+def _are_at(places: Sequence[Place]) -> Callable[[], bool]:
+    """Return a function that tells whether objects are where they were; raises if a place is gone.
+
+    None of them is kept alive, and none is taken for a later one.
+    """
+    holders, names = [each.holder for each in places], [each.name for each in places]
+    refs = [_ref_to(each.value) for each in places]
+    return lambda: all(map(is_, map(getitem, holders, names), (ref() for ref in refs)))
+
+
+def _look_at_settings(config: dict[str, Any]) -> _Look:
+    """Look at the attributes of a config that can be compared, and keep copies of them.
 
     Nested configs are left out: comparing them may raise.
     """
@@ -238,54 +235,25 @@ def _settings_of(config: dict[str, Any]) -> tuple[dict[str, Any], _Names, list[A
             copied = copy.deepcopy(value)
             if not hasattr(value, "to_dict") and bool(copied == value):
                 kept[name] = copied
-    return config, [*kept], [*kept.values()]
-
-
-def _is_same(parts: _Parts) -> bool:
-    of_children = [*chain.from_iterable(map(dict.values, parts.children))]
-    if [*map(id, of_children)] != parts.child_ids or any(parts.empty):
-        return False
-    if any(parts.unhooked) and any(map(_hooks_of, parts.unhooked)):
-        return False
-    weights = [*map(getitem, *parts.weights)]
-    return (
-        [*map(type, of_children)] == parts.child_types
-        and [*map(_training, parts.modes)] == parts.training
-        and [*map(type, weights)] == parts.weight_types
-        and [*map(_data_ptr, weights)] == parts.addresses
-        and parts.others.is_there()
-        and not any(map(getitem, *parts.no_weights))
-        and _some_dtypes(weights) == parts.some_dtypes
-        and parts.code.is_there()
-        and _num_callables(parts.attributes) == parts.num_callables
-        and all(_hooks_of(hooks) == known for hooks, known in parts.hooks)
-        and all([*map(held.get, names)] == values for held, names, values in parts.configs)
-    )
+    return _Look(lambda: [*map(config.get, kept)], [*kept.values()])
 
 
 def _num_callables(attributes: Iterable[dict[str, Any]]) -> int:
     return sum(map(callable, chain.from_iterable(map(dict.values, attributes))))
 
 
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
-
-
-def _has_address(weight: Tensor) -> bool:
-    """Return whether a weight has an address; tensors of some classes have none."""
+def _has_address(weight: Tensor | None) -> bool:
+    """Return whether there is a weight with an address; tensors of some classes have none."""
     try:
-        return weight.data_ptr() != 0
+        return weight is not None and weight.data_ptr() != 0
     except RuntimeError:
         return False
 
 
-def _places(entries: Iterable[tuple[dict[str, Any], str, Any]]) -> tuple[list[Any], _Names]:
-    """Return the dicts that hold values, and the names of the values in them."""
-    listed = [*entries]
-    return [holder for holder, *_ in listed], [name for _, name, _ in listed]
-
-
-def _some_dtypes(weights: Sequence[Tensor]) -> list[torch.dtype]:
-    return [weight.dtype for weight in weights[:: len(weights) // _NUM_DTYPES or 1]]
+def _all_hooks_of(hooks: Sequence[dict[int, Any]]) -> list[tuple[int, Hashable]]:
+    """Return what identifies the hooks of all modules, and where they are."""
+    filled = [(place, each) for place, each in enumerate(hooks) if each]
+    return [(place, code) for place, each in filled for code in _hooks_of(each)]
 
 
 def _hooks_of(hooks: dict[int, Any]) -> list[Hashable]:

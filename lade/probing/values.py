@@ -7,7 +7,8 @@ them, such as keys and values, is no more true at all.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +38,16 @@ class Values(NamedTuple):
         Torch counts writes to a tensor, but not those through `.data`. So some values of each
         weight are compared, too; a write through `.data` that misses all of them is not seen.
         """
-        large = [buffer for buffer in model.buffers() if not _is_small(buffer)]
-        weights = _stamp_of([*model.parameters(), *large])
-        return cls(weights, attributes_of(model), _working_values_of(model))
+        buffers = [*model.buffers()]
+        # Small buffers may be new ones after each forward, of frequencies say.
+        weights = [*model.parameters(), *(each for each in buffers if each.dim() > 1)]
+        writes = tuple(each._version for each in weights if not each.is_inference())
+        held = chain.from_iterable(vars(module).values() for module in model.modules())
+        working = [each for each in buffers if each.dim() <= 1]
+        working += [value for value in held if isinstance(value, Tensor)]
+        return cls(
+            (writes, _some_values_of(weights)), attributes_of(model), _some_values_of(working)
+        )
 
     def may_be_news(self, known: "Values | None") -> bool:
         """Return whether a check with other values may have been blind to what these do."""
@@ -58,30 +66,14 @@ def attributes_of(model: Model) -> Hashable:
     return tuple(
         (
             len(vars(module).keys() - UNRELATED) if module is model else len(vars(module)),
-            *(value for name, value in vars(module).items() if _is_plain(name, value)),
+            *(
+                value
+                for name, value in vars(module).items()
+                if type(value) in PLAIN and name not in _APART
+            ),
         )
         for module in model.modules()
     )
-
-
-def _is_plain(name: str, value: Any) -> bool:
-    return type(value) in PLAIN and name not in _APART
-
-
-def _working_values_of(model: Model) -> Hashable:
-    held = [vars(module) for module in model.modules()]
-    tensors = [value for each in held for value in each.values() if isinstance(value, Tensor)]
-    return _some_values_of([*[each for each in model.buffers() if _is_small(each)], *tensors])
-
-
-def _is_small(buffer: Tensor) -> bool:
-    """Return whether a buffer may be a new one after each forward, of frequencies say."""
-    return buffer.dim() <= 1
-
-
-def _stamp_of(weights: Sequence[Tensor]) -> Hashable:
-    writes = tuple(each._version for each in weights if not each.is_inference())
-    return writes, _some_values_of(weights)
 
 
 def _some_values_of(weights: Sequence[Tensor]) -> tuple[bytes, ...]:

@@ -59,19 +59,8 @@ def completed(exchange: Exchange, pieces: Sequence[bytes], body: Json) -> Json:
         body: transformers' answer; changed.
     """
     _complete_usage(exchange, body)
-    if exchange.asked.endpoint == "responses":
-        return body
-    choice = body["choices"][0]
-    holder, name = (
-        (choice["message"], "content") if exchange.asked.endpoint == "chat" else (choice, "text")
-    )
-    if holder.get(name) is not None:
-        cutter = StopCutter(exchange.asked.stops)
-        holder[name] = cutter.feed(holder[name]) + cutter.rest()
-    if exchange.asked.num_logprobs is not None:
-        text = holder.get(name) or ""
-        shown = exchange.logprobs if exchange.is_parsed else list(_within(exchange, 0, len(text)))
-        choice["logprobs"] = _logprobs(exchange, pieces, shown, 0)
+    if exchange.asked.endpoint != "responses":
+        _Stream(exchange, pieces).fill(body["choices"][0], "message")
     return body
 
 
@@ -136,26 +125,31 @@ class _Stream:
 
     def _of_choice(self, event: Json) -> Iterable[Json]:
         choice = event["choices"][0]
-        is_chat = self._exchange.asked.endpoint == "chat"
-        holder, name = (choice["delta"], "content") if is_chat else (choice, "text")
-        is_last = choice.get("finish_reason") is not None
         usage = event.pop("usage", None)
-        text = holder.get(name) or ""
-        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
-        if text and not shown and not is_last:  # held back
+        if not self.fill(choice, "delta"):
             return
-        if text or shown:
-            holder[name] = shown
-        elif not is_chat:
-            holder[name] = ""  # a required field
-        self._num_sent += len(shown)
-        if self._exchange.asked.num_logprobs is not None and (shown or is_last):
-            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
         yield event
+        is_last = choice.get("finish_reason") is not None
         if is_last and usage is not None and self._exchange.asked.includes_usage:
             event = event | {"choices": [], "usage": usage}
             _complete_usage(self._exchange, event)
             yield event
+
+    def fill(self, choice: Json, name_in_chats: str) -> bool:
+        """Complete what a choice has of the text; return false where all of it is held back."""
+        is_chat = self._exchange.asked.endpoint == "chat"
+        holder, name = (choice[name_in_chats], "content") if is_chat else (choice, "text")
+        is_last = choice.get("finish_reason") is not None
+        text = holder.get(name) or ""
+        shown = self._cutter.feed(text) + (self._cutter.rest() if is_last else "")
+        if text and not shown and not is_last:
+            return False
+        if text or shown or not is_chat:  # a field that completions require
+            holder[name] = shown
+        self._num_sent += len(shown)
+        if self._exchange.asked.num_logprobs is not None and (shown or is_last):
+            choice["logprobs"] = self._new_logprobs(len(shown), is_last)
+        return True
 
     def _new_logprobs(self, num_shown: int, is_last: bool) -> Json | None:
         """Return those of tokens whose text has been sent by now, and have not been sent."""
@@ -165,7 +159,7 @@ class _Stream:
         else:
             new = list(_within(exchange, begin, self._num_sent, only_whole=not is_last))
         self._num_logprobs += len(new)
-        if not new and is_last:
+        if not new and is_last and begin:
             return None
         return _logprobs(exchange, self._pieces, new, self._num_sent - num_shown)
 

@@ -4,12 +4,12 @@ Begin here; `gate.py` is what a request meets first.
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,27 +79,24 @@ class Server:
             )
         self.name = options.model_name or _name_of(loaded)
         self._thread: threading.Thread | None = None
-        self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
             self._socket = stack.enter_context(_listening(host, port))
-            self._pools = stack.enter_context(UserPools(loaded, options))
+            self._pools = stack.enter_context(closing(UserPools(loaded, options)))
             line = Line(options.max_queue)
             self.metrics = Metrics(
                 self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
             )
-            grammars = Grammars(loaded)
+            grammars = stack.enter_context(closing(Grammars(loaded)))
             limits = RequestLimits(loaded.model, options)
-            stack.callback(grammars.close)
-            app, self._manager, prompts, models = build_app(
-                loaded, self.name, limits, grammars.pieces
-            )
-            _add_routes(app, self.metrics, models)
+            upstream = build_app(loaded, self.name, limits, grammars.pieces)
+            self._manager = upstream.manager
+            _add_routes(upstream.app, self.metrics, upstream.models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
             self.keys = ApiKeys(options.api_keys)
             gate = Gate(
-                *(app, reader, grammars, prompts, self.keys, self._pools, line, self.metrics),
-                options,
+                *(upstream, reader, self.keys, self._pools, line, self.metrics, options),
                 names_of(host, options.allowed_hosts),
             )
             self.metrics_url = self._serve_metrics(options, stack)
@@ -136,7 +133,7 @@ class Server:
             self._thread.join()
         self._finish()
 
-    def _serve_metrics(self, options: ServerOptions, stack: contextlib.ExitStack) -> str | None:
+    def _serve_metrics(self, options: ServerOptions, stack: ExitStack) -> str | None:
         """Serve metrics on a port of their own, if asked to; return where."""
         if options.metrics_port is None:
             return None
@@ -148,7 +145,7 @@ class Server:
         return f"http://{options.metrics_host}:{server.server_port}/metrics"
 
     def _finish(self) -> None:
-        with contextlib.suppress(TimeoutError):  # a prompt is run in one piece
+        with suppress(TimeoutError):  # a prompt is run in one piece
             self._manager.submit(int).result(timeout=END_SEC)
         self._stack.close()
 
@@ -195,7 +192,7 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
         await closing
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Stop at SIGINT and SIGTERM, which uvicorn raises again after it has stopped."""
         if threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from lade.errors import LadeError
@@ -7,32 +8,19 @@ from lade.errors import LadeError
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(LadeError):
-    """What a client is told instead of an answer.
+    """What a client is told instead of an answer."""
 
-    Args:
-        status: of HTTP.
-        message: what was expected, and what came; nothing of other clients' requests.
-        param: the field at fault, as in "messages.0.role".
-        code: for programs.
-        retry_after: seconds after which to ask again.
-    """
+    status: int  # of HTTP
+    message: str  # what was expected, and what came; nothing of other clients' requests
+    _: KW_ONLY
+    param: str | None = None  # the field at fault, as in "messages.0.role"
+    code: str | None = None  # for programs
+    retry_after: int | None = None  # seconds after which to ask again
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def kind(self) -> str:
@@ -42,14 +30,8 @@ class ApiError(LadeError):
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        told = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": told}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that go with the status."""

@@ -10,19 +10,22 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
 
+from starlette.responses import Response
+
 from lade.hosts import is_known
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
-from lade.server.exchange import Endpoint, Exchange, current
-from lade.server.grammars import Grammars
+from lade.server.exchange import Exchange, current
 from lade.server.line import Line, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import ENDPOINTS, Reader
+from lade.server.upstream import Upstream
 from lade.server.users import ApiKeys, UserPools
 
 logger = logging.getLogger(__name__)
@@ -30,9 +33,6 @@ logger = logging.getLogger(__name__)
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-# Returns a function that makes the prompt of a request to an endpoint, and takes its time.
-Prompts = Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
 
 # Paths that may be asked for, and how. All others, of which transformers has more, are unknown:
 # they would load or unload models.
@@ -58,10 +58,8 @@ class Gate:
     """Lets requests to an application in.
 
     Args:
-        app: transformers' own.
+        upstream: what transformers brings.
         reader: of requests.
-        grammars: of schemas.
-        prompts: return how a request's prompt is made, which takes time.
         keys: that open it.
         pools: of users.
         line: before the model.
@@ -72,10 +70,8 @@ class Gate:
 
     def __init__(
         self,
-        app: Any,
+        upstream: Upstream,
         reader: Reader,
-        grammars: Grammars,
-        prompts: Prompts,
         keys: ApiKeys,
         pools: UserPools,
         line: Line,
@@ -83,10 +79,8 @@ class Gate:
         options: ServerOptions,
         hosts: Container[str] | None = None,
     ) -> None:
-        self._app = app
+        self._app, self._prompts = upstream.app, upstream.prompts
         self._reader = reader
-        self._grammars = grammars
-        self._prompts = prompts
         self._workers = Workers(_NUM_THREADS, options.max_queue)
         self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
         self._keys = keys
@@ -198,15 +192,15 @@ class Gate:
             knows_kept=bool(key) or self._options.shares_pool,
         )
         client_left = asyncio.create_task(_until_left(receive))
-        running = _Running(client_left, end, self._options.timeout_sec)
+        running = _Running(exchange, reply, client_left, self._options.timeout_sec, end)
         self._open.add(exchange)
         try:
-            body = await running.run(self._prepared(exchange, path, data), exchange, reply)
+            body = await running.run(self._prepared(exchange, path, data))
             if path == _TOKENIZE:
                 token_ids = exchange.prompt["input_ids"][0].tolist()
                 await reply.tell(200, {"count": len(token_ids), "tokens": token_ids})
             else:
-                await self._answered(exchange, scope, body, running, reply)
+                await self._answered(scope, body, running)
         finally:
             client_left.cancel()
             self._open.discard(exchange)
@@ -264,13 +258,12 @@ class Gate:
         """Do all that can be done before the turn; return the body for transformers' handler."""
         run = partial(self._workers.run, exchange.of_whom)
         request = await run(self._reader.read, ENDPOINTS.get(path), data)
-        exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
-        exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
+        asked = exchange.asked = request.asked
+        exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
+        exchange.is_private = not tenant
         if request.schema is not None:
-            tenant = "" if exchange.is_private else self._pools.tenant(exchange.key, user, salt)
-            compiling = self._compilers.run(
-                exchange.of_whom, self._grammars.compiled, tenant, request.schema
-            )
+            compiled = self._reader.grammars.compiled
+            compiling = self._compilers.run(exchange.of_whom, compiled, tenant, request.schema)
             exchange.grammar = await compiling
         current.set(exchange)
         call = await self._prompts(request.asked.endpoint, request.body)
@@ -278,33 +271,33 @@ class Gate:
         body: bytes = request.body
         return body
 
-    async def _answered(
-        self, exchange: Exchange, scope: Scope, body: bytes, running: "_Running", reply: "_Reply"
-    ) -> None:
+    async def _answered(self, scope: Scope, body: bytes, running: "_Running") -> None:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""
-        has_turn = False
+        exchange, has_turn = running.exchange, False
         try:
-            await running.run(self._line.enter(exchange.of_whom), exchange, reply)
+            await running.run(self._line.enter(exchange.of_whom))
             has_turn = True
             exchange.admitted = perf_counter()
             current.set(exchange)
             replay = _replay(body, running.client_left)
             inner = scope | {"headers": _with_length(scope["headers"], len(body))}
-            await running.run(self._app(inner, replay, reply.send), exchange, reply)
+            await running.run(self._app(inner, replay, running.reply.send))
         finally:
             if has_turn and not exchange.is_submitted:
                 self._line.leave(exchange.of_whom)
 
 
+@dataclass(frozen=True)
 class _Running:
     """Runs the stages of a request while its client is there and its time is not over."""
 
-    def __init__(self, client_left: "asyncio.Task[None]", end: float, timeout_sec: float) -> None:
-        self.client_left = client_left
-        self._end = end
-        self._timeout_sec = timeout_sec
+    exchange: Exchange
+    reply: "_Reply"
+    client_left: "asyncio.Task[None]"
+    timeout_sec: float
+    end: float  # when that is over
 
-    async def run(self, stage: Any, exchange: Exchange, reply: "_Reply") -> Any:
+    async def run(self, stage: Any) -> Any:
         """Run one stage and return its result.
 
         Raises:
@@ -312,11 +305,11 @@ class _Running:
         """
         task = asyncio.ensure_future(stage)
         try:
-            await self._wait(task, max(self._end - perf_counter(), 0))
-            if not task.done() and not reply.is_over:  # servers also call that a disconnection
-                error = left() if self.client_left.done() else timed_out(self._timeout_sec)
-                exchange.end(error)
-                if error.status != 499 and exchange.is_submitted:
+            await self._wait(task, max(self.end - perf_counter(), 0))
+            if not task.done() and not self.reply.is_over:  # servers also call that a disconnection
+                error = left() if self.client_left.done() else timed_out(self.timeout_sec)
+                self.exchange.end(error)
+                if error.status != 499 and self.exchange.is_submitted:
                     # The inference thread ends it, and its client is told in place.
                     await self._wait(task, END_SEC)
                 if not task.done():
@@ -357,13 +350,11 @@ class _Reply:
         self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         """Send JSON."""
-        data = json.dumps(body).encode()
-        about = {"content-type": "application/json", "content-length": str(len(data))}
-        encoded = [
-            (name.encode(), value.encode()) for name, value in {**about, **(headers or {})}.items()
-        ]
-        await self.send({"type": "http.response.start", "status": status, "headers": encoded})
-        await self.send({"type": "http.response.body", "body": data})
+        made = Response(json.dumps(body), status, headers, "application/json")
+        await self.send(
+            {"type": "http.response.start", "status": status, "headers": made.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": made.body})
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error, as an event if a stream of these has begun."""

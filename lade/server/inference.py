@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -51,10 +52,65 @@ def answer(
     Raises:
         ApiError: the exchange ends early, or decoding failed, which is in the log.
     """
+    with _telling(exchange):
+        asked = exchange.asked
+        recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
+        relay = _Relay(exchange, tokenizer, recorder, streamer)
+        config = replace(exchange.config, reuses_prefix=not exchange.is_private)
+        options.return_dict_in_generate = True
+        criteria = StoppingCriteriaList()
+        if asked.stops:
+            criteria.append(_StopOnText(exchange, tokenizer, inputs["input_ids"].shape[1]))
+
+        def run(
+            model: Model,
+            input_ids: Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **prepared: Any,
+        ) -> Any:
+            if recorder is not None:  # before all others: penalties and grammars change the scores
+                logits_processor.insert(0, recorder)
+            return decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                pool=exchange.pools,
+                drafter=exchange.drafter,
+                config=config,
+                token_streamer=relay,
+                **prepared,
+            )
+
+        if streamer is not None:
+            streamer.put(inputs["input_ids"])
+        # Another request must not continue the random numbers of this one, which its client knows.
+        seed = torch.seed() if asked.seed is None else asked.seed
+        torch.manual_seed(seed)
+        output = model.generate(
+            **inputs,
+            generation_config=options,
+            logits_processor=LogitsProcessorList(_grammar_of(exchange)),
+            stopping_criteria=criteria,
+            custom_generate=run,
+        )
+        exchange.stats = output.stats
+        if streamer is not None:
+            streamer.end()
+        sequences: Tensor = output.sequences
+        return sequences
+
+
+@contextmanager
+def _telling(exchange: Exchange) -> Iterator[None]:
+    """Tell whoever waits why an answer has failed, and that the thread is free again."""
     try:
         if exchange.error is not None:
             raise exchange.error
-        return _answer(exchange, model, tokenizer, inputs, options, streamer)
+        yield
     except Exception:  # the model's, its processors' or the grammar's
         if exchange.error is None:  # else it was ended from outside
             logger.exception("an answer failed")
@@ -63,65 +119,6 @@ def answer(
         raise exchange.error from None
     finally:
         exchange.done()
-
-
-def _answer(
-    exchange: Exchange,
-    model: Model,
-    tokenizer: Any,
-    inputs: dict[str, Any],
-    options: GenerationConfig,
-    streamer: Any,
-) -> Tensor:
-    asked = exchange.asked
-    recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
-    relay = _Relay(exchange, tokenizer, recorder, streamer)
-    config = replace(exchange.config, reuses_prefix=not exchange.is_private)
-    options.return_dict_in_generate = True
-    criteria = StoppingCriteriaList()
-    if asked.stops:
-        criteria.append(_StopOnText(exchange, tokenizer, inputs["input_ids"].shape[1]))
-
-    def run(
-        model: Model,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **prepared: Any,
-    ) -> Any:
-        if recorder is not None:  # before all others: penalties and grammars change the scores
-            logits_processor.insert(0, recorder)
-        return decode(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            pool=exchange.pools,
-            drafter=exchange.drafter,
-            config=config,
-            token_streamer=relay,
-            **prepared,
-        )
-
-    if streamer is not None:
-        streamer.put(inputs["input_ids"])
-    # Another request must not continue the random numbers of this one, which its client knows.
-    seed = torch.seed() if asked.seed is None else asked.seed
-    torch.manual_seed(seed)
-    output = model.generate(
-        **inputs,
-        generation_config=options,
-        logits_processor=LogitsProcessorList(_grammar_of(exchange)),
-        stopping_criteria=criteria,
-        custom_generate=run,
-    )
-    exchange.stats = output.stats
-    if streamer is not None:
-        streamer.end()
-    sequences: Tensor = output.sequences
-    return sequences
 
 
 def _grammar_of(exchange: Exchange) -> list[Any]:

@@ -13,7 +13,7 @@ _PIECE_CHARS, _MOST_BY_CUTS = 2**15, 64
 
 
 class RequestLimits:
-    """RequestLimits on prompts and answers.
+    """Limits on prompts and answers.
 
     Args:
         model: its positions are a limit, too.
@@ -34,8 +34,12 @@ class RequestLimits:
             ApiError: the prompt is empty, or leaves no room for its answer.
         """
         asked, num_prompt = exchange.asked, exchange.num_prompt_tokens
-        self._check_prompt(num_prompt)
-        room = self._room(num_prompt)
+        if num_prompt == 0:
+            raise ApiError(400, "expected a prompt of one token or more, got none")
+        self._check_length(num_prompt)
+        room = self._max_new_tokens
+        if self._num_positions is not None:
+            room = min(room, self._num_positions - num_prompt)
         if asked.max_new_tokens is not None and asked.max_new_tokens > room:
             raise ApiError(
                 400,
@@ -57,13 +61,6 @@ class RequestLimits:
         for name, value in asked.sampling.items():
             setattr(options, name, value)
 
-    def _check_prompt(self, num_tokens: int) -> None:
-        if num_tokens == 0:
-            raise ApiError(400, "expected a prompt of one token or more, got none")
-        most = self._max_prompt_tokens
-        if most is not None and num_tokens > most:
-            raise _too_long(most, num_tokens)
-
     def check_texts(self, tokenizer: Any, message: Any) -> None:
         """Refuse texts of many more tokens than a prompt may have, without making them all.
 
@@ -74,8 +71,7 @@ class RequestLimits:
         Raises:
             ApiError: they are too long.
         """
-        most = self._max_prompt_tokens
-        if most is None:
+        if self._max_prompt_tokens is None:
             return
         num_tokens = 0
         for text in _texts(message):
@@ -84,13 +80,16 @@ class RequestLimits:
                 encoded = tokenizer._tokenizer.encode(piece, add_special_tokens=False)
                 # A cut may make tokens of one: never as many.
                 num_tokens += max(len(encoded.ids) - _MOST_BY_CUTS, 0)
-                if num_tokens > most:
-                    raise _too_long(most, num_tokens)
+                self._check_length(num_tokens)
 
-    def _room(self, num_prompt: int) -> int:
-        if self._num_positions is None:
-            return self._max_new_tokens
-        return min(self._max_new_tokens, self._num_positions - num_prompt)
+    def _check_length(self, num_tokens: int) -> None:
+        most = self._max_prompt_tokens
+        if most is not None and num_tokens > most:
+            raise ApiError(
+                400,
+                f"expected a prompt of at most {most} tokens, got {num_tokens}",
+                code="context_length_exceeded",
+            )
 
 
 def _texts(message: Any) -> Iterator[str]:
@@ -99,11 +98,3 @@ def _texts(message: Any) -> Iterator[str]:
     elif isinstance(message, dict | list | tuple):
         for part in message.values() if isinstance(message, dict) else message:
             yield from _texts(part)
-
-
-def _too_long(most: int, num_tokens: int) -> ApiError:
-    return ApiError(
-        400,
-        f"expected a prompt of at most {most} tokens, got {num_tokens}",
-        code="context_length_exceeded",
-    )

@@ -1,6 +1,6 @@
 """Counters and times for Prometheus, by vLLM's names where it has them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -38,24 +38,28 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self._name = model_name
+        self._line = line
+        self._store = store
+        self._prefixes = prefixes
 
-        def counter(name: str, text: str, *more: str) -> Counter:
-            return Counter(name, text, ("model_name", *more), registry=self.registry)
+        def counter(name: str, text: str) -> Counter:
+            made = Counter(name, text, ("model_name",), registry=self.registry)
+            return made.labels(model_name)  # shown from the start
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _FIRST_SEC) -> Histogram:
+            labels = ("model_name",)
+            made = Histogram(name, text, labels, registry=self.registry, buckets=buckets)
+            return made.labels(model_name)
 
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Steps that verified a draft.")
-        self._draft_tokens = counter(
-            "vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."
-        )
-        self._accepted = counter(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."
-        )
-        self._accepted_at = counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
+        drafts = "vllm:spec_decode_num_"
+        self._drafts = counter(f"{drafts}drafts", "Steps that verified a draft.")
+        self._draft_tokens = counter(f"{drafts}draft_tokens", "Draft tokens that were verified.")
+        self._accepted = counter(f"{drafts}accepted_tokens", "Draft tokens that were accepted.")
+        self._accepted_at = Counter(
+            f"{drafts}accepted_tokens_per_pos",
             "Draft tokens that were accepted, by their depth in the draft.",
-            "position",
+            ("model_name", "position"),
+            registry=self.registry,
         )
         self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._tokens = counter("vllm:generation_tokens", "Tokens of answers.")
@@ -65,13 +69,14 @@ class Metrics:
         self._prefix_hits = counter(
             "vllm:prefix_cache_hits", "Tokens of prompts that were kept, and not run again."
         )
-        self._requests = counter(
-            "lade:requests", "Requests by the status of their answer; 499: the client left.", "code"
+        self._requests = Counter(
+            "lade:requests",
+            "Requests by the status of their answer; 499: the client left.",
+            ("model_name", "code"),
+            registry=self.registry,
         )
         self._first = histogram(
-            "vllm:time_to_first_token_seconds",
-            "Time from a request's arrival to its first token.",
-            _FIRST_SEC,
+            "vllm:time_to_first_token_seconds", "Time from a request's arrival to its first token."
         )
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -79,22 +84,15 @@ class Metrics:
             _TOKEN_SEC,
         )
         self._queue_sec = histogram(
-            "vllm:request_queue_time_seconds",
-            "Time that a request waited for others.",
-            _FIRST_SEC,
+            "vllm:request_queue_time_seconds", "Time that a request waited for others."
         )
         self._whole = histogram(
             "vllm:e2e_request_latency_seconds",
             "Time from a request's arrival to the end of its answer.",
-            _FIRST_SEC,
         )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self.registry.register(_Gauges(model_name, line, store, prefixes))
-        for each in (self._drafts, self._draft_tokens, self._accepted, self._prefix_hits):
-            each.labels(model_name)  # shown from the start
-        for each in (self._prompt_tokens, self._tokens, self._prefix_queries):
-            each.labels(model_name)
+        self.registry.register(self)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
@@ -106,74 +104,49 @@ class Metrics:
 
     def count(self, exchange: Exchange) -> None:
         """Count an exchange that is over."""
-        name, now = self._name, perf_counter()
+        now = perf_counter()
         if exchange.admitted is not None:
-            self._queue_sec.labels(name).observe(exchange.admitted - exchange.arrived)
+            self._queue_sec.observe(exchange.admitted - exchange.arrived)
         if exchange.first_token is None or exchange.last_token is None:
             return
-        self._first.labels(name).observe(exchange.first_token - exchange.arrived)
+        self._first.observe(exchange.first_token - exchange.arrived)
         if exchange.num_tokens > 1:
             sec = exchange.last_token - exchange.first_token
-            self._per_token.labels(name).observe(sec / (exchange.num_tokens - 1))
-        self._whole.labels(name).observe(now - exchange.arrived)
-        self._prompt_tokens.labels(name).inc(exchange.num_prompt_tokens)
-        self._tokens.labels(name).inc(exchange.num_tokens)
+            self._per_token.observe(sec / (exchange.num_tokens - 1))
+        self._whole.observe(now - exchange.arrived)
+        self._prompt_tokens.inc(exchange.num_prompt_tokens)
+        self._tokens.inc(exchange.num_tokens)
         stats = exchange.stats
         if stats is None:  # ended early
             return
-        self._drafts.labels(name).inc(stats.num_drafted_row_steps)
-        self._draft_tokens.labels(name).inc(stats.num_draft_tokens)
-        self._accepted.labels(name).inc(stats.num_accepted_tokens)
+        self._drafts.inc(stats.num_drafted_row_steps)
+        self._draft_tokens.inc(stats.num_draft_tokens)
+        self._accepted.inc(stats.num_accepted_tokens)
         for position, number in enumerate(stats.accepted_by_depth):
-            self._accepted_at.labels(name, str(position)).inc(number)
+            self._accepted_at.labels(self._name, str(position)).inc(number)
         if not exchange.is_private:
-            self._prefix_queries.labels(name).inc(exchange.num_prompt_tokens)
-            self._prefix_hits.labels(name).inc(stats.num_reused_tokens)
-
-
-class _Gauges:
-    """What is read when somebody asks."""
-
-    def __init__(
-        self, model_name: str, line: Line, store: PoolStore, prefixes: PrefixStore
-    ) -> None:
-        self._name = model_name
-        self._line = line
-        self._store = store
-        self._prefixes = prefixes
-
-    def describe(self) -> Iterable[Any]:
-        """Return nothing: names are known when values are."""
-        return ()
+            self._prefix_queries.inc(exchange.num_prompt_tokens)
+            self._prefix_hits.inc(stats.num_reused_tokens)
 
     def collect(self) -> Iterable[Any]:
-        """Yield the queue's and the pools' numbers."""
-
-        def made(kind: Callable[..., Any], name: str, text: str, value: float) -> Any:
+        """Yield the queue's and the pools' numbers, which are read when somebody asks."""
+        line, pools, prefixes = self._line, self._store.stats, self._prefixes
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "vllm:num_requests_running", "Requests in decoding.", line.num_running),
+            (gauge, "vllm:num_requests_waiting", "Requests that wait.", line.num_waiting),
+            (gauge, "lade:prefix_texts", "Texts whose keys and values are kept.", len(prefixes)),
+            (gauge, "lade:prefix_bytes", "Memory of these.", prefixes.num_bytes),
+            (gauge, "lade:pool_in_memory", "Pools in memory.", pools.num_in_memory),
+            (gauge, "lade:pool_memory_bytes", "Memory of these.", pools.memory_bytes),
+            (gauge, "lade:pool_on_disk", "Files of pools.", pools.num_on_disk),
+            (gauge, "lade:pool_disk_bytes", "Size of these.", pools.disk_bytes),
+            (counter, "lade:pool_loaded", "Pools read from their files.", pools.num_loaded),
+            (counter, "lade:pool_saved", "Pools that were saved.", pools.num_saved),
+            (counter, "lade:pool_failed", "Attempts to save that failed.", pools.num_failed),
+            (counter, "lade:pool_evicted", "Pools that left memory.", pools.num_evicted),
+            (counter, "lade:pool_dropped", "Files beyond the budget.", pools.num_dropped),
+        ):
             family = kind(name, text, labels=("model_name",))
             family.add_metric((self._name,), value)
-            return family
-
-        line, stats = self._line, self._store.stats
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        yield made(gauge, "vllm:num_requests_running", "Requests in decoding.", line.num_running)
-        yield made(gauge, "vllm:num_requests_waiting", "Requests that wait.", line.num_waiting)
-        yield made(
-            gauge, "lade:prefix_texts", "Texts whose keys and values are kept.", len(self._prefixes)
-        )
-        yield made(gauge, "lade:prefix_bytes", "Memory of these.", self._prefixes.num_bytes)
-        for name, text, value in (
-            ("in_memory", "Pools in memory.", stats.num_in_memory),
-            ("memory_bytes", "Memory of these.", stats.memory_bytes),
-            ("on_disk", "Files of pools.", stats.num_on_disk),
-            ("disk_bytes", "Size of these.", stats.disk_bytes),
-        ):
-            yield made(gauge, f"lade:pool_{name}", text, value)
-        for name, text, value in (
-            ("loaded", "Pools that were read from their files.", stats.num_loaded),
-            ("saved", "Pools that were saved.", stats.num_saved),
-            ("failed", "Attempts to save a pool that failed.", stats.num_failed),
-            ("evicted", "Pools that left memory.", stats.num_evicted),
-            ("dropped", "Files removed to keep within the budget.", stats.num_dropped),
-        ):
-            yield made(counter, f"lade:pool_{name}", text, value)
+            yield family

@@ -104,8 +104,9 @@ class _Format(_Strict):
             raise ValueError("expected json_schema with the type json_schema alone")
         return self
 
-    def asked_schema(self) -> dict[str, Any] | None:
-        return _schema(self.type, None if self.json_schema is None else self.json_schema.schema_)
+    @property
+    def schema_(self) -> dict[str, Any] | None:
+        return None if self.json_schema is None else self.json_schema.schema_
 
 
 class _FlatFormat(_Strict):
@@ -122,9 +123,6 @@ class _FlatFormat(_Strict):
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise ValueError("expected schema with the type json_schema alone")
         return self
-
-    def asked_schema(self) -> dict[str, Any] | None:
-        return _schema(self.type, self.schema_)
 
 
 class _Text(_Strict):
@@ -283,13 +281,13 @@ class Reader:
     Args:
         name: of the model, as clients call it.
         vocab_size: of the model.
-        grammars: checks schemas.
+        grammars: of the schemas in them.
     """
 
     def __init__(self, name: str, vocab_size: int, grammars: Grammars) -> None:
         self._name = name
         self._vocab_size = vocab_size
-        self._grammars = grammars
+        self.grammars = grammars
 
     def read(self, endpoint: Endpoint | None, data: bytes) -> Request:
         """Read a request, in time that is bounded by the number of its bytes.
@@ -324,7 +322,7 @@ class Reader:
         self._check_bias(valid)
         _check_template_kwargs(valid)
         schema = self._schema(valid)
-        return Request(self._asked(endpoint, valid), schema, _passed_on(valid, body))
+        return Request(_asked(endpoint, valid), schema, _passed_on(valid, body))
 
     def _schema(self, valid: _Any) -> str | None:
         """Return the schema of the answer, checked, as JSON."""
@@ -333,52 +331,11 @@ class Reader:
             form = valid.response_format
         elif isinstance(valid, _Response) and valid.text is not None:
             form = valid.text.format
-        schema = None if form is None else form.asked_schema()
-        if schema is None:
+        if form is None or form.type == "text":
             return None
         if getattr(valid, "tools", None) and getattr(valid, "tool_choice", None) != "none":
             raise ApiError(400, "expected a schema or tools, got both: calls are not of the schema")
-        return self._grammars.checked(schema)
-
-    def _asked(self, endpoint: Endpoint, valid: _Any) -> Asked:
-        extra: dict[str, Any] = {}
-        if isinstance(valid, _Sampled):
-            stops = valid.stop if isinstance(valid.stop, list) else [valid.stop]
-            extra["stops"] = tuple(stop for stop in stops if stop is not None)
-            extra["max_new_tokens"] = valid.max_tokens
-            options = valid.stream_options
-            extra["includes_usage"] = options is not None and bool(options.include_usage)
-            if options is not None and not valid.stream:
-                raise ApiError(
-                    400, "expected stream_options with stream alone", param="stream_options"
-                )
-        if isinstance(valid, _Chat):
-            if valid.max_completion_tokens is not None:
-                extra["max_new_tokens"] = valid.max_completion_tokens
-            if valid.top_logprobs is not None and not valid.logprobs:
-                raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
-            if valid.logprobs:
-                extra["num_logprobs"] = valid.top_logprobs or 0
-        elif isinstance(valid, _Completion):
-            extra["num_logprobs"] = valid.logprobs
-        elif isinstance(valid, _Response):
-            extra["max_new_tokens"] = valid.max_output_tokens
-        sampling = {
-            name: getattr(valid, name)
-            for name in ("top_k", "min_p", "repetition_penalty")
-            if getattr(valid, name) is not None
-        }
-        return Asked(
-            endpoint,
-            is_stream=bool(valid.stream),
-            seed=valid.seed,
-            temperature=valid.temperature,
-            top_p=valid.top_p,
-            sampling=sampling,
-            user=valid.user,
-            salt=valid.cache_salt,
-            **extra,
-        )
+        return self.grammars.checked({"type": "object"} if form.schema_ is None else form.schema_)
 
     def _check_bias(self, valid: _Any) -> None:
         for token in getattr(valid, "logit_bias", None) or ():
@@ -390,6 +347,36 @@ class Reader:
                     f"got {token[:20]!r}",
                     param="logit_bias",
                 )
+
+
+def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
+    """Return what is asked for, by the fields that an endpoint has."""
+    fields = dict(valid)
+    options: _StreamOptions | None = fields.get("stream_options")
+    if options is not None and not valid.stream:
+        raise ApiError(400, "expected stream_options with stream alone", param="stream_options")
+    num_logprobs = fields.get("logprobs")
+    if endpoint == "chat":
+        if fields["top_logprobs"] is not None and not fields["logprobs"]:
+            raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
+        num_logprobs = fields["top_logprobs"] or 0 if fields["logprobs"] else None
+    stop = fields.get("stop") or []
+    lengths = map(fields.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    sampling = {name: fields[name] for name in ("top_k", "min_p", "repetition_penalty")}
+    return Asked(
+        endpoint,
+        is_stream=bool(valid.stream),
+        seed=valid.seed,
+        temperature=valid.temperature,
+        top_p=valid.top_p,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        max_new_tokens=next((each for each in lengths if each is not None), None),
+        stops=tuple(stop) if isinstance(stop, list) else (stop,),
+        num_logprobs=num_logprobs,
+        includes_usage=options is not None and bool(options.include_usage),
+        user=valid.user,
+        salt=valid.cache_salt,
+    )
 
 
 def _json(data: bytes) -> dict[str, Any]:
@@ -483,9 +470,3 @@ def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
     if getattr(valid, "tool_choice", None) == "none":
         kept.pop("tools", None)
     return json.dumps(kept).encode()
-
-
-def _schema(kind: str, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-    if kind == "text":
-        return None
-    return {"type": "object"} if schema is None else schema

@@ -11,9 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -91,6 +90,18 @@ class _PromptNeededError(Exception):
         self.make = make
 
 
+@contextmanager
+def _making_a_prompt() -> Iterator[None]:
+    """Blame a request for whatever templates and tokenizers raise of it."""
+    try:
+        yield
+    except (ApiError, HTTPException, _PromptNeededError):
+        raise
+    except Exception as error:
+        message = f"expected a request that makes a prompt, got {in_one_line(error)}"
+        raise ApiError(400, message) from error
+
+
 def _prepared_by_us(tokenizer: Any, limits: RequestLimits) -> Any:
     """Return a tokenizer that takes a request's prompt from where it was made, ahead of its turn.
 
@@ -105,9 +116,10 @@ def _prepared_by_us(tokenizer: Any, limits: RequestLimits) -> Any:
             return exchange.prompt
 
         def make() -> Any:
-            limits.check_texts(tokenizer, args[:1])
-            with lock:
-                return method(*args, **kwargs)
+            with _making_a_prompt():
+                limits.check_texts(tokenizer, args[:1])
+                with lock:
+                    return method(*args, **kwargs)
 
         raise _PromptNeededError(make)
 
@@ -252,13 +264,10 @@ class _Complete:
     async def prompt(self, body: dict[str, Any]) -> Callable[[], Any]:
         """Return what makes a request's prompt; the request is of the current exchange."""
         try:
-            await super().handle_request(body, "")  # type: ignore[misc]
+            with _making_a_prompt():
+                await super().handle_request(body, "")  # type: ignore[misc]
         except _PromptNeededError as wanted:
-            return partial(_made, wanted.make)
-        except (ApiError, HTTPException):
-            raise
-        except Exception as error:
-            raise _no_prompt(error) from error
+            return wanted.make
         raise AssertionError("expected a handler that makes a prompt")
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -277,19 +286,6 @@ class _Complete:
             response.body_iterator = rewritten(exchange, pieces, parts)
             return response
         return JSONResponse(completed(exchange, pieces, json.loads(response.body)))
-
-
-def _made(make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except ApiError:
-        raise
-    except Exception as error:  # templates and tokenizers raise anything
-        raise _no_prompt(error) from error
-
-
-def _no_prompt(error: Exception) -> ApiError:
-    return ApiError(400, f"expected a request that makes a prompt, got {in_one_line(error)}")
 
 
 class _Chat(_Complete, ChatCompletionHandler):  # type: ignore[misc]

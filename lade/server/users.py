@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
 
 from filelock import FileLock
 
@@ -94,20 +93,16 @@ class UserPools:
             for path in dict.fromkeys(path.resolve() for path in options.layers)
         ]
 
-    def of(self, key: str, user: str | None, salt: str | None) -> tuple[Pools | None, bool]:
-        """Return the pools of a request, and whether it is nobody's.
+    def of(self, key: str, user: str | None, salt: str | None) -> tuple[Pools | None, str]:
+        """Return the pools of a request, and the name that what is kept of it is found by.
 
-        A request that says nothing of who asks has a pool of its own, which ends with it.
+        A request that says nothing of who asks has a pool of its own, which ends with it, and the
+        name "": nothing is kept of it.
         """
-        if self._shares:
-            return [self.store.named(SHARED), *self._layers], False
-        if not key and user is None and salt is None:
-            return self._layers or None, True
-        return [self.store.named(self.name_of(key, user, salt)), *self._layers], False
-
-    def tenant(self, key: str, user: str | None, salt: str | None) -> str:
-        """Return the name that what is kept of a request is found by."""
-        return SHARED if self._shares else self.name_of(key, user, salt)
+        if not self._shares and not key and user is None and salt is None:
+            return self._layers or None, ""
+        name = SHARED if self._shares else self.name_of(key, user, salt)
+        return [self.store.named(name), *self._layers], name
 
     def name_of(self, key: str, user: str | None, salt: str | None) -> str:
         """Return the name of a user's pool, which tells nothing of who it is."""
@@ -118,12 +113,6 @@ class UserPools:
         """Save all pools, or remove them if nobody asked to keep them."""
         with self._stack:
             self.store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def _digest(key: str) -> bytes:

@@ -220,7 +220,7 @@ def test_forwards_are_timed_with_both_products(
 ) -> None:
     model = tiny_model("llama", hidden_size=256, dtype=torch.float32)
     monkeypatch.setattr("benchmarks.__main__.load", lambda *_, **__: LoadedModel(model, None, "x"))
-    monkeypatch.setattr("lade.probing.timing._MIN_PARAMETERS", 0)
+    monkeypatch.setattr("lade.prewarming.costs._MIN_PARAMETERS", 0)
     monkeypatch.setattr(forwards, "_MAX_SEC", 0.1)
     path = tmp_path / "forwards.json"
     result = run("forwards", "--json", path)

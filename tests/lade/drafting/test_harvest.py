@@ -20,7 +20,6 @@ from lade.drafting.successors import (
     with_probs,
 )
 from lade.prewarming import tables
-from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import Effort, StoredTable, write_table
 from lade.probing import profile
 from ngram_pool import Draft, NGramPool, SuccessorTable
@@ -325,7 +324,7 @@ def tabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     contexts = np.stack([np.full(VOCAB_SIZE, -1), np.arange(VOCAB_SIZE)], axis=1)
     table.put(contexts, top.indices.numpy(), top.values.numpy())
     tmp_path.mkdir(exist_ok=True)
-    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
+    path = tables.path_of_table(model, tmp_path)
     write_table(path, model, StoredTable(table, Effort()))
     monkeypatch.setattr(tables, "tables_folder", lambda: tmp_path)
     return model

@@ -8,7 +8,6 @@ import pytest
 import safetensors
 
 from lade.prewarming import tables
-from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import Effort, StoredTable, write_table
 from ngram_pool import SuccessorTable
 from tests.lade.tiny import tiny_model
@@ -18,7 +17,7 @@ from tests.lade.tiny import tiny_model
 def written(tmp_path: Path) -> SimpleNamespace:
     """A model, the file of its table and what is in there."""
     model = tiny_model("llama")
-    path = tables.table_path(tmp_path, str(fingerprint_of(model)))
+    path = tables.path_of_table(model, tmp_path)
     table = SuccessorTable(64)
     table.put([[-1, 5], [4, 5]], [[6, 7], [8, 9]], [[0.5, 0.25], [0.75, 0.125]])
     effort = Effort(prefix_token_id=9, num_tokens=70, seconds=1.5)

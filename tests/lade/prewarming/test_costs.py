@@ -14,7 +14,6 @@ from lade.budget.budget import MeasuredBudget
 from lade.budget.costs import ForwardCosts
 from lade.prewarming import costs
 from lade.prewarming.costs import first_costs_of, read_costs, write_costs
-from lade.probing import timing
 from lade.probing.factory import VerificationPlan
 from lade.probing.profile import profile_of
 from tests.lade.tiny import tiny_model
@@ -27,8 +26,8 @@ PROMPT = torch.tensor([[5, 6, 7]])
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of costs, where even tiny models are measured, and all times come again."""
-    monkeypatch.setattr(timing, "_MIN_PARAMETERS", 0)
-    monkeypatch.setattr(timing, "_MAX_SEC", 0.2)
+    monkeypatch.setattr(costs, "_MIN_PARAMETERS", 0)
+    monkeypatch.setattr(costs, "_MAX_SEC", 0.2)
     monkeypatch.setattr(costs, "costs_folder", lambda: tmp_path / "costs")
     monkeypatch.setattr(costs, "_STEADY", math.inf)
     monkeypatch.setattr(costs, "_LEAST_SHARE", 0.0)
@@ -130,12 +129,12 @@ def test_times_of_a_busy_machine_are_not_kept(
 def test_each_size_is_timed_as_often_and_its_shortest_time_is_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "_MOST_TURNS", 2)
+    monkeypatch.setattr(costs, "_MOST_TURNS", 2)
     model = tiny_model("llama")
-    found = timing.time_forwards(model, profile_of(model), BY_TREE, max_sec=math.inf)
+    found = costs.time_forwards(model, profile_of(model), BY_TREE, max_sec=math.inf)
     assert found.keys() == {1, 2, 4, 8, 16, 32}
     assert all(len(times) == 4 and times == sorted(times) for times in found.values())
-    none = timing.time_forwards(model, profile_of(model), BY_TREE, max_sec=0.0)
+    none = costs.time_forwards(model, profile_of(model), BY_TREE, max_sec=0.0)
     assert [*none] == [1, 8]  # as where a forward takes a second
 
 
@@ -148,16 +147,16 @@ def test_forwards_count_once_products_are_compared(monkeypatch: pytest.MonkeyPat
         products.num_compared += len(run) < 4
         return float(len(run))
 
-    monkeypatch.setattr(timing, "_time_one", time_one)
-    monkeypatch.setattr(timing, "_MOST_TURNS", 1)
+    monkeypatch.setattr(costs, "_time_one", time_one)
+    monkeypatch.setattr(costs, "_MOST_TURNS", 1)
     nothing: Any = None
-    assert timing._in_turn(nothing, nothing, (1, 8), 1e9, products) == {
+    assert costs._in_turn(nothing, nothing, (1, 8), 1e9, products) == {
         1: [5.0, 6.0],
         8: [8.0, 9.0],
     }
     run.clear()
-    assert timing._in_turn(nothing, nothing, (1,), 0.0, products) == {1: [2.0, 3.0]}  # no time left
-    assert timing._in_turn(nothing, nothing, (1,), 1e9, None) == {1: [5.0, 6.0]}
+    assert costs._in_turn(nothing, nothing, (1,), 0.0, products) == {1: [2.0, 3.0]}  # no time left
+    assert costs._in_turn(nothing, nothing, (1,), 1e9, None) == {1: [5.0, 6.0]}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ def test_small_models_and_other_methods_are_not_measured(
     assert first_costs_of(model, profile_of(model), VerificationPlan("chain", None, {})) == {}
     fixed = BY_TREE._replace(execution="fixed", widths=(8, 16))
     assert first_costs_of(model, profile_of(model), fixed) == {}
-    monkeypatch.setattr(timing, "_MIN_PARAMETERS", 10**9)
+    monkeypatch.setattr(costs, "_MIN_PARAMETERS", 10**9)
     forwards: list[object] = []
     model.register_forward_hook(lambda *_: forwards.append(1))
     assert first_costs_of(model, profile_of(model), BY_TREE) == {}

@@ -126,7 +126,7 @@ def test_a_compiler_that_was_killed_is_begun_anew(server: Server) -> None:
 
 
 def _compilers(server: Server) -> list[Any]:
-    grammars = server._uvicorn._gate._grammars
+    grammars = server._uvicorn._gate._reader.grammars
     return [grammars._process and grammars._process._process]
 
 
