@@ -1,10 +1,11 @@
 """Figures of answers, as words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lade.chat.conversation import Context, PoolFill, Turn
 from lade.closeness import is_exact_in
+from lade.stats import SourceStats
 
 _SEPARATOR = " · "
 
@@ -55,6 +56,15 @@ def fill_of(context: Context, pool: PoolFill | None) -> list[str]:
     if pool is not None:
         parts.append(f"pool {_percent(pool.num_tokens / pool.capacity_tokens)}")
     return parts
+
+
+def sources_text(sources: Mapping[str, SourceStats]) -> str:
+    """Describe what each source of drafts did; empty where drafts have one source."""
+    parts = [
+        f"{name} {each.num_accepted_tokens:,} of {each.num_draft_tokens:,} in {each.sec:.2f} s"
+        for name, each in sources.items()
+    ]
+    return f"accepted of drafted: {', '.join(parts)}" if parts else ""
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

@@ -1,7 +1,6 @@
 """Read and encode the user's prompts, and check them against the model's positions."""
 
 import re
-import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,11 +44,6 @@ class AskedPrompt:
             raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
         if "" in self.stops:
             raise ValueError("expected each --stop to be a text of one character or more, got ''")
-
-
-def new_seed() -> int:
-    """Return a random seed short enough to type."""
-    return secrets.randbelow(10**6)
 
 
 def read_prompt(argument: str) -> str:

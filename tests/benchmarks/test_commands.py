@@ -13,7 +13,7 @@ from benchmarks.__main__ import app
 from benchmarks.memory import Peak
 from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
-from lade.cli.bench import ResultFiles
+from lade.cli.results import ResultFiles
 from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
