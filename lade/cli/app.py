@@ -102,14 +102,21 @@ def generate(
     learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import AskedPrompt
+    from lade.cli.prompting import encode_prompt, read_prompt, read_typed
 
-    asked = AskedPrompt.read(prompt, system=system, is_raw=raw, stops=stop or [])
+    if system is not None and raw:
+        raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
+    system = None if system is None else read_typed(system)
+    text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
+    if "" in stops:
+        raise ValueError("expected each --stop to be a text of one character or more, got ''")
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
-    run(asked, loaded, settings, drafting, drafting.drafter(loaded, loading), learns)
+    inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
+    drafter = drafting.drafter(loaded, loading)
+    run(inputs, stops, loaded, settings, drafting, drafter, learns)
 
 
 @app.command(rich_help_panel=_USE)

@@ -14,7 +14,7 @@ from lade.chat.settings import Settings
 from lade.cli.loading import console
 from lade.cli.options import PoolOptions
 from lade.cli.prewarm import learn_after
-from lade.cli.prompting import AskedPrompt, encode_prompt, room_for
+from lade.cli.prompting import room_for
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.models.loading import LoadedModel
@@ -22,19 +22,29 @@ from lade.stats import DecodeStats
 
 
 def run(
-    asked: AskedPrompt,
+    inputs: dict[str, Any],
+    stops: Sequence[str],
     loaded: LoadedModel,
     settings: Settings,
     drafting: PoolOptions,
     drafter: Drafter | None,
     learns: bool,
 ) -> None:
-    """Print the answer to standard output and a line of figures to standard error."""
-    inputs = encode_prompt(loaded, asked)
+    """Print the answer to standard output and a line of figures to standard error.
+
+    Args:
+        inputs: `input_ids` and `attention_mask` of the prompt, int64 [1, num_tokens].
+        stops: texts, the first of which ends the answer.
+        loaded: the model.
+        settings: of the answer.
+        drafting: how to draft, and from which pools.
+        drafter: drafts beside the pools.
+        learns: whether to add to the model's table afterwards.
+    """
     room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
     options = replace(settings, max_new_tokens=room).options()
-    if asked.stops:
-        options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
+    if stops:
+        options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     check_verification(loaded.model, inputs, drafting.config, drafter)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     with drafting.open_pools(loaded) as pools:
