@@ -93,7 +93,7 @@ def test_only_what_has_changed_is_read_again(folder: str, source: Path, tmp_path
 def test_an_interrupted_build_goes_on_where_it_was(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_BATCH", 2**15)
+    monkeypatch.setattr(build, "_BATCH", 3)
     source = tmp_path / "source"
     source.mkdir()
     letters = np.random.default_rng(0).integers(97, 123, (12, 4000, 10))
