@@ -7,29 +7,18 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.prompts import Half, choose
-from lade.cli.bench import ResultFiles
 from lade.cli.options import (
-    DeviceOption,
     DtypeOption,
-    FirstLayersOption,
-    JsonOption,
     LimitOption,
-    MarkdownOption,
-    MaxDraftTokensOption,
+    LoadOptions,
     MaxNewTokensOption,
     ModelOption,
-    PlotOption,
-    PoolsOption,
-    SavePoolOption,
-    TemperatureOption,
+    PoolOptions,
+    SamplingOptions,
     ThreadsOption,
-    TopPOption,
-    TrustOption,
-    VerificationOption,
-    check_pools,
-    load,
-    make_config,
+    grouped,
 )
+from lade.cli.results import JsonOption, ResultFiles
 
 app = typer.Typer(
     help="Measure lade, its parts and its rivals.",
@@ -62,7 +51,6 @@ BatchSizeOption = Annotated[
     int, typer.Option("--batch-size", metavar="N", min=1, help="Answer N prompts at once.")
 ]
 PassesOption = Annotated[int, typer.Option(metavar="N", min=1, help="Do everything N times.")]
-SeedOption = Annotated[int, typer.Option(metavar="N", min=0, help="Of the first batch.")]
 TableOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="What lade prewarm made.", exists=True, dir_okay=False),
@@ -74,17 +62,17 @@ def file_argument(metavar: str, help_text: str) -> Any:
     return typer.Argument(metavar=metavar, help=help_text, exists=True, dir_okay=False)
 
 
-def files_of(
-    json: Path | None, markdown: Path | None = None, plot: Path | None = None
-) -> ResultFiles:
+def files_of(json: Path | None) -> ResultFiles:
     """Return where results go, checked before any work is done."""
-    files = ResultFiles(json, markdown, plot)
+    files = ResultFiles(json)
     files.check()
     return files
 
 
 @app.command("run")
+@grouped
 def run_methods(
+    *,
     prompts: PromptsOption,
     methods: MethodsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
@@ -96,31 +84,16 @@ def run_methods(
     half: HalfOption = None,
     passes: PassesOption = 1,
     model: ModelOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
-    temperature: TemperatureOption = 0.0,
-    top_p: TopPOption = 1.0,
-    seed: SeedOption = 0,
-    max_draft_tokens: MaxDraftTokensOption = None,
-    verification: VerificationOption = None,
-    assistant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Model for the methods with an assistant, or self for the model itself. ID:int8 "
-            "and self:int8 take a copy with 8-bit weights.",
-        ),
-    ] = None,
-    first_layers: FirstLayersOption = None,
-    pools: PoolsOption = None,
-    save_pool: SavePoolOption = None,
-    json: JsonOption = None,
-    markdown: MarkdownOption = None,
-    plot: PlotOption = None,
+    loading: LoadOptions,
+    sampling: SamplingOptions,
+    drafting: PoolOptions,
+    files: ResultFiles,
 ) -> None:
-    """Compare any methods, those of lade bench and many more, on a file of prompts."""
+    """Compare any methods, those of lade bench and many more, on a file of prompts.
+
+    --assistant takes self as well, for the model itself; ID:int8 and self:int8 take a copy with
+    8-bit weights.
+    """
     from benchmarks.methods import METHODS
     from benchmarks.run import add_to, load_assistant
     from benchmarks.run import choose as choose_methods
@@ -129,28 +102,32 @@ def run_methods(
     from lade.cli.bench import run
 
     settings = BenchSettings(
-        max_new_tokens, temperature, top_p, seed, batch_size, num_return_sequences
+        *(max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed or 0),
+        *(batch_size, num_return_sequences),
     )
-    check_pools(pools, save_pool, verification)
+    pools, assistant, first_layers = drafting.pools or [], drafting.assistant, drafting.first_layers
     names = choose_methods(
-        *(methods, bool(pools), assistant, first_layers), saves=save_pool is not None
+        *(methods, bool(pools), assistant, first_layers), saves=drafting.save_pool is not None
     )
-    given = Given(make_config(max_draft_tokens, verification), num_layers=first_layers)
-    files, chosen = files_of(json, markdown, plot), choose(prompts, limit, half)
-    loaded = load(model, device, dtype, threads, trust_remote_code)
+    given = Given(drafting.config, num_layers=first_layers)
+    files.check()
+    chosen = choose(prompts, limit, half)
+    loaded = loading.load(model)
     if assistant is not None:
-        given = load_assistant(given, loaded, assistant, trust_remote_code)
+        given = load_assistant(given, loaded, assistant, loading.trust_remote_code)
     run(
         *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
-        pool_paths=pools or [],
-        save_path=save_pool,
+        pool_paths=pools,
+        save_path=drafting.save_pool,
         num_passes=passes,
         add=partial(add_to, assistant=assistant),
     )
 
 
 @app.command("publish")
+@grouped
 def publish_result(
+    *,
     result: Annotated[Path, typer.Argument(metavar="RESULT", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Argument(metavar="FILE", help="In docs/results.")],
 ) -> None:
@@ -161,7 +138,9 @@ def publish_result(
 
 
 @app.command("arena")
+@grouped
 def run_arena(
+    *,
     prompts: PromptsOption,
     methods: MethodsOption = None,
     max_draft_tokens: SizesOption = "8,16,32",
@@ -170,9 +149,7 @@ def run_arena(
     half: HalfOption = None,
     model: ModelOption = None,
     dtype: DtypeOption = None,
-    json: JsonOption = None,
-    markdown: MarkdownOption = None,
-    plot: PlotOption = None,
+    files: ResultFiles,
 ) -> None:
     """Compare drafters live, on the same texts and with equal numbers of draft tokens.
 
@@ -185,13 +162,16 @@ def run_arena(
     from lade.bench.settings import BenchSettings
 
     names, sizes = named(methods, METHODS), numbers(max_draft_tokens)
-    files, chosen = files_of(json, markdown, plot), choose(prompts, limit, half)
-    loaded = load(model, None, dtype, None, False)
+    files.check()
+    chosen = choose(prompts, limit, half)
+    loaded = LoadOptions(dtype=dtype).load(model)
     run(loaded, chosen, names, sizes, BenchSettings(max_new_tokens), files)
 
 
 @app.command("record")
+@grouped
 def run_record(
+    *,
     prompts: PromptsOption,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="The traces, as safetensors.", dir_okay=False)
@@ -211,19 +191,19 @@ def run_record(
 
     files_of(out)
     chosen = choose(prompts, limit, None)
-    run(load(model, None, dtype, None, False), chosen, out, BenchSettings(max_new_tokens))
+    run(LoadOptions(dtype=dtype).load(model), chosen, out, BenchSettings(max_new_tokens))
 
 
 @app.command("replay")
+@grouped
 def run_replay(
+    *,
     traces: Annotated[Path, file_argument("TRACES", "What record wrote.")],
     methods: MethodsOption = None,
     max_draft_tokens: SizesOption = "8,16,32,64",
     passes: PassesOption = 1,
     table: TableOption = None,
-    json: JsonOption = None,
-    markdown: MarkdownOption = None,
-    plot: PlotOption = None,
+    files: ResultFiles,
 ) -> None:
     """Try drafters on recorded answers, without a model and much faster than with one.
 
@@ -235,7 +215,8 @@ def run_replay(
     from benchmarks.replay import DRAFTERS, run
 
     names, sizes = named(methods, [*DRAFTERS]), numbers(max_draft_tokens)
-    run(traces, names, sizes, passes, table, files_of(json, markdown, plot))
+    files.check()
+    run(traces, names, sizes, passes, table, files)
 
 
 @app.command("formula")
@@ -247,7 +228,9 @@ def run_formula(file: Annotated[Path, file_argument("FILE", "What run --json wro
 
 
 @app.command("fit")
+@grouped
 def run_fit(
+    *,
     prompts: PromptsOption,
     max_new_tokens: MaxNewTokensOption = 128,
     limit: LimitOption = None,
@@ -265,11 +248,13 @@ def run_fit(
     from lade.bench.settings import BenchSettings
 
     files, chosen = files_of(json), choose(prompts, limit, half)
-    run(load(model, None, dtype, None, False), chosen, BenchSettings(max_new_tokens), files)
+    run(LoadOptions(dtype=dtype).load(model), chosen, BenchSettings(max_new_tokens), files)
 
 
 @app.command("serve")
+@grouped
 def run_serve(
+    *,
     servers: Annotated[
         list[str],
         typer.Argument(
@@ -294,7 +279,9 @@ def run_serve(
 
 
 @app.command("engines")
+@grouped
 def run_engines(
+    *,
     prompts: Annotated[
         list[Path],
         typer.Option(metavar="FILE", help="May be repeated.", exists=True, dir_okay=False),
@@ -353,7 +340,9 @@ def run_engines(
 
 
 @app.command("memory")
+@grouped
 def run_memory(
+    *,
     prompts: PromptsOption,
     methods: MethodsOption = "plain,lade",
     max_new_tokens: MaxNewTokensOption = 128,
@@ -361,9 +350,7 @@ def run_memory(
     limit: LimitOption = None,
     passes: PassesOption = 1,
     model: ModelOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    threads: ThreadsOption = None,
+    loading: LoadOptions,
     json: JsonOption = None,
 ) -> None:
     """Compare the peak memory of ways of generating, each in a fresh process.
@@ -385,16 +372,20 @@ def run_memory(
     )
     model = find_model(model)
     # Here, not in the process: finding these out imports what a baseline should not hold.
-    place = device_of(device)
-    dtype_name = dtype.value if dtype else str(native_dtype(place)).removeprefix("torch.")
+    place = device_of(loading.device)
+    dtype_name = (
+        loading.dtype.value if loading.dtype else str(native_dtype(place)).removeprefix("torch.")
+    )
     fetch_with_progress(model)
     texts = [prompt.text for prompt in chosen.prompts]
-    work = Work(names[0], model, str(place), dtype_name, threads, texts, settings)
+    work = Work(names[0], model, str(place), dtype_name, loading.threads, texts, settings)
     run(work, chosen, names, passes, files)
 
 
 @app.command("forwards")
+@grouped
 def run_forwards(
+    *,
     model: ModelOption = None,
     dtype: DtypeOption = None,
     threads: ThreadsOption = None,
@@ -404,11 +395,13 @@ def run_forwards(
     from benchmarks.forwards import run
 
     files = files_of(json)
-    run(load(model, "cpu", dtype, threads, trust_remote_code=False), files)
+    run(LoadOptions("cpu", dtype, threads).load(model), files)
 
 
 @app.command("pool")
+@grouped
 def run_pool(
+    *,
     max_tokens: Annotated[
         int, typer.Option(metavar="N", min=10_000, help="The largest; from 10^4 up, by tens.")
     ] = 10**7,
@@ -421,7 +414,9 @@ def run_pool(
 
 
 @app.command("pool-threads")
+@grouped
 def run_pool_threads(
+    *,
     max_threads: Annotated[
         int, typer.Option(metavar="N", min=1, help="The most; from 1 up, by fours.")
     ] = 64,
@@ -434,7 +429,9 @@ def run_pool_threads(
 
 
 @app.command("pool-requests")
+@grouped
 def run_pool_requests(
+    *,
     max_requests: Annotated[
         int, typer.Option(metavar="N", min=1, help="The most; from 1 up, by fours.")
     ] = 256,
@@ -447,7 +444,9 @@ def run_pool_requests(
 
 
 @app.command("gpu")
+@grouped
 def run_gpu(
+    *,
     shapes: Annotated[
         str,
         typer.Option(

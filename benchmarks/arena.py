@@ -22,15 +22,9 @@ from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.prompts import Prompt
 from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
-from lade.cli.bench import (
-    Chosen,
-    ResultFiles,
-    describe_model,
-    keeping,
-    progress_bar,
-    say_written,
-)
+from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts
+from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
 from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.prewarming.tables import table_for

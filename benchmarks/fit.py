@@ -18,9 +18,10 @@ from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
 from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
-from lade.cli.bench import Chosen, ResultFiles, describe_model, progress_bar
+from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
+from lade.cli.results import ResultFiles, progress_bar
 from lade.config import Config
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors

@@ -7,7 +7,7 @@ import torch
 
 from lade.bench.environment import environment
 from lade.bench.tables import Sheet
-from lade.cli.bench import ResultFiles, progress_bar
+from lade.cli.results import ResultFiles, progress_bar
 from lade.models.loading import LoadedModel
 from lade.prewarming.costs import time_forwards
 from lade.probing.factory import with_products

@@ -27,7 +27,8 @@ from lade.errors import LadeError
 
 if TYPE_CHECKING:
     from lade.bench.tables import Sheet
-    from lade.cli.bench import Chosen, ResultFiles
+    from lade.cli.bench import Chosen
+    from lade.cli.results import ResultFiles
 
 _MIB = 2**20
 # For glibc; both fixed, so that neither grows with what was freed. Other systems ignore them.
@@ -215,7 +216,7 @@ def run(
 ) -> None:
     """Measure methods in turn; print and write the results, even after an interruption."""
     from lade.bench.environment import environment
-    from lade.cli.bench import keeping, progress_bar
+    from lade.cli.results import keeping, progress_bar
     from lade.models.embedded import DEFAULT_MODEL
 
     peaks: list[Peak] = []

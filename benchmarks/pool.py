@@ -16,8 +16,8 @@ from lade.bench.report import rounded
 from lade.bench.tables import Sheet
 from lade.budget.budget import MeasuredBudget
 from lade.budget.calibration import Outcome
-from lade.cli.bench import ResultFiles, keeping
 from lade.cli.loading import console
+from lade.cli.results import ResultFiles, keeping
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from ngram_pool import NGramPool, SuccessorTable

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.pool import show_timings, text_at_random
 from lade.bench.tables import Sheet
-from lade.cli.bench import ResultFiles
+from lade.cli.results import ResultFiles
 from lade.engines.options import Sharing
 from lade.engines.vllm import PoolProposer
 

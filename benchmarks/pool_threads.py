@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.pool import show_timings, successors_at_random, text_at_random
 from lade.bench.tables import Sheet
-from lade.cli.bench import ResultFiles
+from lade.cli.results import ResultFiles
 from ngram_pool import NGramPool
 
 # The pool has room for the tokens of all steps, so that none forgets and each can be counted.

@@ -15,9 +15,10 @@ from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
 from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
-from lade.cli.bench import Chosen, describe_model, keeping, progress_bar, say_written
+from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
+from lade.cli.results import keeping, progress_bar, say_written
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.hf.api import generate

@@ -15,7 +15,8 @@ from benchmarks.methods import METHODS
 from benchmarks.points import as_json, plot, points, table
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.traces import Trace, Traces, read_traces
-from lade.cli.bench import ResultFiles, fingerprint, keeping, progress_bar, say_written
+from lade.cli.bench import fingerprint
+from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
 from lade.drafting.drafter import Abilities, Drafter
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter

@@ -16,7 +16,8 @@ from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
 from lade.bench.report import speedup_text
 from lade.bench.tables import Sheet
-from lade.cli.bench import Chosen, ResultFiles, keeping, progress_bar
+from lade.cli.bench import Chosen
+from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0

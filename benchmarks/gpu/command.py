@@ -13,8 +13,8 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.stage import Stage
 from benchmarks.methods import named
 from lade.bench.report import write_json
-from lade.cli.bench import ResultFiles, print_sheet, say_written
 from lade.cli.loading import console
+from lade.cli.results import ResultFiles, print_sheet, say_written
 from lade.errors import LadeError
 
 

@@ -27,7 +27,7 @@ from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, num_positions, room_after
+from lade.models.prompts import check_system, encode_messages, room_after
 from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
@@ -95,20 +95,6 @@ class Turn:
         """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
         steps = self.steps[1:]
         return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
-
-
-class Context(NamedTuple):
-    """How full a conversation is."""
-
-    num_tokens: int
-    max_positions: int | None  # None where the model names no limit
-
-
-class PoolFill(NamedTuple):
-    """How full a pool is."""
-
-    num_tokens: int
-    capacity_tokens: int
 
 
 class Conversation:
@@ -204,20 +190,24 @@ class Conversation:
                 raise ValueError("expected a message to answer again, got an empty conversation")
         inputs = self._encode(asked)
         num_prompt_tokens: int = inputs["input_ids"].shape[1]
-        options = self.settings.options()
+        options = {**inputs, **self.settings.options()}
+        defaults = self.loaded.model.generation_config
+        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
+            # What transformers would choose, too, with a line that says so.
+            eos = defaults.eos_token_id
+            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
         room = room_after(self.loaded.model, num_prompt_tokens)
         if room is not None:
             options["max_new_tokens"] = min(options["max_new_tokens"], room)
         if seed is None:
             seed = self.settings.seed + self._num_answers
         turn = Turn(seed, is_plain, num_prompt_tokens)
-        return self._answer(asked, turn, inputs, options, cancelled or threading.Event())
+        return self._answer(asked, turn, options, cancelled or threading.Event())
 
     def _answer(
         self,
         asked: list[dict[str, str]],
         turn: Turn,
-        inputs: dict[str, Any],
         options: dict[str, Any],
         cancelled: threading.Event,
     ) -> Iterator[Piece]:
@@ -230,8 +220,8 @@ class Conversation:
         self.turns.append(turn)
         self._is_answering = True
         closed = threading.Event()
-        worker = _Worker(self, turn, inputs, options, (cancelled, closed))
-        stream = PieceStream(self.loaded.tokenizer, inputs["input_ids"][0].tolist())
+        worker = _Worker(self, turn, options, (cancelled, closed))
+        stream = PieceStream(self.loaded.tokenizer, options["input_ids"][0].tolist())
         try:
             worker.start()
             yield from worker.pieces(stream)
@@ -335,13 +325,13 @@ class Conversation:
         return self._num_plain_tokens / self._plain_sec if self._plain_sec else None
 
     @property
-    def context(self) -> Context:
+    def num_tokens(self) -> int:
         """How many tokens the messages are; encodes them."""
-        used = 0
-        if self.messages:
-            # As they are without the begin of an answer; templates may want one to be there.
-            used = self._encode(self.messages, asks=False)["input_ids"].shape[1]
-        return Context(used, num_positions(self.loaded.model))
+        if not self.messages:
+            return 0
+        # As they are without the begin of an answer; templates may want one to be there.
+        num_tokens: int = self._encode(self.messages, asks=False)["input_ids"].shape[1]
+        return num_tokens
 
     @property
     def pool(self) -> NGramPool | None:
@@ -355,12 +345,6 @@ class Conversation:
     def read_pools(self) -> list[NGramPool]:
         """The pools that are only read."""
         return [pool for pool in self._pools if isinstance(pool, NGramPool) and pool.is_read_only]
-
-    @property
-    def pool_fill(self) -> PoolFill | None:
-        """How full the pool is that learns; None where there is none."""
-        pool = self.pool
-        return None if pool is None else PoolFill(len(pool), pool.capacity_tokens)
 
     # ------------------------------------------------------------------------------------------
 
@@ -400,15 +384,13 @@ class _Worker:
         self,
         conversation: Conversation,
         turn: Turn,
-        inputs: dict[str, Any],
         options: dict[str, Any],
         stops: tuple[threading.Event, ...],
     ) -> None:
         self._conversation = conversation
         self._turn = turn
-        self._inputs = inputs
-        self._options = options
         self._stop = _Stop(stops)
+        self._options = {**options, "stopping_criteria": StoppingCriteriaList([self._stop])}
         self._queue: SimpleQueue[_Tokens | _Done | BaseException] = SimpleQueue()
         # A daemon, so that a second interrupt can leave in the middle of a long forward.
         self._thread = threading.Thread(target=self._run, name="lade-chat", daemon=True)
@@ -461,48 +443,27 @@ class _Worker:
         return new
 
     def _run(self) -> None:
+        conversation, model = self._conversation, self._conversation.loaded.model
+        stats = None
         try:
             torch.manual_seed(self._turn.seed)
-            stats = None
             if self._turn.is_plain:
-                self._plainly()
+                # The class's generate, in case the model is wrapped.
+                type(model).generate(model, **self._options, streamer=_Stream(self._put))
             else:
-                stats = self._with_drafts()
+                output = generate(
+                    model,
+                    **self._options,
+                    pool=conversation._pools,
+                    drafter=conversation._drafter,
+                    config=conversation._config,
+                    on_step=self._put,
+                    return_dict_in_generate=True,
+                )
+                stats = output.stats
             self._queue.put(_Done(stats, perf_counter()))
         except BaseException as error:  # raised where the pieces are taken
             self._queue.put(error)
-
-    def _with_drafts(self) -> DecodeStats:
-        conversation = self._conversation
-        output = generate(
-            conversation.loaded.model,
-            **self._inputs,
-            **self._own_options(),
-            pool=conversation._pools,
-            drafter=conversation._drafter,
-            config=conversation._config,
-            on_step=self._put,
-            return_dict_in_generate=True,
-        )
-        stats: DecodeStats = output.stats
-        return stats
-
-    def _plainly(self) -> None:
-        """Answer by the model's own `generate`, which counts nothing."""
-        model = self._conversation.loaded.model
-        # The class's generate, in case the model is wrapped.
-        options = self._own_options()
-        type(model).generate(model, **self._inputs, **options, streamer=_Stream(self._put))
-
-    def _own_options(self) -> dict[str, Any]:
-        options = dict(self._options)
-        defaults = self._conversation.loaded.model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        stop = StoppingCriteriaList([self._stop])
-        return {**options, "stopping_criteria": stop}
 
     def _put(self, step: Step) -> None:
         self._queue.put(_Tokens(step, perf_counter()))

@@ -1,10 +1,12 @@
 """Figures of answers, as words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lade.chat.conversation import Context, PoolFill, Turn
+from lade.chat.conversation import Turn
 from lade.closeness import is_exact_in
+from lade.stats import SourceStats
+from ngram_pool import NGramPool
 
 _SEPARATOR = " · "
 
@@ -48,13 +50,21 @@ def likeness_of(plain: Turn, with_drafts: Turn, model: Any) -> str:
     return f"{parting}: in {dtype} a near-tie may fall the other way. --dtype float32 is exact."
 
 
-def fill_of(context: Context, pool: PoolFill | None) -> list[str]:
-    """Return how full context and pool are, in parts."""
-    used, limit = context
-    parts = [f"context {used:,}" + (f" of {limit:,}" if limit else "")]
+def fill_of(num_tokens: int, limit: int | None, pool: NGramPool | None) -> list[str]:
+    """Return how full a context of so many positions and a pool are, in parts."""
+    parts = [f"context {num_tokens:,}" + (f" of {limit:,}" if limit else "")]
     if pool is not None:
-        parts.append(f"pool {_percent(pool.num_tokens / pool.capacity_tokens)}")
+        parts.append(f"pool {_percent(len(pool) / pool.capacity_tokens)}")
     return parts
+
+
+def sources_text(sources: Mapping[str, SourceStats]) -> str:
+    """Describe what each source of drafts did; empty where drafts have one source."""
+    parts = [
+        f"{name} {each.num_accepted_tokens:,} of {each.num_draft_tokens:,} in {each.sec:.2f} s"
+        for name, each in sources.items()
+    ]
+    return f"accepted of drafted: {', '.join(parts)}" if parts else ""
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

@@ -29,6 +29,19 @@ class Piece(NamedTuple):
     is_thinking: bool
 
 
+def split(pieces: Sequence[Piece], num_characters: int) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces before and after some number of characters."""
+    before: list[Piece] = []
+    for i, piece in enumerate(pieces):
+        if len(piece.text) > num_characters:
+            if num_characters:
+                before.append(piece._replace(text=piece.text[:num_characters]))
+            return before, [piece._replace(text=piece.text[num_characters:]), *pieces[i + 1 :]]
+        before.append(piece)
+        num_characters -= len(piece.text)
+    return before, []
+
+
 class TextStream:
     """Text of tokens that come one by one; its parts are what decoding all at once gives.
 
@@ -98,7 +111,7 @@ class PieceStream:
             None,
         )
         self._has_begun = self._closing is not None
-        self._held: list[tuple[str, bool]] = []  # text and whether it was drafted
+        self._held: list[Piece] = []  # thinking or not, as it will turn out
         self._is_character_drafted = True  # all tokens so far of one that is incomplete
 
     def put(self, token_id: int, is_drafted: bool) -> list[Piece]:
@@ -117,7 +130,7 @@ class PieceStream:
 
     def _hold(self, text: str) -> None:
         if text:
-            self._held.append((text, self._is_character_drafted))
+            self._held.append(Piece(text, self._is_character_drafted, False))
             self._is_character_drafted = True
 
     def _released(self, is_end: bool) -> Iterator[Piece]:
@@ -134,7 +147,7 @@ class PieceStream:
                 yield from self._take(len(held) - num_kept, is_thinking=True)
                 return
             yield from self._take(at, is_thinking=True)
-            self._drop(len(self._closing))
+            self._take(len(self._closing), is_thinking=True)  # which is not shown
             self._closing = None
         yield from self._take(len(self._held_text()), is_thinking=False)
 
@@ -145,27 +158,18 @@ class PieceStream:
         for opening, close in self._marks:
             if begin.startswith(opening):
                 yield from self._take(len(held) - len(begin), is_thinking=True)
-                self._drop(len(opening))
+                self._take(len(opening), is_thinking=True)  # which is not shown
                 self._closing, self._has_begun = close, True
                 return
         may_come = any(opening.startswith(begin) for opening, _ in self._marks)
         self._has_begun = is_end or not may_come
 
     def _held_text(self) -> str:
-        return "".join(text for text, _ in self._held)
+        return "".join(piece.text for piece in self._held)
 
-    def _take(self, num_characters: int, is_thinking: bool) -> Iterator[Piece]:
-        while num_characters > 0:
-            text, is_drafted = self._held.pop(0)
-            if len(text) > num_characters:
-                self._held.insert(0, (text[num_characters:], is_drafted))
-                text = text[:num_characters]
-            num_characters -= len(text)
-            yield Piece(text, is_drafted, is_thinking)
-
-    def _drop(self, num_characters: int) -> None:
-        for _ in self._take(num_characters, is_thinking=True):
-            pass
+    def _take(self, num_characters: int, is_thinking: bool) -> list[Piece]:
+        taken, self._held = split(self._held, num_characters)
+        return [piece._replace(is_thinking=is_thinking) for piece in taken]
 
 
 def _special_tokens_of(tokenizer: Any) -> dict[int, str]:

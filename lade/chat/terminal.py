@@ -26,12 +26,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.chat.commands import COMMANDS, parse
-from lade.chat.conversation import Context, Conversation, Turn
+from lade.chat.conversation import Conversation, Turn
 from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
 from lade.chat.learning import IdleLearner
 from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, in_one_line
+from lade.models.prompts import num_positions
 from lade.stats import DecodeStats
 
 PROMPT = "> "
@@ -62,7 +63,7 @@ class Terminal:
         self.console = console
         self._learner = learner
         self._history = history or InMemoryHistory()
-        self._context = Context(0, conversation.context.max_positions)
+        self._num_tokens = 0  # of the conversation
         self._shows_drafted = False
         self._compares_next = False  # whether the next question is answered plainly, too
         self._has_left = False
@@ -239,9 +240,9 @@ class Terminal:
 
     def _pool(self, _: str) -> None:
         rows = {}
-        fill = self.conversation.pool_fill
-        if fill is not None:
-            rows["learns"] = f"{fill.num_tokens:,} of at most {fill.capacity_tokens:,} tokens"
+        own = self.conversation.pool
+        if own is not None:
+            rows["learns"] = f"{len(own):,} of at most {own.capacity_tokens:,} tokens"
         for pool in self.conversation.read_pools:
             rows[f"read {len(rows)}"] = f"{len(pool):,} tokens"
         self._print_pairs(rows)
@@ -290,7 +291,8 @@ class Terminal:
             parts.append("next: plain and lade")
         if turn is not None:
             parts += speed_of(turn, conversation.plain_tokens_per_sec)
-        parts += fill_of(self._context, conversation.pool_fill)
+        limit = num_positions(conversation.loaded.model)
+        parts += fill_of(self._num_tokens, limit, conversation.pool)
         return fitted([*parts, Path(conversation.loaded.name).name], width)
 
     def _say(self, text: str) -> None:
@@ -312,9 +314,9 @@ class Terminal:
 
     def _count_context(self) -> None:
         try:
-            self._context = self.conversation.context
+            self._num_tokens = self.conversation.num_tokens
         except ValueError:  # of a template that refuses what was loaded; the next answer tells
-            self._context = Context(0, self._context.max_positions)
+            self._num_tokens = 0
 
     def _take_typed(self) -> str:
         typed, self._typed = self._typed, ""

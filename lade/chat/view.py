@@ -16,12 +16,12 @@ from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import Heading, Markdown, MarkdownElement
-from rich.segment import Segment
+from rich.segment import Segment, SegmentLines
 from rich.spinner import Spinner
 from rich.text import Text
 from rich.theme import Theme
 
-from lade.chat.pieces import Piece
+from lade.chat.pieces import Piece, split
 
 DRAFTED = "green"
 DRAFTED_WITHOUT_COLOUR = "underline"
@@ -135,7 +135,7 @@ class AnswerView:
         at = 0
         lines: list[_Line] = []
         for cut in cuts:
-            before, after = _split(opened.pieces, cut - at)
+            before, after = split(opened.pieces, cut - at)
             settled = replace(opened, pieces=before)
             lines += self._lines(settled)[settled.num_printed :]
             opened = _Open(opened.is_thinking, self._console.width, is_markdown, after)
@@ -151,7 +151,7 @@ class AnswerView:
                 self._drawn = [*then[-self._height :]]
                 self._live.refresh()  # else printing repeats what was drawn last
             if lines:
-                self._console.print(_Lines(lines), end="")
+                self._console.print(SegmentLines(lines, new_lines=True), end="")
 
     # --- what changes -------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class AnswerView:
     def _tail(self) -> RenderableType:
         """Return what is drawn below all that is printed."""
         if self._drawn or self._has_printed:
-            return _Lines(self._drawn)
+            return SegmentLines(self._drawn, new_lines=True)
         return self._spinner
 
     def _lines(self, opened: _Open) -> list[_Line]:
@@ -223,18 +223,6 @@ def drafted_style(console: Console) -> str:
     return DRAFTED_WITHOUT_COLOUR if console.no_color else DRAFTED
 
 
-class _Lines:
-    """Lines as they were rendered."""
-
-    def __init__(self, lines: Sequence[_Line]) -> None:
-        self._lines = lines
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in self._lines:
-            yield from line
-            yield Segment.line()
-
-
 class _Heading(Heading):
     """A heading on the left, where those of a chat are expected."""
 
@@ -264,19 +252,6 @@ def _begins_of_blocks(text: str) -> list[int]:
         for token in _parser.parse(text)
         if token.level == 0 and token.nesting >= 0 and token.map
     ]
-
-
-def _split(pieces: Sequence[Piece], cut: int) -> tuple[list[Piece], list[Piece]]:
-    """Return the pieces before and after some number of characters."""
-    before: list[Piece] = []
-    for i, piece in enumerate(pieces):
-        if len(piece.text) > cut:
-            if cut:
-                before.append(piece._replace(text=piece.text[:cut]))
-            return before, [piece._replace(text=piece.text[cut:]), *pieces[i + 1 :]]
-        before.append(piece)
-        cut -= len(piece.text)
-    return before, []
 
 
 def _without_blanks(lines: Sequence[_Line]) -> list[_Line]:

@@ -1,31 +1,22 @@
-"""`lade bench`: answer prompts by every method, and print and write what came of it.
-
-What other commands share is here, too: tables, progress, result files, and keeping what was found
-when a measurement is broken off.
-"""
+"""`lade bench`: answer prompts by every method, and print and write what came of it."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.settings import BenchSettings
-from lade.cli.loading import console
+from lade.cli.loading import load_beside
+from lade.cli.options import DraftOptions, LoadOptions
 from lade.cli.prompting import check_prompts
-from lade.config import Config
+from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.bench.baselines import Given, MethodInfo
     from lade.bench.run import Result
-    from lade.bench.tables import Sheet
-    from lade.cli.drafting import Drafting
 
 _SINGLE_ROW = "transformers runs it on one prompt and for one sequence at a time"
 
@@ -52,33 +43,30 @@ def compare(
     loaded: LoadedModel,
     chosen: Chosen,
     settings: BenchSettings,
-    config: Config,
-    drafting: "Drafting",
-    pool_paths: Sequence[Path],
-    files: "ResultFiles",
+    drafting: DraftOptions,
+    loading: LoadOptions,
+    files: ResultFiles,
 ) -> None:
     """Run every method of `lade bench` for which there is what it takes."""
     from lade.bench.baselines import Given
     from lade.bench.methods import METHODS
 
-    given = Given(config, num_layers=drafting.first_layers)
+    given = Given(drafting.config, num_layers=drafting.first_layers)
     if drafting.assistant is not None:
-        given = with_assistant(given, loaded, drafting.assistant, drafting.trust_remote_code)
+        given = with_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
     has = {
-        "pools": bool(pool_paths),
-        "assistant": drafting.assistant is not None,
-        "num_layers": drafting.first_layers is not None,
+        "pools": drafting.pools,
+        "assistant": drafting.assistant,
+        "num_layers": drafting.first_layers,
     }
     methods = {name: i for name, i in METHODS.items() if i.takes is None or has[i.takes]}
-    run(loaded, chosen, methods, settings, given, files, pool_paths=pool_paths)
+    run(loaded, chosen, methods, settings, given, files, pool_paths=drafting.pools or [])
 
 
 def with_assistant(
     given: "Given", loaded: LoadedModel, name: str, trust_remote_code: bool
 ) -> "Given":
     """Load an assistant, to be used with both tokenizers where its vocabulary is another."""
-    from lade.cli.drafting import load_beside
-
     other = load_beside(loaded, name, trust_remote_code)
     given = given._replace(assistant=other.model)
     if other.tokenizer.get_vocab() == loaded.tokenizer.get_vocab():
@@ -92,7 +80,7 @@ def run(
     methods: "Mapping[str, MethodInfo]",
     settings: BenchSettings,
     given: "Given",
-    files: "ResultFiles",
+    files: ResultFiles,
     *,
     pool_paths: Sequence[Path] = (),
     save_path: Path | None = None,
@@ -187,87 +175,3 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
 def fingerprint(path: Path) -> dict[str, str]:
     """Return name and digest of a file that results depend on but do not include."""
     return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-class Stopped:
-    """What broke a measurement off, if anything did."""
-
-    by: BaseException | None = None
-
-    def tell(self, text: str) -> None:
-        """Print how far it came."""
-        if self.by is not None:
-            console.print(text)
-
-    def pass_on(self) -> None:
-        """Raise it now, the findings being written."""
-        if self.by is not None:
-            raise self.by
-
-
-@contextmanager
-def keeping(found: Sized) -> Iterator[Stopped]:
-    """Hold back what breaks the block off, if something was found, until that is shown."""
-    stopped = Stopped()
-    try:
-        yield stopped
-    except BaseException as error:  # raised again by `pass_on`
-        if not found:
-            raise
-        stopped.by = error
-
-
-@dataclass(frozen=True)
-class ResultFiles:
-    """Where to write results besides the terminal; all are optional."""
-
-    json: Path | None = None
-    markdown: Path | None = None
-    plot: Path | None = None  # a folder
-
-    def check(self) -> None:
-        """Raise now, before any work is done, if the results could not be written later."""
-        for path in (self.json, self.markdown):
-            check_writable(path)
-        if self.plot is not None:
-            from lade.bench.plots import check_folder
-
-            check_folder(self.plot)
-
-    def show(self, content: dict[str, Any], *sheets: "Sheet") -> None:
-        """Print tables, and write them as Markdown, and the content as JSON, where asked for."""
-        from lade.bench.report import write_json
-
-        for sheet in sheets:
-            print_sheet(sheet)
-        if self.json is not None:
-            write_json(self.json, content)
-            say_written([self.json])
-        if self.markdown is not None:
-            text = "\n".join(sheet.as_markdown() for sheet in sheets)
-            self.markdown.write_text(text, encoding="utf-8")
-            say_written([self.markdown])
-
-
-def print_sheet(sheet: "Sheet") -> None:
-    """Print a table uncropped; lines may wrap on a narrow terminal."""
-    Console(highlight=False).print(sheet, crop=False)
-
-
-def progress_bar() -> Progress:
-    """Return a progress bar with a count and the time left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-
-
-def say_written(paths: Sequence[Path]) -> None:
-    """Print where results were written."""
-    for path in paths:
-        console.print(f"[dim]written to {path}[/dim]")
-
-
-def check_writable(json_path: Path | None) -> None:
-    """Raise now, before any work is done, if a result file could not be written later."""
-    if json_path is not None:
-        with json_path.open("a", encoding="utf-8"):
-            pass

@@ -24,8 +24,8 @@ from ngram_pool import NGramPool
 from ngram_pool.files import stamp_of
 from ngram_pool.writing import write_whole
 
-# Characters that are tokenised in one call: half a second for a tokenizer of two threads.
-_BATCH = 2**21
+# Pieces that are tokenised in one call: at most half a second for a tokenizer of two threads.
+_BATCH = 2**7
 # Seconds between saves, and at least so many times as long as a save takes.
 _SAVE_EVERY_SEC, _SAVE_SHARE = 60.0, 20.0
 
@@ -125,7 +125,8 @@ def build(
             built.encoding_sec += perf_counter() - began
             return parts, rows
 
-        batches = _batches(_parts(found.files, sources, render, built, show))
+        parts_of_all = _parts(found.files, sources, render, built, show)
+        batches = iter(lambda: [*islice(parts_of_all, _BATCH)], [])
         # One batch is tokenised while the one before is observed.
         ahead = [threads.submit(encoded, parts) for parts in islice(batches, 1)]
         try:
@@ -195,19 +196,6 @@ def _parts_of(path: Path, read: Read, render: Render, built: Built) -> Iterator[
         except UnreadableError as error:
             built.left_out[str(error)] += 1
     yield _Part(str(path), None, read._replace(is_whole=True)), place
-
-
-def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    batch: list[_Part] = []
-    num_characters = 0
-    for part in parts:
-        batch.append(part)
-        num_characters += 0 if part.piece is None else len(part.piece.text)
-        if num_characters >= _BATCH:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
 
 
 def encoder_of(tokenizer: Any) -> Encode:

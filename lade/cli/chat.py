@@ -1,20 +1,18 @@
 """`lade chat`: a conversation in a terminal, or one question from a pipe."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lade.cli.loading import console, note
+from lade.cli.loading import note
 from lade.cli.prompting import read_prompt
-from lade.config import Config
 from lade.errors import MissingExtraError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from lade.chat.conversation import Conversation
+    from lade.chat.conversation import Conversation, Turn
     from lade.chat.settings import Settings
+    from lade.cli.options import PoolOptions
     from lade.drafting.drafter import Drafter
 
 
@@ -41,35 +39,32 @@ def run(
     question: str | None,
     loaded: LoadedModel,
     settings: "Settings",
-    config: Config,
     system: str | None,
-    pool_paths: Sequence[Path],
-    save_path: Path | None,
+    drafting: "PoolOptions",
+    drafter: "Drafter | None",
     learns: bool,
-    drafter: "Drafter | None" = None,
 ) -> None:
     """Chat until the user leaves, or answer one question."""
     from lade.chat.conversation import Conversation
     from lade.cli.generate import check_verification
-    from lade.cli.pool import open_pools
     from lade.models.loading import encode
 
-    config = replace(config, reuses_prefix=True)
-    learns = learns and config.verification != "plain"
+    config = replace(drafting.config, reuses_prefix=True)
+    learns = learns and not drafting.is_plain
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
     check_verification(loaded.model, hello, config, drafter)
-    with open_pools(loaded, pool_paths, save_path) as pools:
+    with drafting.open_pools(loaded) as pools:
         conversation = Conversation(
             loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
         )
         if question is None:
             _chat(conversation, learns)
             return
-        _answer(conversation, question)
-    if learns and conversation.turn is not None:
+        turn = _answer(conversation, question)
+    if learns:
         from lade.cli.prewarm import learn_after
 
-        learn_after(loaded, conversation.turn.sec)
+        learn_after(loaded, turn.sec)
 
 
 def _chat(conversation: "Conversation", learns: bool) -> None:
@@ -89,10 +84,10 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
     Terminal(conversation, Console(highlight=False, theme=THEME), history, learner).run()
 
 
-def _answer(conversation: "Conversation", question: str) -> None:
+def _answer(conversation: "Conversation", question: str) -> "Turn":
     """Print an answer as plain text, without its thinking, and its figures to standard error."""
     from lade.chat.figures import figures_of
-    from lade.cli.drafting import sources_text
+    from lade.cli.generate import tell_figures
 
     try:
         for piece in conversation.answer(question):
@@ -102,9 +97,5 @@ def _answer(conversation: "Conversation", question: str) -> None:
         print(flush=True)
     turn = conversation.turn
     assert turn is not None, "it was answered"
-    figures = ", ".join(figures_of(turn, None))
-    if conversation.settings.temperature > 0:
-        figures += f", seed {turn.seed}"
-    console.print(f"[dim]{figures}[/dim]")
-    if turn.stats is not None and (text := sources_text(turn.stats.sources)):
-        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
+    tell_figures(figures_of(turn, None), conversation.settings, turn.seed, turn.stats)
+    return turn

@@ -1,9 +1,6 @@
 """`lade check`: the verification a model gets, the reasons, and its speed-up on this machine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -16,15 +13,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from lade.bench.baselines import Answer, plain
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
-from lade.bench.report import rounded, write_json
 from lade.bench.settings import BenchSettings
-from lade.cli.bench import check_writable, describe_model, keeping
-from lade.cli.demo import Difference, find_difference, why_different
+from lade.cli.bench import describe_model
+from lade.cli.comparison import Row, table_of, total_of, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompt
+from lade.cli.results import ResultFiles, keeping
 from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
+from lade.models.prompts import num_positions
 from lade.probing.report import Probe, probe
 
 _WARM_UP_TOKENS = 8
@@ -42,25 +40,9 @@ _LABELS = {
 }
 
 
-@dataclass(slots=True)
-class Measured:
-    """Measurements of both methods on one prompt, repeated while there is time."""
-
-    title: str
-    difference: Difference | None
-    plain_rates: list[float] = field(default_factory=list)  # tokens per second
-    lade_rates: list[float] = field(default_factory=list)
-    speedups: list[float] = field(default_factory=list)  # of lade over plain, per pair of answers
-
-    @property
-    def speedup(self) -> float:
-        """Median speed-up over the repeats."""
-        return median(self.speedups)
-
-
-def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
+def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
     """Check a model and print the findings, partial ones too after an interruption."""
-    check_writable(json_path)
+    files.check()
     out = Console(highlight=False)
     made = environment()
     out.print(_described(loaded))
@@ -69,70 +51,71 @@ def run(loaded: LoadedModel, seconds: float, json_path: Path | None) -> None:
     with console.status("checking how the model verifies drafts …"):
         found = probe(loaded.model)
     _tell_verification(out, found)
-    measured: list[Measured] = []
+    rows: list[Row] = []
     why_not = "lade decodes the model plainly" if found.verification == "plain" else None
     if seconds <= 0:
         why_not = why_not or "not asked for"
     with keeping([found]) as stopped:
-        why_not = why_not or measure(loaded, seconds, measured)
+        why_not = why_not or measure(loaded, seconds, rows)
     is_interrupted = not isinstance(stopped.by, Exception | None)
     if stopped.by is not None and not is_interrupted:  # by too little memory, for one
         why_not = in_one_line(stopped.by)
-    _tell_speed(out, loaded.model, measured, why_not)
-    if json_path is not None:
-        write_json(json_path, _as_json(loaded, found, measured, made, stopped.by is not None))
-        console.print(f"[dim]written to {json_path}[/dim]")
+    _tell_speed(out, rows, why_not)
+    content = {
+        "environment": made,
+        "settings": {**describe_model(loaded), "interrupted": stopped.by is not None},
+        "verification": found.verification,
+        "attention": found.attention,
+        "execution": found.execution,
+        "reasons": dict(found.reasons),
+        "speedup": total_of(rows).speedup if rows else None,
+        "prompts": [row.as_dict() for row in rows],
+    }
+    files.show(content, *([table_of(rows)] if rows else []))
+    if any(row.difference is not None for row in rows):
+        out.print(f"[dim]{why_different(loaded.model)}[/dim]")
     if is_interrupted:
         stopped.pass_on()
 
 
-def measure(loaded: LoadedModel, seconds: float, measured: list[Measured]) -> str | None:
+def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
     """Answer prompts with plain generate and lade in turn until the time is up.
 
     Args:
         loaded: the model.
         seconds: after this time, no answer is begun; the first prompt is always answered.
-        measured: receives the measurements as they are made, so an interruption loses none.
+        rows: receives a row for each prompt as it is answered, so an interruption loses none.
 
     Returns:
         Why nothing was measured; None if something was.
     """
-    prompts = _fitting(loaded)
+    limit = num_positions(loaded.model)
+    encoded = [(title, encode_prompt(loaded, text)) for title, text in DEMO_PROMPTS]
+    prompts = [
+        (title, inputs)
+        for title, inputs in encoded
+        if limit is None or inputs["input_ids"].shape[1] + _MAX_TOKENS <= limit
+    ]
     if not prompts:
         return "the model has positions for none of the prompts"
-    by_title: dict[str, Measured] = {}
     columns = (TextColumn("{task.description}"), BarColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("warming up", total=seconds)
         num_tokens = _answer_length(loaded, prompts[0][1], seconds, len(prompts))
         num_done, start = 0, perf_counter()
         while num_done == 0 or perf_counter() - start < seconds:
-            title, inputs = prompts[num_done % len(prompts)]
+            place = num_done % len(prompts)
+            title, inputs = prompts[place]
             bars.update(task, description=title, completed=perf_counter() - start)
             is_plain_first = (num_done + num_done // len(prompts)) % 2 == 0
-            expected, got = _both(loaded.model, inputs, num_tokens, plain_first=is_plain_first)
-            if title not in by_title:
-                difference = find_difference(loaded.model, inputs, expected.rows[0], got.rows[0])
-                by_title[title] = Measured(title, difference)
-                measured.append(by_title[title])
-            rates = [answer.num_tokens / answer.sec for answer in (expected, got)]
-            by_title[title].plain_rates.append(rates[0])
-            by_title[title].lade_rates.append(rates[1])
-            by_title[title].speedups.append(rates[1] / rates[0])
+            answers = _both(loaded.model, inputs, num_tokens, plain_first=is_plain_first)
+            row = Row.of(title, loaded.model, inputs, *answers)
+            if num_done < len(prompts):
+                rows.append(row)
+            else:
+                rows[place].add(row)
             num_done += 1
     return None
-
-
-def _fitting(loaded: LoadedModel) -> list[tuple[str, dict[str, Any]]]:
-    """Return the encoded prompts that leave the model room for an answer."""
-    config = loaded.model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    encoded = [(title, encode_prompt(loaded, text)) for title, text in DEMO_PROMPTS]
-    return [
-        (title, inputs)
-        for title, inputs in encoded
-        if limit is None or inputs["input_ids"].shape[1] + _MAX_TOKENS <= limit
-    ]
 
 
 def _answer_length(
@@ -182,66 +165,10 @@ def _tell_verification(out: Console, found: Probe) -> None:
         out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
 
 
-def _tell_speed(
-    out: Console, model: Any, measured: Sequence[Measured], why_not: str | None
-) -> None:
-    if not measured:
+def _tell_speed(out: Console, rows: list[Row], why_not: str | None) -> None:
+    if not rows:
         out.print(f"\n[bold]Speed-up[/bold] not measured: {escape(why_not or 'stopped')}")
         return
-    speedups = [each.speedup for each in measured]
-    rates = [median(rate for each in measured for rate in getattr(each, name)) for name in _RATES]
-    noun = "prompt" if len(measured) == 1 else "prompts"
-    out.print(
-        f"\n[bold]Speed-up {median(speedups):.2f}x[/bold] over plain generate: "
-        f"{rates[0]:.1f} → {rates[1]:.1f} tokens/s"
-    )
-    if len(measured) > 1:
-        out.print(
-            f"[dim]  the median of {len(measured)} prompts; {min(speedups):.2f}x to "
-            f"{max(speedups):.2f}x[/dim]"
-        )
-    for each in measured:
-        out.print(f"  {each.title:<12}{each.speedup:.2f}x")
+    out.print(f"\n[bold]Speed-up {total_of(rows).speedup:.2f}x[/bold] over plain generate")
     if why_not is not None:
         out.print(f"[dim]  stopped early: {escape(why_not)}[/dim]")
-    num_same = sum(each.difference is None for each in measured)
-    out.print(f"[bold]Text[/bold] the same for {num_same} of {len(measured)} {noun}")
-    if num_same < len(measured):
-        out.print(Padding(f"[dim]{why_different(model)}[/dim]", (0, 0, 0, 2)))
-
-
-_RATES = ("plain_rates", "lade_rates")
-
-
-def _as_json(
-    loaded: LoadedModel,
-    found: Probe,
-    measured: Sequence[Measured],
-    made: dict[str, Any],
-    was_interrupted: bool,
-) -> dict[str, Any]:
-    return {
-        "environment": made,
-        "settings": {
-            **describe_model(loaded),
-            "interrupted": was_interrupted,
-        },
-        "verification": found.verification,
-        "attention": found.attention,
-        "execution": found.execution,
-        "reasons": dict(found.reasons),
-        "speedup": round(median(each.speedup for each in measured), 4) if measured else None,
-        "prompts": [
-            rounded(
-                {
-                    "title": each.title,
-                    "speedup": each.speedup,
-                    "plain_tokens_per_sec": median(each.plain_rates),
-                    "lade_tokens_per_sec": median(each.lade_rates),
-                    "same_text": each.difference is None,
-                    "repeats": len(each.speedups),
-                }
-            )
-            for each in measured
-        ],
-    }

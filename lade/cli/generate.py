@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,36 +9,45 @@ import torch
 from transformers import TextStreamer
 
 import lade
+from lade.chat.figures import sources_text
 from lade.chat.settings import Settings
-from lade.cli.drafting import sources_text
 from lade.cli.loading import console
-from lade.cli.pool import open_pools
+from lade.cli.options import PoolOptions
 from lade.cli.prewarm import learn_after
-from lade.cli.prompting import AskedPrompt, encode_prompt, room_for
+from lade.cli.prompting import room_for
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.models.loading import LoadedModel
+from lade.stats import DecodeStats
 
 
 def run(
-    asked: AskedPrompt,
+    inputs: dict[str, Any],
+    stops: Sequence[str],
     loaded: LoadedModel,
     settings: Settings,
-    config: Config,
-    pool_paths: Sequence[Path],
-    save_path: Path | None,
+    drafting: PoolOptions,
+    drafter: Drafter | None,
     learns: bool,
-    drafter: Drafter | None = None,
 ) -> None:
-    """Print the answer to standard output and a line of figures to standard error."""
-    inputs = encode_prompt(loaded, asked)
+    """Print the answer to standard output and a line of figures to standard error.
+
+    Args:
+        inputs: `input_ids` and `attention_mask` of the prompt, int64 [1, num_tokens].
+        stops: texts, the first of which ends the answer.
+        loaded: the model.
+        settings: of the answer.
+        drafting: how to draft, and from which pools.
+        drafter: drafts beside the pools.
+        learns: whether to add to the model's table afterwards.
+    """
     room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
     options = replace(settings, max_new_tokens=room).options()
-    if asked.stops:
-        options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
-    check_verification(loaded.model, inputs, config, drafter)
+    if stops:
+        options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
+    check_verification(loaded.model, inputs, drafting.config, drafter)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    with open_pools(loaded, pool_paths, save_path) as pools:
+    with drafting.open_pools(loaded) as pools:
         torch.manual_seed(settings.seed)
         start = perf_counter()
         try:
@@ -50,7 +58,7 @@ def run(
                 streamer=streamer,
                 pool=pools,
                 drafter=drafter,
-                config=config,
+                config=drafting.config,
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
@@ -59,19 +67,26 @@ def run(
         sec = perf_counter() - start
     stats = output.stats
     noun = "token" if stats.num_tokens == 1 else "tokens"
-    seed = f", seed {settings.seed}" if settings.temperature > 0 else ""
-    console.print(
-        f"[dim]{stats.num_tokens} {noun}, {stats.num_tokens / sec:.1f} a second, "
-        f"{stats.mean_accepted_tokens:.2f} a step{seed}[/dim]"
-    )
-    if text := sources_text(stats.sources):
-        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
-    if learns and config.verification != "plain":
+    speed = f"{stats.num_tokens / sec:.1f} a second"
+    figures = [f"{stats.num_tokens} {noun}", speed, f"{stats.mean_accepted_tokens:.2f} a step"]
+    tell_figures(figures, settings, settings.seed, stats)
+    if learns and not drafting.is_plain:
         learn_after(loaded, sec)
 
 
+def tell_figures(
+    figures: Sequence[str], settings: Settings, seed: int, stats: DecodeStats | None
+) -> None:
+    """Print the figures of an answer, its seed if it was sampled, and what drafted for it."""
+    if settings.temperature > 0:
+        figures = [*figures, f"seed {seed}"]
+    console.print(f"[dim]{', '.join(figures)}[/dim]")
+    if stats is not None and (text := sources_text(stats.sources)):
+        console.print(f"[dim]{text}[/dim]", soft_wrap=True)
+
+
 def check_verification(
-    model: Any, inputs: dict[str, Any], config: Config, drafter: Drafter | None = None
+    model: Any, inputs: dict[str, Any], config: Config, drafter: Drafter | None
 ) -> None:
     """Do the work now that is done once per model, so that the answer's time is the answer's own.
 

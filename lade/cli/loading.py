@@ -60,6 +60,12 @@ def load_with_progress(
         )
 
 
+def load_beside(loaded: LoadedModel, name: str, trust_remote_code: bool) -> LoadedModel:
+    """Load another model where one is, in the same number format."""
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    return load_with_progress(name, str(loaded.model.device), dtype, None, trust_remote_code)
+
+
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress.
 

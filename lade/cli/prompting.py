@@ -1,55 +1,16 @@
 """Read and encode the user's prompts, and check them against the model's positions."""
 
 import re
-import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lade.cli.loading import note
-from lade.models.loading import LoadedModel, encode
-from lade.models.prompts import check_system, num_positions, room_after
+from lade.models.loading import LoadedModel
+from lade.models.prompts import check_system, encode_messages, num_positions, room_after
 
 # Names of position tables in models; tables of distances have fewer rows than positions.
 _POSITIONS = re.compile(r"position|pos_|wpe")
-
-
-@dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt and how to present it to a model.
-
-    Raises:
-        ValueError: `system` is combined with `is_raw`, or a stop is empty.
-    """
-
-    text: str
-    system: str | None = None  # a prompt that chat templates place before it
-    is_raw: bool = False  # whether to leave out the chat template
-    stops: Sequence[str] = ()  # the answer ends with the first of these found in it
-
-    @classmethod
-    def read(
-        cls, prompt: str, *, system: str | None, is_raw: bool, stops: Sequence[str]
-    ) -> "AskedPrompt":
-        """Read the arguments, and standard input where the prompt is `-`.
-
-        Raises:
-            ValueError: a text is not UTF-8, or as for the constructor.
-        """
-        system = None if system is None else read_typed(system)
-        return cls(read_prompt(prompt), system, is_raw, [*map(read_typed, stops)])
-
-    def __post_init__(self) -> None:
-        if self.system is not None and self.is_raw:
-            raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
-        if "" in self.stops:
-            raise ValueError("expected each --stop to be a text of one character or more, got ''")
-
-
-def new_seed() -> int:
-    """Return a random seed short enough to type."""
-    return secrets.randbelow(10**6)
 
 
 def read_prompt(argument: str) -> str:
@@ -82,29 +43,25 @@ def _decoded(data: bytes, where: str) -> str:
         ) from None
 
 
-def encode_prompt(loaded: LoadedModel, asked: AskedPrompt | str) -> dict[str, Any]:
+def encode_prompt(
+    loaded: LoadedModel, text: str, *, system: str | None = None, is_raw: bool = False
+) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
+
+    Args:
+        loaded: the model and its tokenizer.
+        text: of the user.
+        system: a prompt that the chat template places before it.
+        is_raw: whether to leave out the chat template.
 
     Raises:
         ValueError: the prompt has no token, or there is no place for a system prompt.
     """
-    if isinstance(asked, str):
-        asked = AskedPrompt(asked)
-    if asked.system is not None:
-        check_system(loaded, asked.system)
-    inputs = encode(
-        loaded.tokenizer,
-        asked.text,
-        loaded.model.device,
-        system=asked.system,
-        is_raw=asked.is_raw,
-    )
-    if inputs["input_ids"].shape[1] == 0:
-        why = f"the tokenizer of {loaded.name} makes no token of {asked.text!r}"
-        if not asked.text and not asked.is_raw:
-            why = f"{loaded.name} has no chat template, and nothing to go on from"
-        raise ValueError(f"expected a prompt of one token or more, got none: {why}")
-    return inputs
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        check_system(loaded, system)
+        messages.insert(0, {"role": "system", "content": system})
+    return encode_messages(loaded, messages, is_raw=is_raw)
 
 
 def room_for(model: Any, num_prompt_tokens: int, max_new_tokens: int) -> int:

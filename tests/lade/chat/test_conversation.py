@@ -105,23 +105,22 @@ def test_a_plain_answer_has_one_token_a_step_and_tells_plains_speed(loaded: Load
     assert conversation.plain_tokens_per_sec == turn.tokens_per_sec
 
 
-def test_the_pool_learns_and_is_told_how_full_it_is(loaded: LoadedModel) -> None:
+def test_the_pool_that_learns_is_told(loaded: LoadedModel) -> None:
     pool = NGramPool(2**12)
     conversation = Conversation(loaded, settings=SHORT, pool=[pool])
     assert conversation.pool is pool
-    assert conversation.pool_fill == (0, 2**12)
     said(conversation, "abc")
-    assert conversation.pool_fill == (len("[user]abc\n[assistant]") + 24, 2**12)
+    assert len(pool) == len("[user]abc\n[assistant]") + 24
     read_only = Conversation(loaded, pool=pool.as_read_only())
-    assert read_only.pool_fill is None
+    assert read_only.pool is None
 
 
 def test_the_context_is_counted(loaded_with: Make) -> None:
     conversation = Conversation(loaded_with(), settings=SHORT)
-    assert [*conversation.context] == [0, 512]
+    assert conversation.num_tokens == 0
     said(conversation, "abc")
     again = loaded_with().tokenizer(conversation.messages[1]["content"])["input_ids"]
-    assert conversation.context.num_tokens == len("[user]abc\n[assistant]\n") + len(again)
+    assert conversation.num_tokens == len("[user]abc\n[assistant]\n") + len(again)
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -306,7 +305,7 @@ def test_the_system_prompt_is_part_of_the_prompt(loaded_with: Make) -> None:
     assert conversation.turn.num_prompt_tokens == len(prompt)
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
     conversation.system = None
-    assert conversation.context.num_tokens < len(prompt) + 3 * 24
+    assert conversation.num_tokens < len(prompt) + 3 * 24
 
 
 @pytest.mark.parametrize(

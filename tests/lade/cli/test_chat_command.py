@@ -51,7 +51,7 @@ def test_it_learns_after_the_answer(folder: str, monkeypatch: pytest.MonkeyPatch
         (" \n", [], "expected a question on standard input, got nothing"),
         (b"a\xff", [], "expected UTF-8 on standard input"),
         ("abc", ["--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
-        ("abc", ["--verification", "plain", "--save-pool", "a.pool"], "expected no --pool"),
+        ("abc", ["--verification", "plain", "--save-pool", "a.pool"], "expected no --save-pool"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_loaded(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lade.chat.figures import sources_text
 from lade.cli.app import app
-from lade.cli.drafting import sources_text
 from lade.stats import SourceStats
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
@@ -57,8 +57,14 @@ def test_demo_and_chat_take_first_layers(folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--assistant", "x", "--verification", "plain"], "expected no --assistant or --first"),
-        (["--first-layers", "1", "--verification", "plain"], "expected no --assistant or --first"),
+        (
+            ["--assistant", "x", "--verification", "plain"],
+            "expected no --assistant, --first-layers or --pool",
+        ),
+        (
+            ["--first-layers", "1", "--verification", "plain"],
+            "expected no --assistant, --first-layers or --pool",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "Hi"], ["demo"]])

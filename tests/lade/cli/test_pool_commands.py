@@ -93,7 +93,7 @@ def test_only_what_has_changed_is_read_again(folder: str, source: Path, tmp_path
 def test_an_interrupted_build_goes_on_where_it_was(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_BATCH", 2**15)
+    monkeypatch.setattr(build, "_BATCH", 3)
     source = tmp_path / "source"
     source.mkdir()
     letters = np.random.default_rng(0).integers(97, 123, (12, 4000, 10))
@@ -337,7 +337,7 @@ def test_generate_learns_in_one_pool_and_reads_others(folder: str, tmp_path: Pat
     assert len(NGramPool.load(mine)) == 60
     assert len({result.stdout for result in (first, plain, read, second)}) == 1
     assert steps_of(plain) == steps_of(first) < min(steps_of(read), steps_of(second))
-    with pytest.raises(ValueError, match="expected no --pool or --save-pool with --verification"):
+    with pytest.raises(ValueError, match=r"expected no .*--pool with --verification"):
         run("generate", "abcabc", *options, "--pool", mine, "--verification", "plain")
     other = NGramPool()
     other.tokenizer = "another"
