@@ -27,6 +27,7 @@ from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget
 from lade.budget.calibration import Outcome
 from lade.budget.costs import Costs, ForwardCosts
 from lade.config import Config
+from lade.drafting.drafts import chain, draft_of
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
 from tests.lade.tiny import BatchDrafter, tiny_model
@@ -117,15 +118,7 @@ def chain_and_guesses(prob: float) -> Draft:
     nodes.sort(key=lambda node: -node[0])
     places = {token_id: place for place, (_, token_id, _) in enumerate(nodes)}
     parents = [places[token_id - 1] if depth > 1 else -1 for _, token_id, depth in nodes]
-    probs, token_ids, depths = zip(*nodes, strict=True)
-    return draft_of(token_ids, parents, depths, probs)
-
-
-def draft_of(
-    token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int], probs: Sequence[float]
-) -> Draft:
-    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Draft(ids, over, down, np.array(probs, np.float64))
+    return draft_of([token_id for _, token_id, _ in nodes], parents, [prob for prob, *_ in nodes])
 
 
 def accepted(draft: Draft, num_nodes: int, text: Sequence[int]) -> list[int]:
@@ -376,7 +369,7 @@ def test_drafts_that_are_missing_are_no_reason_to_rest() -> None:
 
 def test_drafts_that_do_not_pay_are_asked_for_in_every_eighth_step_until_one_is_right() -> None:
     budget = MeasuredBudget(ForwardCosts({1: 1.0, 64: 640.0}))
-    draft, drafted = draft_of([1], [-1], [1], [0.5]), list[bool]()
+    draft, drafted = draft_of([1], [-1], [0.5]), list[bool]()
     for step in range(60):
         drafted.append(not budget.is_resting)
         outcomes = []
@@ -597,7 +590,7 @@ def test_one_slow_measurement_is_forgiven() -> None:
 
 def test_the_state_is_bounded() -> None:
     budget = MeasuredBudget()
-    draft = draft_of([1] * 63, [-1] * 63, [1] * 63, [0.5] * 63)
+    draft = draft_of([1] * 63, [-1] * 63, 0.5)
     for length in range(64):
         for _ in range(3):
             num_nodes = budget.num_nodes([[0.5] * length], 0)
@@ -653,9 +646,7 @@ def test_a_node_in_every_row_must_pay_for_the_whole_forward() -> None:
 
 def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
     """Tokens 5 6 7 in a row; 8 beside 5, 9 under 8; 4 beside 6."""
-    draft = draft_of(
-        [5, 6, 8, 7, 9, 4], [-1, 0, -1, 1, 2, 0], [1, 2, 1, 3, 2, 2], [0.8, 0.6, 0.2, 0.3, 0.1, 0.1]
-    )
+    draft = draft_of([5, 6, 8, 7, 9, 4], [-1, 0, -1, 1, 2, 0], [0.8, 0.6, 0.2, 0.3, 0.1, 0.1])
 
     def came(*token_ids: int) -> list[float]:
         came = np.zeros(6)
@@ -682,8 +673,7 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
 def test_sampled_calls_begin_with_less_calibration_and_win_it_back(
     temperature: float, most: float
 ) -> None:
-    nodes = np.arange(3, dtype=np.int32)
-    draft = Draft(nodes + 1, nodes - 1, nodes + 1, np.array([0.8, 0.6, 0.4]))
+    draft = chain([1, 2, 3], [0.8, 0.6, 0.4])
     before = MeasuredBudget()._calibration.believed(draft.probs).sum()
     budget = MeasuredBudget(temperature=temperature)
     begun = budget._calibration.believed(draft.probs).sum()

@@ -57,10 +57,10 @@ def nearly(model: Any, noise: float) -> Any:
 # --- the text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("expansion", ["tree", "chain"])
 @pytest.mark.parametrize("noise", [0.0, 0.1, 3.0], ids=["always", "sometimes", "never"])
-def test_the_text_is_that_of_generate(expansion: Any, noise: float, do_sample: bool) -> None:
+def test_the_text_is_that_of_generate(expansion: Any, noise: float) -> None:
+    do_sample = (expansion == "tree") == (noise == 0.1)  # each of the three in both ways
     model = shared_model("llama", seed=1)
     assistant = nearly(model, noise)
     total = lade.DecodeStats()

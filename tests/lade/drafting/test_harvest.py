@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
 from lade.budget.budget import FixedBudget
+from lade.drafting.drafts import draft_of
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import (
     PromptHarvester,
@@ -38,17 +39,8 @@ class Listener(lade.Drafter):
     def __init__(self) -> None:
         self.told: list[tuple[list[int], list[int], list[int], Successors]] = []
 
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        return 1
-
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        ids = np.array([committed[-1], 5, 6], np.int32)
-        return Draft(
-            ids, np.array([-1, -1, 1], np.int32), np.array([1, 1, 2], np.int32), np.ones(3)
-        )
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        pass
+        return draft_of([committed[-1], 5, 6], [-1, -1, 1])
 
     def harvest(
         self,
@@ -60,9 +52,6 @@ class Listener(lade.Drafter):
     ) -> None:
         assert committed[-1] == token_ids[0]
         self.told.append((list(committed), list(token_ids), list(parents), successors))
-
-    def close(self, sequence: int) -> None:
-        pass
 
 
 @torch.no_grad()

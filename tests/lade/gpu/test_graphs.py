@@ -612,11 +612,7 @@ def test_grouped_products_that_copy_to_the_host_are_not_recorded(
     assert why_not_recorded(model) is None
 
 
-def test_graphs_are_to_be_asked_for() -> None:
+def test_graphs_are_to_be_asked_for_and_only_cuda_devices_record_them() -> None:
     for kind in ("cpu", "cuda"):
         assert DevicePolicy().execution(torch.device(kind)) == "eager"
-
-
-def test_only_cuda_devices_record() -> None:
-    assert not DevicePolicy().can_record(torch.device("cpu"))
-    assert DevicePolicy().can_record(torch.device("cuda"))
+        assert DevicePolicy().can_record(torch.device(kind)) == (kind == "cuda")

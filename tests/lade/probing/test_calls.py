@@ -125,9 +125,10 @@ def test_a_quantized_cache_is_decoded_plainly_and_says_so() -> None:
     both(model, PROMPTS[0], cache_implementation="quantized", plainly="quantized")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["with config", "without"])
-@pytest.mark.parametrize("length", [4, 25])
+@pytest.mark.parametrize(
+    ("family", "length"), [("llama", 4), ("gemma3_text", 25), ("mistral", 4), ("mistral", 25)]
+)
 def test_a_dynamic_cache_goes_on_over_turns(family: str, is_lazy: bool, length: int) -> None:
     """Past the window and before it, in the layers that the caller's cache has."""
     model = shared_model(family, seed=1)
@@ -457,18 +458,9 @@ def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() 
 
 def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> None:
     model = tiny_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
-    widths: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(
-        lambda module, args, inputs: widths.append(tuple(inputs["input_ids"].shape)),
-        with_kwargs=True,
-    )
-    short = torch.arange(2, 10)[None]
-    for prompt in (short, torch.arange(2, 80)[None]):
+    for prompt in (torch.arange(2, 10)[None], torch.arange(2, 80)[None]):
         _, got = both(model, prompt, max_new_tokens=25, accept=0.7)
         assert got.stats.mean_accepted_tokens > 1.1
-    widths.clear()
-    lade.generate(model, torch.tensor([[5, 6, 7] * 26]), max_new_tokens=9, do_sample=False)
-    assert max(rows for rows, _ in widths[1:]) >= 1
     choices = {key[0] for key in profile_of(model).results}
     assert choices == {"tree", "rows"}
 

@@ -100,15 +100,8 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
     class Sure(lade.Drafter):
         """Has the likeliest answer and nothing else."""
 
-        def open(self, prompt_ids: Any) -> int:
-            return 0
-
         def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
             return chain(answer[len(committed) :][:max_draft_tokens], 0.9)
-
-        def observe(self, sequence: int, token_ids: Any) -> None: ...
-
-        def close(self, sequence: int) -> None: ...
 
     out = lade.generate(
         model,
