@@ -107,8 +107,7 @@ def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> No
 
 
 @pytest.mark.parametrize(
-    ("num_key_value_heads", "own", "chosen"),
-    [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
+    ("num_key_value_heads", "own", "chosen"), [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")]
 )
 def test_other_attention_is_kept_where_it_takes_masks(
     num_key_value_heads: int, own: str, chosen: str

@@ -194,11 +194,7 @@ def test_trees_of_all_sizes_wait_for_no_compiler_after_what_was_compiled_ahead(
 
 
 def usage_of(
-    name: str,
-    blocks: Any,
-    dtype: str,
-    capability: int,
-    dims: tuple[int, int] | None = None,
+    name: str, blocks: Any, dtype: str, capability: int, dims: tuple[int, int] | None = None
 ) -> Usage:
     """Compile a kernel with all that it can do, and return what it takes.
 

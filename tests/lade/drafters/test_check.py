@@ -127,10 +127,7 @@ def test_a_flaw_of_a_draft_is_named(name: str) -> None:
         check(drafter, **FEW)
     assert isinstance(raised.value, lade.LadeError)
     assert len(raised.value.flaws) == 1
-    assert str(raised.value).splitlines() == [
-        "Broken has 1 flaw:",
-        f"- {raised.value.flaws[0]}",
-    ]
+    assert str(raised.value).splitlines() == ["Broken has 1 flaw:", f"- {raised.value.flaws[0]}"]
 
 
 @pytest.mark.parametrize("name", ["num_successors", "has_table", "open"])
@@ -282,8 +279,7 @@ class Made(lade.Drafter):
         drafter = Right()
         ids = ints(1, 2)
         wide = SampledDraft(
-            *(ids, ints(-1, -1), ints(1, 1), np.array([0.5, 0.5])),
-            *(ids[:, None], np.ones((2, 1))),
+            *(ids, ints(-1, -1), ints(1, 1), np.array([0.5, 0.5])), *(ids[:, None], np.ones((2, 1)))
         )
         drafter.changed = lambda *_: wide  # type: ignore[method-assign]
         return drafter

@@ -42,10 +42,7 @@ def an_assistant(kind: str = "tree") -> Any:
 
 def translated(kind: str = "tree", **options: Any) -> AssistantModel:
     return AssistantModel(
-        an_assistant(kind),
-        metaspace(),
-        target_tokenizer=byte_level(),
-        **{"length": 4, **options},
+        an_assistant(kind), metaspace(), target_tokenizer=byte_level(), **{"length": 4, **options}
     )
 
 

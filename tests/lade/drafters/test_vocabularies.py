@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lade.drafters.vocabularies import Translation, Vocabularies, Vocabulary, shares_ids
-from tests.lade.drafters.tokenizers import (
-    TEXT,
-    byte_level,
-    metaspace,
-    with_tokens,
-    word_pieces,
-)
+from tests.lade.drafters.tokenizers import TEXT, byte_level, metaspace, with_tokens, word_pieces
 from tests.lade.tiny import byte_tokenizer
 
 TOKENIZERS: dict[str, Callable[[], Any]] = {

@@ -13,13 +13,7 @@ import lade
 from lade.budget.budget import FixedBudget
 from lade.drafting.drafts import draft_of
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.successors import (
-    PromptHarvester,
-    Successors,
-    first_of_highest,
-    rank,
-    with_probs,
-)
+from lade.drafting.successors import PromptHarvester, Successors, first_of_highest, rank, with_probs
 from lade.prewarming import tables
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import Effort, StoredTable, write_table

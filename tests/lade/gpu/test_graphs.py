@@ -12,12 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lade
 from lade.gpu.capture import NoWaiting, WaitError
-from lade.gpu.graphs import (
-    Graphs,
-    Recording,
-    dependencies_of,
-    why_not_recorded,
-)
+from lade.gpu.graphs import Graphs, Recording, dependencies_of, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.probing import factory
 from lade.probing.profile import profile_of
@@ -175,11 +170,7 @@ def test_a_model_that_asks_for_the_length_of_its_cache_gets_it_at_every_replay(
     model.length = torch.zeros((), dtype=torch.int64)
     seen: list[int] = []
     lade.generate(
-        model,
-        ONE,
-        config=UNDRAFTED,
-        on_step=lambda step: seen.append(int(model.length)),
-        **GREEDY,
+        model, ONE, config=UNDRAFTED, on_step=lambda step: seen.append(int(model.length)), **GREEDY
     )
     first = ONE.shape[1]
     assert seen == [0, *range(first, first + len(seen) - 1)]

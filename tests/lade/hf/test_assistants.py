@@ -240,11 +240,7 @@ def test_contradictions_and_wrong_types_are_refused(model: Any, assistant: Any) 
             lade.generate(model, PROMPT, drafter=drafter, **{**given, name: value})
     with pytest.raises(ValueError, match="expected drafter or assistant_early_exit, got both"):
         model.generate(
-            PROMPT,
-            custom_generate=lade.decode,
-            drafter=drafter,
-            assistant_early_exit=1,
-            **given,
+            PROMPT, custom_generate=lade.decode, drafter=drafter, assistant_early_exit=1, **given
         )
     with pytest.raises(TypeError, match="expected assistant_model to be a transformers causal LM"):
         lade.generate(model, PROMPT, assistant_model=object(), **given)

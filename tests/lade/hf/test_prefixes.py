@@ -652,12 +652,7 @@ def test_other_calls_are_decoded_as_without_the_option(asked: str) -> None:
     Chat(model, pool=None).ask(OPENING)
     Chat(model, pool=pool).ask(OPENING)
     expected, got = same_as_generate(
-        model,
-        IDS,
-        fresh=lambda: AS_EVER[asked](model),
-        pool=pool,
-        config=KEPT,
-        max_new_tokens=6,
+        model, IDS, fresh=lambda: AS_EVER[asked](model), pool=pool, config=KEPT, max_new_tokens=6
     )
     # Elsewhere a cache of the caller's cannot be told from one that generate made.
     if MARKS_CACHES or asked != "own cache":

@@ -222,13 +222,7 @@ def test_all_at_once_chooses_what_one_by_one_chooses(
         text.append(1, 9)  # ahead by one
         recorded: list[Any] = []
         race = NoiseRace(2, 40, CPU, ahead=kind is ChoiceAtOnce)
-        choice = kind(
-            text,
-            Processors(warpers, 2),
-            race,
-            CPU,
-            partial(record, recorded),
-        )
+        choice = kind(text, Processors(warpers, 2), race, CPU, partial(record, recorded))
         look(choice, logits)
         tokens = [choice.tokens_at([(1, 0), (0, 0)])]
         text.append(0, 6)
