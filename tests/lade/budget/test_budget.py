@@ -30,6 +30,7 @@ from lade.config import Config
 from lade.drafting.drafts import chain, draft_of
 from lade.probing.profile import profile_of
 from ngram_pool import Draft
+from tests.lade.both import answered
 from tests.lade.tiny import BatchDrafter, tiny_model
 
 # SmolLM2-135M on two cores, context of 300: ms of a forward by its tokens.
@@ -752,14 +753,7 @@ def test_calls_with_given_costs_repeat_exactly() -> None:
     expected = model.generate(ids, do_sample=False, max_new_tokens=60)
     counts = []
     for costs in ({1: 1.0, 32: 1.01}, {1: 1.0, 32: 1.01}, {1: 1.0, 2: 9.0}):
-        output = lade.generate(
-            model,
-            ids,
-            config=Config(step_costs=costs),
-            do_sample=False,
-            max_new_tokens=60,
-            return_dict_in_generate=True,
-        )
+        output = answered(model, ids, config=Config(step_costs=costs), max_new_tokens=60)
         assert output.sequences.tolist() == expected.tolist()
         counts.append((output.stats.num_steps, output.stats.num_draft_tokens))
     assert counts[0] == counts[1]

@@ -21,7 +21,7 @@ from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
-from tests.lade.both import same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.drafters.simulation import a_call
 from tests.lade.drafting.test_call_drafters import Maker
 from tests.lade.drafting.test_drafters import (
@@ -336,15 +336,7 @@ def test_rejection_has_the_targets_distribution(
     asked = 0
     for seed in range(12):
         torch.manual_seed(seed)
-        got = lade.generate(
-            model,
-            batch,
-            attention_mask=torch.ones_like(batch),
-            drafter=merged,
-            config=config,
-            return_dict_in_generate=True,
-            **options,
-        )
+        got = answered(model, batch, drafter=merged, config=config, **options)
         asked += got.stats.sources["drawing"].num_asked
         counts += np.bincount(got.sequences[:, -2].numpy(), minlength=8)
     assert asked > 50

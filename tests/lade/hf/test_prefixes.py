@@ -24,7 +24,7 @@ from lade.probing.values import switches_of
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 from tests.grids import thinned
-from tests.lade.both import same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.hf.test_outputs import assert_same
 from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, byte_tokenizer, tiny_model
@@ -557,7 +557,7 @@ def test_drafts_accepted_at_random_go_with_it() -> None:
     model = shared_model(seed=1)
     pool, ids, reused = lade.NGramPool(), torch.tensor([OPENING]), []
     for _ in range(3):
-        got = lade.generate(
+        got = answered(
             model,
             ids,
             attention_mask=torch.ones_like(ids),
@@ -566,7 +566,6 @@ def test_drafts_accepted_at_random_go_with_it() -> None:
             do_sample=True,
             eos_token_id=None,
             max_new_tokens=6,
-            return_dict_in_generate=True,
         )
         reused.append(got.stats.num_reused_tokens)
         ids = got.sequences

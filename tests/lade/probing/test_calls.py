@@ -22,7 +22,7 @@ import lade
 from lade.drafting.drafts import chain
 from lade.probing.profile import profile_of
 from lade.probing.values import Values
-from tests.lade.both import same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.hf.test_outputs import assert_same, assert_same_cache
 from tests.lade.shared import shared_model
 from tests.lade.tiny import IS_NEWEST, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
@@ -219,7 +219,7 @@ def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
     pool = lade.NGramPool()
     torch.manual_seed(0)
     for _ in range(3):
-        output = lade.generate(
+        output = answered(
             model,
             PROMPTS[0],
             do_sample=True,
@@ -227,7 +227,6 @@ def test_rejection_sampling_takes_one_path_where_one_can_be_verified() -> None:
             temperature=0.3,
             pool=pool,
             config=config,
-            return_dict_in_generate=True,
         )
     assert output.stats.num_accepted_tokens > 0
 
@@ -353,17 +352,14 @@ def test_plain_decoding_tells_nothing_of_rows_that_were_stopped() -> None:
     counts = []
     for verification in ("tree", "plain"):
         steps: list[Any] = []
-        output = lade.generate(
+        output = answered(
             model,
             torch.tensor([[5, 6, 7, 5, 6], [4, 9, 9, 4, 9]]),
-            do_sample=False,
             max_new_tokens=9,
             eos_token_id=96,
-            pad_token_id=0,
             stopping_criteria=StoppingCriteriaList([FirstEnds()]),
             on_step=steps.append,
             config=lade.Config(verification=verification),
-            return_dict_in_generate=True,
         )
         of_first = [token for step in steps if step.row == 0 for token in step.token_ids]
         counts.append((of_first, output.stats.num_tokens))
