@@ -300,9 +300,9 @@ def test_an_interrupt_that_is_swallowed_is_found() -> None:
 
 
 @pytest.mark.parametrize("place", ["forward", "on_step", "streamer", "processor", "criterion"])
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
-def test_a_call_that_was_broken_off_anywhere_harms_no_other(place: str, error: str) -> None:
-    interrupts = tuple((place, number, error) for number in (0, 2, 5))
+def test_a_call_that_was_broken_off_anywhere_harms_no_other(place: str) -> None:
+    errors = {0: "KeyboardInterrupt", 2: "ValueError", 5: "KeyboardInterrupt"}
+    interrupts = tuple((place, number, error) for number, error in errors.items())
     case = changed(lade=WITH_A_POOL, interrupts=interrupts)
     case = replace(case, events=("fused(model, 2)", *case.events))
     assert compare(case).differences == []

@@ -110,6 +110,14 @@ def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tenso
     return torch.from_numpy(rng.choice(alphabet, length)[None])
 
 
+def paths_of(draft: Draft) -> list[tuple[int, ...]]:
+    """Return the tokens from the root to each node, the root left out."""
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+    return paths
+
+
 class ScriptedDrafter(Drafter):
     """Drafts from a known answer: right up to a depth, with wrong branches beside and behind it."""
 

@@ -15,7 +15,7 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
 from ngram_pool import Draft, SampledDraft
-from tests.lade.drafting.test_drafters import shy
+from tests.lade.drafting.test_drafters import ints, shy
 from tests.lade.shared import shared_model
 
 FEW = {"vocab_size": 97, "num_steps": 60, "max_draft_tokens": 6}
@@ -45,10 +45,6 @@ class Right(lade.Drafter):
 
     def close(self, sequence: int) -> None:
         del self.texts[sequence]
-
-
-def ints(*values: int) -> Any:
-    return np.array(values, np.int32)
 
 
 def nodes(

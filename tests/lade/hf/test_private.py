@@ -55,7 +55,7 @@ def attacked(secret: list[int], **options: Any) -> bool:
     return is_told(model, secret)
 
 
-@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("place", [0, 11])
 def test_a_secret_is_told_where_text_is_shared_and_nowhere_else(place: int) -> None:
     assert attacked(SECRETS[place], shares_text=True)
     assert attacked(SECRETS[place], pool=lade.NGramPool())
