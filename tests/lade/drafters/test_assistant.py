@@ -232,17 +232,6 @@ def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
     compared_with_plain(drafter, options, config=config)
 
 
-def test_one_object_serves_many_calls_and_learns_what_drafts_cost() -> None:
-    model = shared_model("llama", seed=1)
-    drafter = AssistantModel(tiny_model("llama", seed=1))
-    assert not drafter._growth.forward_sec.num
-    assert not drafter._costs.are_known
-    for _ in range(3):
-        compared(model, THREE, drafter)
-    assert drafter._growth.forward_sec.num
-    assert drafter._costs.are_known
-
-
 def test_other_vocabularies_are_refused_by_name() -> None:
     model, other = shared_model("llama", seed=1), tiny_model("gpt2", seed=1, vocab_size=101)
     with pytest.raises(

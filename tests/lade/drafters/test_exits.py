@@ -86,16 +86,6 @@ def test_a_half_runs_its_own_layers_and_hooks_alone() -> None:
     assert ran == [0, 1, 2]
 
 
-def test_nothing_of_the_model_is_changed() -> None:
-    model = tiny_model("gemma3_text")
-    model(IDS)
-    before = state_of(model)
-    profile, layers = found(model)
-    assert why_not_cut(model, profile, layers, 1) is None
-    layers.exit_view(model, 1)(IDS)
-    assert state_of(model) == before
-
-
 class _Twice(nn.Module):
     """A layer that counts how often it was run, and so depends on it."""
 
@@ -126,12 +116,6 @@ def test_a_model_that_shares_one_layer_is_refused_by_name() -> None:
     model.model.layers[2] = model.model.layers[0]
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot draft by its first"):
         found(model)
-
-
-def test_layers_are_found_beside_lists_of_experts() -> None:
-    model = tiny_architecture("mixtral")
-    _, layers = found(model)
-    assert layers.name == "model.layers"
 
 
 @pytest.mark.parametrize("name", thinned([*causal_lm_types(), *VARIANTS], *REFUSED))

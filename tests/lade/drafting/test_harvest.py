@@ -346,8 +346,3 @@ def test_a_folder_that_may_not_be_looked_into_has_no_tables(
 
     monkeypatch.setattr(Path, "is_dir", refuse)
     assert tables.table_for(tiny_model("llama"), tmp_path) is None
-
-
-def test_config_wants_a_bool() -> None:
-    with pytest.raises(TypeError, match="uses_table"):
-        lade.Config(uses_table=1)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.errors import UnsupportedOptionError
 from lade.hf.assistance import Steering
 from lade.probing.profile import Profiles
 from tests.lade.both import same_as_generate
@@ -151,22 +151,6 @@ def test_steered_drafts_are_chains_as_transformers_drafts_them() -> None:
     assert growing == {"expansion": "chain", "confidence": 0.3, "length": "measured"}
 
 
-def test_a_constant_number_of_tokens_is_drafted(model: Any) -> None:
-    assistant = copy.deepcopy(model)  # always right
-    drafter = AssistantModel(assistant, **Steering(3, threshold=0.0).options())
-    config = lade.Config(max_draft_tokens=3)
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(PROMPT),
-        "max_new_tokens": 17,
-        "pad_token_id": 0,
-    }
-    output = lade.generate(
-        model, PROMPT, drafter=drafter, config=config, return_dict_in_generate=True, **options
-    )
-    assert output.stats.num_steps == 4  # the prompt's token, then three drafted and one more
-    assert output.stats.mean_accepted_tokens == 4
-
-
 # --- what is kept -----------------------------------------------------------------------------
 
 
@@ -248,16 +232,3 @@ def test_contradictions_and_wrong_types_are_refused(model: Any, assistant: Any) 
         lade.generate(model, PROMPT, assistant_tokenizer=object(), **given)
     with pytest.raises(UnsupportedOptionError, match="token_healing"):
         lade.generate(model, PROMPT, assistant_model=assistant, token_healing=True, **given)
-
-
-def test_another_vocabulary_without_tokenizers_is_refused_by_name(model: Any) -> None:
-    other = tiny_model("llama", 1, vocab_size=50)
-    pool = lade.NGramPool(50)
-    given: dict[str, Any] = {
-        "attention_mask": torch.ones_like(PROMPT),
-        "max_new_tokens": 4,
-        "pool": pool,
-    }
-    with pytest.raises((UnsupportedModelError, ValueError), match="vocabular"):
-        lade.generate(model, PROMPT, assistant_model=other, **given)
-    assert len(pool) == 0

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import lade
 from lade.probing.own_code import is_own_callback, own_code_around, own_code_of, places_of
-from lade.probing.profile import profile_of
 from lade.probing.structure import Structure
 from tests.grids import thinned
 from tests.lade.states import (
@@ -327,9 +326,3 @@ def test_callbacks_of_the_user_are_told_from_those_of_transformers() -> None:
     assert is_own_callback(PrefixConstrainedLogitsProcessor(lambda *_: [1], 1))
     assert is_own_callback(lambda step: None)
     assert is_own_callback(Hook())
-
-
-def test_profiles_hold_values_that_were_checked() -> None:
-    model = model_of()
-    lade.generate(model, PROMPT, **OPTIONS)
-    assert profile_of(model).values is not None

@@ -13,7 +13,6 @@ from transformers import (
 )
 
 import lade
-from lade.sampling.exact import NoiseRace
 from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
@@ -175,23 +174,3 @@ def test_a_distribution_that_is_none_raises_as_in_generate() -> None:
             lade.generate(model, prompt, attention_mask=mask, pool=pool, **options)
         assert torch.equal(torch.get_rng_state(), state)
         assert list(pool._sequences) == [0]
-
-
-def test_noise_of_many_places_is_gathered_on_a_device_in_one_go() -> None:
-    """What runs on accelerators, on a device that holds numbers as a CPU does."""
-    torch.manual_seed(0)
-    race = NoiseRace(3, 50, torch.device("cpu"), ahead=True)
-    places = [(0, 2), (2, 0), (1, 1), (0, 0), (2, 2)]
-    rows, times = [row for row, _ in places], [time for _, time in places]
-    one_by_one = race._noise_of(rows, times, 50)
-    torch.manual_seed(0)
-    other = NoiseRace(3, 50, torch.device("cpu"), ahead=True)
-    drawn = [other._noise_at(time, 50) for time in range(3)]
-    other._device = torch.device("meta")  # anything but a CPU; the noise is there already
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lade.sampling.exact.integers_on", lambda device, values: torch.tensor(values)
-        )
-        gathered = other._noise_of(rows, times, 50)
-    assert torch.equal(gathered, one_by_one)
-    assert torch.equal(gathered[1], drawn[0][2])
