@@ -306,7 +306,7 @@ def test_flaws_of_what_makes_drafters_are_named() -> None:
     ids=["right", "drawing", "pool", "merged pool", "merged", "merged drawing"],
 )
 def test_drafters_that_are_right_pass(make: Callable[[], Any]) -> None:
-    check(make(), num_steps=400, max_draft_tokens=8)
+    check(make(), num_steps=200, max_draft_tokens=8)
 
 
 def test_models_that_draft_pass() -> None:

@@ -166,7 +166,7 @@ def test_drawn_tokens_have_the_distributions_that_they_tell(is_chain: bool) -> N
     likeliest = int(table.probs(()).argmax())
     counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
     dense: dict[tuple[int, ...], NDArray[np.float64]] = {}
-    for draft, grown in drawn_drafts(3000, table, is_chain):
+    for draft, grown in drawn_drafts(1500, table, is_chain):
         told = draft.dense_probs(VOCAB_SIZE)
         siblings: dict[int, tuple[int, ...]] = {}
         paths = paths_of(grown.draft)

@@ -71,8 +71,8 @@ def parts(clock: Clock, answer: list[int], case: Case) -> tuple[Source, Source]:
 
 
 CALLS = [(name, num) for name in CASES for num in (NUM_TOKENS, 200)]
-# What is slow to learn, and what short calls forget.
-QUICK = [each for each in CALLS if each[1] == 200 or each[0].startswith(("each", "the other"))]
+QUICK = [(name, NUM_TOKENS) for name in ("the other is hopeless", "each in turn")]
+QUICK += [(name, 200) for name in ("the cheap one pays", "only the dear one pays")]
 
 
 @pytest.mark.parametrize(

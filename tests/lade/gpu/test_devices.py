@@ -76,7 +76,7 @@ def test_every_way_of_verifying_gives_the_text_of_generate(name: str, device: st
             assert got.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize(("name", "device"), on_both(FAMILIES, "llama", "gemma3_text"))
+@pytest.mark.parametrize(("name", "device"), on_both(FAMILIES, "llama"))
 @pytest.mark.parametrize("execution", ["eager", "fixed", "graphs"])
 def test_every_execution_gives_the_text_of_generate(
     name: str, execution: Execution, device: str, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +274,7 @@ def test_after():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_worker_whose_gpu_is_broken_is_replaced(tmp_path: Path) -> None:
     """Else whatever ran later would fail for that, and say nothing of itself."""
     (tmp_path / "conftest.py").write_text(_CONFTEST)

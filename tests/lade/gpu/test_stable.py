@@ -57,7 +57,9 @@ class _Unchecked(BatchDrafter):
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
     prompts = [(torch.bfloat16, each) for each in (ONE, THREE, torch.arange(2, 60)[None])]
-    for dtype, prompt in [*prompts, (torch.float16, ONE)]:  # which takes a CPU long
+    if family == "qwen3":
+        prompts.append((torch.float16, ONE))  # which takes a CPU long
+    for dtype, prompt in prompts:
         model = shared_model(family, dtype=dtype)
         found = texts(model, prompt, STABLE, eos_token_id=None)
         assert all(text == found[0] for text in found)
