@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from lade.drafters.vocabularies import Translation, Vocabularies, Vocabulary, shares_ids
+from lade.drafters.vocabularies import Vocabularies, Vocabulary, shares_ids
 from tests.lade.drafters.tokenizers import TEXT, byte_level, metaspace, with_tokens, word_pieces
 from tests.lade.tiny import byte_tokenizer
 
@@ -159,11 +159,6 @@ def test_both_have_the_same_text_and_what_is_settled_stays(target: str, assistan
         first = len(vocabularies.assistant.first_ids)
         assert vocabularies.assistant.text_of(ours[first:]) == known
     assert len(settled) > 50
-
-
-def _as_bytes(translation: Translation, text: str, num_bytes: int) -> list[int]:
-    committed = byte_tokenizer().encode(text)[:num_bytes]
-    return translation.follow(committed)
 
 
 def test_an_incomplete_character_waits_and_is_completed_by_drafts() -> None:

@@ -205,21 +205,6 @@ def test_a_text_iterator_streamer_streams_from_a_thread(model: Any) -> None:
     assert [int(word) for word in text.split()] == plain(model)[0][PROMPT.shape[1] :]
 
 
-def test_a_streamer_that_raises_leaves_model_and_pool_usable(model: Any) -> None:
-    class Gone(ListStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if len(self.events) == 6:
-                raise ConnectionError("the client went away")
-
-    pool = lade.NGramPool(500)
-    with pytest.raises(ConnectionError):
-        ours(model, streamer=Gone(), pool=pool)
-    pool.check()
-    assert list(pool._sequences) == [0]  # the sequence of the broken call is closed
-    same(model, pool=pool)
-
-
 def test_stopping_criteria_are_asked_after_every_token(model: Any) -> None:
     class StopAt(StoppingCriteria):  # type: ignore[misc]
         def __init__(self, length: int) -> None:

@@ -209,25 +209,6 @@ def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
         assert out.stats.draft_tokens_per_step <= 2
 
 
-def test_a_broken_row_closes_the_sequences_of_all() -> None:
-    model = shared_model("llama", seed=1)
-    calls = []
-
-    class BrokenBatch(BatchDrafter):
-        def draft(self, *args: Any) -> Draft:
-            calls.append(1)
-            if len(calls) == 5:
-                raise OSError("disk full")
-            return Draft.empty()
-
-    drafter = BrokenBatch([[]] * 3, np.random.default_rng(0), 0.0)
-    options: dict[str, Any] = {"attention_mask": (THREE != 0).long(), "max_new_tokens": 9}
-    config = lade.Config(strict_drafter=True)
-    with pytest.raises(OSError, match="disk full"):
-        lade.generate(model, THREE, drafter=drafter, config=config, **options)
-    assert drafter.closed == 3
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("trusted")
 def test_rows_of_very_different_lengths_run_without_padding(seed: int) -> None:

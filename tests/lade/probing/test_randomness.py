@@ -11,8 +11,6 @@ from lade.probing.profile import profile_of
 from tests.lade.tiny import tiny_model
 from tests.support.tiny import tiny_model as architecture
 
-PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
-
 
 @pytest.mark.parametrize("what", ["check", "prewarm"])
 def test_draws_of_another_thread_do_not_come_twice(what: str, tmp_path: Path) -> None:
