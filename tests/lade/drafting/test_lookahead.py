@@ -162,11 +162,15 @@ def path_of(cells: Any, node: int) -> list[int]:
     return [-1, *sorted(seen, key=lambda cell: cells.depths[cell])]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text", "deepseek_v3"))
+CELLS = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")]
+QUICK = (("llama", "eager"), ("gemma3_text", "sdpa"), ("deepseek_v3", "sdpa"))
+
+
+@pytest.mark.parametrize("of", thinned(CELLS, *QUICK), ids="-".join)
 @torch.no_grad()
-def test_a_cell_has_the_logits_of_its_own_path(family: str, attention: str) -> None:
+def test_a_cell_has_the_logits_of_its_own_path(of: tuple[str, str]) -> None:
     """Whatever is drafted beside it; and so has a node of the draft, with a window behind it."""
+    family, attention = of
     model = tiny_model(family, seed=2, attention=attention)
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8]]
     drafts = [draft_of([4, 5, 6], [-1, 0, -1], 0.5).first(size) for size in (3, 1)]
@@ -174,7 +178,7 @@ def test_a_cell_has_the_logits_of_its_own_path(family: str, attention: str) -> N
     target.prefill()
     windows = [Window(lade.Lookahead(5, 4), prompt, VOCAB_SIZE, 1) for prompt in prompts]
     committed = [list(prompt) for prompt in prompts]
-    for root in range(8, 14):
+    for root in range(8, 13):
         trees = [Tree.build(root, draft) for draft in drafts]
         cells = [window.cells() for window in windows]
         whole = [tree.beside(of) for tree, of in zip(trees, cells, strict=True)]
@@ -284,7 +288,7 @@ def test_a_pool_with_a_window_accepts_more_of_what_no_text_has_had() -> None:
     stats = {}
     for lookahead in (None, lade.Lookahead(7, 5)):
         total = lade.DecodeStats()
-        for seed in range(6):
+        for seed in range(4):
             model = tiny_model("llama", seed=seed)
             config = lade.Config(max_draft_tokens=8, lookahead=lookahead)
             total.add(
@@ -314,7 +318,7 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     rng = np.random.default_rng(0)
     pool = CountingPool(capacity_tokens=2000)  # small: it forgets on the way
     total = lade.DecodeStats()
-    for number in range(24):
+    for number in range(16):
         if number % 8 == 0:
             model = tiny_model(family, seed=number)
         prompt = random_prompt(rng)
@@ -332,7 +336,7 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
     pool.check()
     assert pool.num_open == 0
     # The comparison means nothing unless windows ran, and drafts were accepted and rejected.
-    assert total.num_lookahead_tokens > 1000
+    assert total.num_lookahead_tokens > 600
     assert total.num_accepted_tokens > 20
     assert total.acceptance_rate < 0.98
 
