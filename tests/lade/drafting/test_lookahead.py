@@ -166,11 +166,11 @@ CELLS = [(family, attention) for family in FAMILIES for attention in ("sdpa", "e
 QUICK = (("llama", "eager"), ("gemma3_text", "sdpa"), ("deepseek_v3", "sdpa"))
 
 
-@pytest.mark.parametrize("of", thinned(CELLS, *QUICK), ids="-".join)
+@pytest.mark.parametrize("case", thinned(CELLS, *QUICK), ids="-".join)
 @torch.no_grad()
-def test_a_cell_has_the_logits_of_its_own_path(of: tuple[str, str]) -> None:
+def test_a_cell_has_the_logits_of_its_own_path(case: tuple[str, str]) -> None:
     """Whatever is drafted beside it; and so has a node of the draft, with a window behind it."""
-    family, attention = of
+    family, attention = case
     model = tiny_model(family, seed=2, attention=attention)
     prompts = [[5, 9, 11, 5, 9], [7, 7, 3, 2, 8]]
     drafts = [draft_of([4, 5, 6], [-1, 0, -1], 0.5).first(size) for size in (3, 1)]
