@@ -81,7 +81,7 @@ def test_the_text_is_that_of_generate(expansion: Any, noise: float) -> None:
     assert source.sec > 0
 
 
-# Each as a target and as an assistant, twice; `test_architectures.py` has all targets.
+# Each as a target and as an assistant, twice; `test_architectures.py` has more targets.
 PAIRS = [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[2:], strict=False)]
 PAIRS += [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[5:], strict=False)]
 
