@@ -398,25 +398,6 @@ def test_pickles_and_copies_leave_out_what_was_measured() -> None:
     assert copy.deepcopy(merged)._costs[0] is not merged._costs[0]
 
 
-def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
-    class Refusing(MadeLate):
-        def for_call(self, call: DraftingCall) -> Drafter:
-            raise lade.LadeError("not here")
-
-    model = shared_model("llama", seed=2)
-    steps: list[Any] = []
-    with pytest.raises(lade.LadeError, match="not here"):
-        lade.generate(
-            model,
-            torch.tensor([[5, 6]]),
-            drafter=Merged([Refusing()]),
-            config=STRICT,
-            max_new_tokens=4,
-            on_step=steps.append,
-        )
-    assert not steps
-
-
 def test_threads_share_a_drafter() -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
