@@ -25,6 +25,7 @@ from lade.gpu.graphs import CudaRecorder
 from lade.probing.profile import profile_of
 from tests.lade.both import ONE, THREE, both
 from tests.lade.devices import needing_workspace, on_both
+from tests.lade.gpu.test_graphs import LONG
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import BLOOM, FAMILIES, MAMBA2, tiny_model
 
@@ -41,7 +42,6 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
 }
-LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
 
 
 def model_on(device: str, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
