@@ -124,24 +124,6 @@ def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorde
     assert recorder.num_recorded <= 3  # of two numbers of slots, and not in every call
 
 
-@pytest.mark.exhaustive
-def test_memory_that_was_planned_for_less_grows_in_steps(
-    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
-    model = tiny_model("llama", max_position_embeddings=2048)
-    lade.generate(model, ONE, config=UNDRAFTED, **{**GREEDY, "max_new_tokens": 8})
-    real, taken = torch.Tensor.new_zeros, []
-
-    def new_zeros(self: Tensor, shape: Any, **more: Any) -> Tensor:
-        taken.extend([shape[3]] if len(shape) == 5 else [])
-        return real(self, shape, **more)
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    same(model, UNDRAFTED, max_new_tokens=700)
-    assert 0 < len(taken) <= 8  # of keys and of values
-
-
 def test_weights_that_move_are_recorded_anew(recorder: CpuRecorder) -> None:
     model = tiny_model("llama")
     generate(model)
