@@ -12,7 +12,7 @@ from tests.lade.both import EIGHT, same_as_generate
 from tests.lade.tiny import EOS_TOKEN_ID, FAMILIES, ScriptedDrafter, random_prompt, tiny_model
 
 NINE = lade.Config(max_draft_tokens=9)
-NUM_PROMPTS = 60  # for each family; `make fuzz` compares 20,000 calls
+NUM_PROMPTS = 36  # for each family; `make fuzz` compares 20,000 calls
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama"))
@@ -21,7 +21,7 @@ def test_text_equals_plain_generate_over_random_prompts(family: str) -> None:
     pool = lade.NGramPool(capacity_tokens=2000)  # small: it forgets on the way
     total = lade.DecodeStats()
     for number in range(NUM_PROMPTS):
-        if number % 20 == 0:
+        if number % 12 == 0:
             model = tiny_model(family, seed=number)
         prompt = random_prompt(rng)
         length = int(rng.integers(1, 25))
@@ -36,13 +36,15 @@ def test_text_equals_plain_generate_over_random_prompts(family: str) -> None:
     assert total.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("deepseek_v3", "eager")],
+)
 @pytest.mark.parametrize("accept", [0.0, 0.5, 1.0], ids=["never", "sometimes", "always"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 def test_text_is_the_same_whatever_is_drafted(family: str, accept: float, attention: str) -> None:
     rng = np.random.default_rng(1)
     model = tiny_model(family, seed=3, attention=attention)
-    for length in (1, 2, 7, 40):
+    for length in (1, 7, 40):
         options: dict[str, Any] = {"max_new_tokens": length, "accept": accept}
         _, got = same_as_generate(model, random_prompt(rng), seed=length, config=NINE, **options)
         if length == 40 and accept == 1.0:
@@ -68,7 +70,7 @@ def test_stops_at_every_eos_id_and_at_the_exact_length(family: str) -> None:
     rng = np.random.default_rng(2)
     model = tiny_model(family, seed=5)
     num_cut = 0
-    for _ in range(30):
+    for _ in range(12):
         prompt = random_prompt(rng)
         free, _ = same_as_generate(model, prompt, max_new_tokens=30, eos_token_id=[EOS_TOKEN_ID])
         new = free.sequences[0, prompt.shape[1] :].tolist()
@@ -83,7 +85,7 @@ def test_stops_at_every_eos_id_and_at_the_exact_length(family: str) -> None:
             expected, _ = same_as_generate(model, prompt, drafter=drafter, config=config, **options)
             assert drafter.observed == expected.sequences[0].tolist()
             num_cut += len(drafter.observed) < free.sequences.shape[1]
-    assert num_cut > 30
+    assert num_cut > 12
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -50,15 +50,15 @@ def test_interrupted_at_any_line_nothing_is_left(name: str) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
 def test_interrupted_by_a_signal_nothing_is_left() -> None:
-    result = interrupt_by_signals(60, [*USES])
+    result = interrupt_by_signals(40, [*USES])
     assert nothing_was_found(result), result.told
-    assert result.interrupted >= 30  # on a busy machine, more timers run out too late
+    assert result.interrupted >= 20  # on a busy machine, more timers run out too late
 
 
 def test_interrupted_by_another_thread_nothing_is_left() -> None:
-    result = interrupt_threads(120, ["tree", "chain", "strings"])
+    result = interrupt_threads(80, ["tree", "chain", "strings"])
     assert nothing_was_found(result), result.told
-    assert result.interrupted > 100
+    assert result.interrupted > 65
 
 
 @pytest.mark.exhaustive

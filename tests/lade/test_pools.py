@@ -95,30 +95,3 @@ def test_what_another_model_found_likely_is_left_out(tmp_path: Path) -> None:
     lade.save_pool(loaded, path, model=other)
     with pytest.raises(ValueError, match="expected the model that the pool learned from"):
         lade.save_pool(loaded, path, model=first)
-
-
-def test_pools_that_are_read_never_change_the_text(tmp_path: Path) -> None:
-    import torch
-
-    model = tiny_model("llama")
-    ids = torch.tensor([[5, 6, 7]])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(**inputs, do_sample=False, max_new_tokens=24)
-    pool = NGramPool()
-    pool.observe(expected[0].tolist())
-    lade.save_pool(pool, tmp_path / "read.pool", model=model)
-    read = lade.load_pool(tmp_path / "read.pool", model=model, read_only=True)
-    own = NGramPool()
-    output = lade.generate(
-        model,
-        **inputs,
-        pool=[own, read],
-        config=lade.Config(max_draft_tokens=4, uses_table=False),
-        do_sample=False,
-        max_new_tokens=24,
-        return_dict_in_generate=True,
-    )
-    assert output.sequences.tolist() == expected.tolist()
-    assert output.stats.mean_accepted_tokens > 3
-    assert len(own) == expected.shape[1]
-    assert len(read) == len(pool)

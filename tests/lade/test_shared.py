@@ -11,7 +11,6 @@ from lade.probing.profile import Profiles
 from tests.lade import shared
 from tests.lade.both import ONE
 from tests.lade.shared import shared_model
-from tests.lade.tiny import tiny_model
 
 
 def test_tests_that_ask_for_the_same_get_the_same() -> None:
@@ -59,15 +58,3 @@ def test_what_the_check_found_is_kept_and_nothing_else(are_verdicts_true: bool) 
     kept = [*Profiles.of(model)]
     assert [each.results for each in kept] == ([profile.results] if are_verdicts_true else [])
     assert not any(each.costs or each.warned for each in kept)
-
-
-def test_the_models_shared_are_bounded() -> None:
-    first = shared_model("gpt2", seed=100, num_hidden_layers=1)
-    for seed in range(101, 101 + shared._MOST):
-        shared_model("gpt2", seed=seed, num_hidden_layers=1)
-    assert len(shared._models) == shared._MOST
-    assert shared_model("gpt2", seed=100, num_hidden_layers=1) is first  # by this test, still
-    assert shared.hand_back() == []
-    assert torch.equal(
-        tiny_model("gpt2", seed=100, num_hidden_layers=1).lm_head.weight, first.lm_head.weight
-    )

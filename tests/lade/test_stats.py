@@ -33,14 +33,6 @@ def test_a_summary_is_one_line_without_what_there_is_not() -> None:
     assert str(DecodeStats()) == "0 tokens in 0 steps"
 
 
-def test_mat_counts_steps_without_a_draft_that_an_acceptance_length_leaves_out() -> None:
-    stats = DecodeStats()
-    stats.count_row_step(Step([1, 2, 3], 4, 2))
-    stats.count_row_step(Step([4], 0, 0))
-    assert stats.mean_accepted_tokens == 2.0
-    assert 1 + stats.num_accepted_tokens / stats.num_drafted_row_steps == 3.0
-
-
 def test_stats_count_and_add_up() -> None:
     stats = DecodeStats(num_prefills=1)
     stats.num_steps = 1  # of two rows

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from lade.batch import Batch, Limits, Text
+from lade.drafting.drafts import draft_of
 from lade.sampling.choice import Choice
 from lade.tree import Tree
 from lade.verify import accepted_paths
-from ngram_pool import Draft
 
 
 def chain_with_branch() -> Tree:
     """Root 1; under it 5 and 6; under 5 another 5; under 6 a 7."""
-    token_ids, parents = np.array([5, 6, 5, 7], np.int32), np.array([-1, -1, 0, 1], np.int32)
-    depths, probs = np.array([1, 1, 2, 2], np.int32), np.array([0.5, 0.4, 0.3, 0.2])
-    return Tree.build(1, Draft(token_ids, parents, depths, probs))
+    return Tree.build(1, draft_of([5, 6, 5, 7], [-1, -1, 0, 1], [0.5, 0.4, 0.3, 0.2]))
 
 
 def text_of(*prompts: list[int], pad_token_id: int | None = None) -> Text:

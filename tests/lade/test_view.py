@@ -1,6 +1,5 @@
 """Views of a model: nothing of the model itself is ever switched."""
 
-import threading
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from lade.drafting.successors import PromptHarvester
 from lade.view import counterpart, in_evaluation, keep_attributes, with_attention, with_own_hooks
 from tests.grids import thinned
 from tests.lade.tiny import BatchDrafter, ScriptedDrafter, tiny_model
+from tests.ngram_pool.threads import in_threads
 from tests.support.tiny import tiny_model as tiny_architecture
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -179,29 +179,18 @@ def failures_of_threads(kind: str, num_threads: int, num_calls: int) -> int:
     masks: dict[str, Any] = {"attention_mask": torch.ones_like(prompts[0])}
     answers = [model.generate(prompt, **masks, **options).tolist() for prompt in prompts]
     attention = attention_of(model)
-    faults: list[Any] = []
     done: list[int] = []
 
     def work(place: int) -> None:
         for call in range(num_calls):
             drafter = BatchDrafter(answers[place], np.random.default_rng(call), accept=0.8)
-            try:
-                got = lade.generate(
-                    model, prompts[place], drafter=drafter, config=config, **masks, **options
-                )
-            except BaseException as error:
-                faults.append(error)
-                return
-            if got.tolist() != answers[place]:
-                faults.append(got.tolist())
+            got = lade.generate(
+                model, prompts[place], drafter=drafter, config=config, **masks, **options
+            )
+            assert got.tolist() == answers[place]
             done.append(place)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert faults == []
+    assert in_threads(*(partial(work, place) for place in range(num_threads)), seconds=None) == []
     assert attention_of(model) == attention
     return len(done)
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lade.drafting.drafter import Drafter
+from lade.drafting.drafts import draft_of
 from ngram_pool import Draft
 
 # Whether transformers is new enough for all that lade does.
@@ -109,6 +110,14 @@ def random_prompt(rng: np.random.Generator, max_length: int = 20) -> torch.Tenso
     return torch.from_numpy(rng.choice(alphabet, length)[None])
 
 
+def paths_of(draft: Draft) -> list[tuple[int, ...]]:
+    """Return the tokens from the root to each node, the root left out."""
+    paths: list[tuple[int, ...]] = []
+    for token_id, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
+    return paths
+
+
 class ScriptedDrafter(Drafter):
     """Drafts from a known answer: right up to a depth, with wrong branches beside and behind it."""
 
@@ -129,7 +138,6 @@ class ScriptedDrafter(Drafter):
         assert self.answer[: len(committed)] == list(committed)
         token_ids: list[int] = []
         parents: list[int] = []
-        depths: list[int] = []
         spine, depth = -1, 0
         while len(token_ids) < max_draft_tokens and self.rng.random() < 0.9:
             position = len(committed) + depth
@@ -142,18 +150,11 @@ class ScriptedDrafter(Drafter):
             for token_id in branches[: max_draft_tokens - len(token_ids)]:
                 token_ids.append(token_id)
                 parents.append(spine)
-                depths.append(depth + 1)
             if first not in branches[:max_draft_tokens] or first not in token_ids[-2:]:
                 break
             spine = len(token_ids) - (2 if token_ids[-2:-1] == [first] else 1)
             depth += 1
-        probs = np.linspace(0.9, 0.1, len(token_ids))
-        return Draft(
-            np.array(token_ids, np.int32),
-            np.array(parents, np.int32),
-            np.array(depths, np.int32),
-            probs,
-        )
+        return draft_of(token_ids, parents, np.linspace(0.9, 0.1, len(token_ids)))
 
     def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
         assert sequence == 7

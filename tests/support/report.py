@@ -10,14 +10,7 @@ from packaging import version
 
 from lade.bench.environment import environment
 from lade.config import Execution, Verification
-from tests.support.run import (
-    CASES,
-    MAX_DRAFT_TOKENS,
-    Difference,
-    Kind,
-    Row,
-    Verdict,
-)
+from tests.support.run import CASES, MAX_DRAFT_TOKENS, Difference, Kind, Row, Verdict
 
 _KINDS: tuple[Kind, ...] = (
     *("tree", "rows", "chain", "snapshot", "plain"),

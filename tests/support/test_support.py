@@ -18,7 +18,6 @@ from tests.lade.tiny import IS_NEWEST
 from tests.support import __main__ as command
 from tests.support import run as support
 from tests.support.__main__ import RESULTS, main
-from tests.support.drafter import AnswerDrafter
 from tests.support.report import (
     Results,
     cells,
@@ -120,21 +119,6 @@ def test_drafts_are_accepted_and_rejected() -> None:
     assert row.mat is not None
     assert row.mat > 1.5
     assert not row.in_float32
-
-
-def test_a_drafter_that_knows_the_answer_is_right_now_and_then() -> None:
-    answer = [*range(20, 80)]
-    drafter = AnswerDrafter([[1], answer], seed=0)
-    assert [drafter.open([1]), drafter.open(answer[:3])] == [0, 1]
-    drafts = [drafter.draft(1, answer[:3], 7) for _ in range(200)]
-    assert all(len(draft) <= 7 for draft in drafts)
-    right = [answer[3] in draft.token_ids[draft.depths == 1] for draft in drafts]
-    assert 0.6 < sum(right) / len(right) < 0.8
-    assert any((draft.depths == 1).sum() == 2 for draft in drafts)
-    for draft in drafts:
-        for token_ids in (draft.token_ids[draft.parents == node] for node in range(-1, 7)):
-            assert len({*token_ids.tolist()}) == len(token_ids)
-    assert len(drafter.draft(1, answer, 7)) == 0
 
 
 def test_a_wrong_token_is_found_and_told_from_a_tie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +265,7 @@ def test_the_command_prints_and_writes_what_it_finds(
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path / "support")
     shutil.copytree(RESULTS, tmp_path / "support")
-    names = ["llama", "bloom", "mamba2", "recurrent_gemma", "moshi"]
+    names = ["llama", "recurrent_gemma", "moshi"]
     path = tmp_path / "support" / "transformers-x.json"
     assert main([*names, "--seed", "1", "--json", str(path)]) == 0
     out = capsys.readouterr().out
@@ -289,9 +273,8 @@ def test_the_command_prints_and_writes_what_it_finds(
     assert "0 wrong, 0 failed" in out
     rows = read_json(path).rows
     assert [row.name for row in rows] == names
-    assert [row.kind for row in rows[:4]] == ["tree", "rows", "snapshot", "plain"]
-    assert rows[4].kind == "not a text model"
-    assert all(row.verdict == "exact" for row in rows[:4])
+    assert [row.kind for row in rows] == ["tree", "plain", "not a text model"]
+    assert all(row.verdict == "exact" for row in rows[:2])
     made = (tmp_path / "SUPPORT.md").read_text()
     assert made.index("# Supported architectures") < made.index("seed 1.")
     assert made.index("seed 1.") < made.index("## Weight formats")

@@ -18,19 +18,11 @@ from lade.attention.packed import (
     with_groups,
 )
 from lade.tree import Packing
+from tests.lade.attention.test_tree_attention import Layer
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-
-
-class Layer(nn.Module):
-    """What `sdpa` looks at in an attention layer."""
-
-    def __init__(self, num_key_value_groups: int) -> None:
-        super().__init__()
-        self.num_key_value_groups = num_key_value_groups
-        self.is_causal = True
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -107,8 +99,7 @@ def test_steps_use_it_where_heads_share_keys_and_the_model_keeps_its_own() -> No
 
 
 @pytest.mark.parametrize(
-    ("num_key_value_heads", "own", "chosen"),
-    [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")],
+    ("num_key_value_heads", "own", "chosen"), [(4, "sdpa", PACKED_SDPA), (2, "eager", "eager")]
 )
 def test_other_attention_is_kept_where_it_takes_masks(
     num_key_value_heads: int, own: str, chosen: str

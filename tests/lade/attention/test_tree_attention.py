@@ -26,6 +26,7 @@ class Layer(nn.Module):
         super().__init__()
         self.num_key_value_groups = num_key_value_groups
         self.sinks = sinks
+        self.is_causal = True
         self.eval()
 
 

@@ -217,7 +217,7 @@ def interpreted() -> Iterator[Interpreted]:
         yield run
 
 
-@pytest.mark.parametrize("case", thinned(CASES, *CASES[::9]), ids=named)
+@pytest.mark.parametrize("case", thinned(CASES, *CASES[::14]), ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
     case: Case, interpreted: Interpreted
 ) -> None:

@@ -67,10 +67,9 @@ CASES = [
     *((80, "bfloat16", 64), (80, "bfloat16", 256), (80, "float32", 128), (86, "bfloat16", 128)),
     *((86, "float32", 256), (90, "float32", 256), (120, "bfloat16", 128), (120, "float32", 64)),
 ]
-QUICK = ((86, "bfloat16", 128),)
 
 
-@pytest.mark.parametrize("case", thinned(CASES, *QUICK))
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_as_many_programs_as_are_launched_fit_on_a_gpu(case: tuple[int, str, int]) -> None:
     from lade.attention import triton as triton_attention
 
@@ -102,12 +101,11 @@ def test_so_do_programs_of_odd_dimensions(case: tuple[str, tuple[int, int]]) -> 
     ("change", "at_once", "expected"),
     [
         ({"num_warps": 4}, 1, "spills"),
-        pytest.param(
-            {"num_stages": 5}, 1, "shared memory of a program", marks=pytest.mark.exhaustive
-        ),
-        pytest.param({}, 2, "registers", marks=pytest.mark.exhaustive),
+        ({"num_stages": 5}, 1, "shared memory of a program"),
+        ({}, 2, "registers"),
     ],
 )
+@pytest.mark.exhaustive
 def test_blocks_that_are_too_large_are_noticed(
     change: dict[str, int], at_once: int, expected: str
 ) -> None:
@@ -153,6 +151,7 @@ class Driver:
         return launch
 
 
+@pytest.mark.exhaustive
 def test_trees_of_all_sizes_wait_for_no_compiler_after_what_was_compiled_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,11 +193,7 @@ def test_trees_of_all_sizes_wait_for_no_compiler_after_what_was_compiled_ahead(
 
 
 def usage_of(
-    name: str,
-    blocks: Any,
-    dtype: str,
-    capability: int,
-    dims: tuple[int, int] | None = None,
+    name: str, blocks: Any, dtype: str, capability: int, dims: tuple[int, int] | None = None
 ) -> Usage:
     """Compile a kernel with all that it can do, and return what it takes.
 

@@ -82,9 +82,6 @@ class Source(Drafter):
         promised = rate if self.honest else 0.9
         return chain(tokens, (promised ** np.arange(1.0, len(tokens) + 1)).tolist())
 
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        pass
-
     def close(self, sequence: int) -> None:
         self.num_closed += 1
 

@@ -15,7 +15,7 @@ from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import chain
 from lade.drafting.pool_drafter import PoolDrafter
 from ngram_pool import Draft, SampledDraft
-from tests.lade.drafting.test_drafters import shy
+from tests.lade.drafting.test_drafters import ints, shy
 from tests.lade.shared import shared_model
 
 FEW = {"vocab_size": 97, "num_steps": 60, "max_draft_tokens": 6}
@@ -45,10 +45,6 @@ class Right(lade.Drafter):
 
     def close(self, sequence: int) -> None:
         del self.texts[sequence]
-
-
-def ints(*values: int) -> Any:
-    return np.array(values, np.int32)
 
 
 def nodes(
@@ -127,10 +123,7 @@ def test_a_flaw_of_a_draft_is_named(name: str) -> None:
         check(drafter, **FEW)
     assert isinstance(raised.value, lade.LadeError)
     assert len(raised.value.flaws) == 1
-    assert str(raised.value).splitlines() == [
-        "Broken has 1 flaw:",
-        f"- {raised.value.flaws[0]}",
-    ]
+    assert str(raised.value).splitlines() == ["Broken has 1 flaw:", f"- {raised.value.flaws[0]}"]
 
 
 @pytest.mark.parametrize("name", ["num_successors", "has_table", "open"])
@@ -282,8 +275,7 @@ class Made(lade.Drafter):
         drafter = Right()
         ids = ints(1, 2)
         wide = SampledDraft(
-            *(ids, ints(-1, -1), ints(1, 1), np.array([0.5, 0.5])),
-            *(ids[:, None], np.ones((2, 1))),
+            *(ids, ints(-1, -1), ints(1, 1), np.array([0.5, 0.5])), *(ids[:, None], np.ones((2, 1)))
         )
         drafter.changed = lambda *_: wide  # type: ignore[method-assign]
         return drafter
@@ -314,7 +306,7 @@ def test_flaws_of_what_makes_drafters_are_named() -> None:
     ids=["right", "drawing", "pool", "merged pool", "merged", "merged drawing"],
 )
 def test_drafters_that_are_right_pass(make: Callable[[], Any]) -> None:
-    check(make(), num_steps=400, max_draft_tokens=8)
+    check(make(), num_steps=200, max_draft_tokens=8)
 
 
 def test_models_that_draft_pass() -> None:

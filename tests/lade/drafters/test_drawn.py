@@ -11,7 +11,7 @@ from lade.drafters import AssistantModel
 from lade.drafters.expansion import _Drawn
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE
+from tests.lade.both import ONE, THREE, answered
 from tests.lade.sampling.test_rejection_decoding import VOCAB_SIZE, exact_distribution
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
@@ -30,17 +30,15 @@ def counted(
     model: Any, drafter: Any, num_samples: int, **options: Any
 ) -> tuple[torch.Tensor, lade.DecodeStats]:
     """Count pairs of first tokens [VOCAB_SIZE, VOCAB_SIZE]."""
-    out = lade.generate(
+    out = answered(
         model,
         torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
         do_sample=True,
         top_k=0,
         num_return_sequences=num_samples,
         max_new_tokens=3,
         drafter=drafter,
         config=DRAWN,
-        return_dict_in_generate=True,
         **options,
     )
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
@@ -86,17 +84,14 @@ def test_the_same_model_is_always_right_also_with_processors() -> None:
     drafter = AssistantModel(model, length=4, expansion="chain")
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
     for prompt in (ONE, THREE):
-        out = lade.generate(
+        out = answered(
             model,
             prompt,
-            attention_mask=(prompt != 0).long(),
-            pad_token_id=0,
             do_sample=True,
             max_new_tokens=30,
             eos_token_id=None,
             drafter=drafter,
             config=DRAWN,
-            return_dict_in_generate=True,
             **options,
         )
         # A penalty for padding is not seen by the drafter.
@@ -124,10 +119,9 @@ def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
         """Not known to have no state: left out of the drafts, and rows go together."""
 
     for processors in ([], [Unknown(1.3)]):
-        out = lade.generate(
+        out = answered(
             model,
             ONE,
-            attention_mask=torch.ones_like(ONE),
             do_sample=True,
             max_new_tokens=20,
             eos_token_id=None,
@@ -136,7 +130,6 @@ def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
             config=lade.Config(
                 acceptance="rejection", strict_drafter=True, verification=verification
             ),
-            return_dict_in_generate=True,
         )
         assert out.sequences.shape[1] == ONE.shape[1] + 20
         assert out.stats.num_draft_tokens > 0

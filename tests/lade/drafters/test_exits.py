@@ -10,6 +10,7 @@ from torch import nn
 from lade.drafters.exits import Cut, inputs_for, layers_of, why_not_cut
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
+from tests.grids import thinned
 from tests.lade.tiny import FAMILIES, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
@@ -85,16 +86,6 @@ def test_a_half_runs_its_own_layers_and_hooks_alone() -> None:
     assert ran == [0, 1, 2]
 
 
-def test_nothing_of_the_model_is_changed() -> None:
-    model = tiny_model("gemma3_text")
-    model(IDS)
-    before = state_of(model)
-    profile, layers = found(model)
-    assert why_not_cut(model, profile, layers, 1) is None
-    layers.exit_view(model, 1)(IDS)
-    assert state_of(model) == before
-
-
 class _Twice(nn.Module):
     """A layer that counts how often it was run, and so depends on it."""
 
@@ -127,20 +118,7 @@ def test_a_model_that_shares_one_layer_is_refused_by_name() -> None:
         found(model)
 
 
-def test_layers_are_found_beside_lists_of_experts() -> None:
-    model = tiny_architecture("mixtral")
-    _, layers = found(model)
-    assert layers.name == "model.layers"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_those_that_cannot_be_cut_are_refused(name: str) -> None:
-    assert _reasons(name)[0] is not None
-    assert REFUSED[name] in str(_reasons(name)[0])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*causal_lm_types(), *VARIANTS])
+@pytest.mark.parametrize("name", thinned([*causal_lm_types(), *VARIANTS], *REFUSED))
 def test_every_architecture_is_cut_or_refused(name: str) -> None:
     try:
         reasons = _reasons(name)
@@ -148,6 +126,7 @@ def test_every_architecture_is_cut_or_refused(name: str) -> None:
         pytest.skip(str(reason))
     if name in REFUSED:
         assert all(reason is not None for reason in reasons)
+        assert REFUSED[name] in str(reasons[0])
     elif name in IN_PART:
         assert reasons[0] is None
         assert any(reason is not None for reason in reasons)

@@ -19,6 +19,7 @@ from lade.drafters.expansion import (
 )
 from ngram_pool import SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.lade.tiny import paths_of
 
 VOCAB_SIZE = 6
 END = 5
@@ -72,14 +73,6 @@ def always(levels: object) -> bool:
     return True
 
 
-def paths_of(grown: Grown) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    draft = grown.draft
-    for token_id, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token_id))
-    return paths
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
     table = Table(seed)
@@ -87,7 +80,7 @@ def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
     expected: tuple[int, ...] = ()
     while len(expected) < 6 and expected[-1:] != (END,):
         expected = (*expected, int(table.probs(expected).argmax()))
-    assert paths_of(grown)[-1] == expected
+    assert paths_of(grown.draft)[-1] == expected
     assert len(grown.draft) == len(expected) == len(grown.levels)
     # The last token is drafted, not run.
     assert len(table.forwards) == len(expected)
@@ -109,7 +102,7 @@ def test_a_tree_has_the_likeliest_paths_best_first(seed: int) -> None:
         for token in np.argsort(-table.probs(path))[:TREE_CHILDREN]
     ]
     expected = sorted(children, key=lambda path: -table.prob_of(path))[:12]
-    assert paths_of(grown) == expected
+    assert paths_of(grown.draft) == expected
     assert (np.diff(grown.draft.probs) <= 0).all()
     np.testing.assert_allclose(grown.draft.probs, [table.prob_of(path) for path in expected])
     for level, paths in enumerate(table.forwards[1:]):
@@ -173,10 +166,10 @@ def test_drawn_tokens_have_the_distributions_that_they_tell(is_chain: bool) -> N
     likeliest = int(table.probs(()).argmax())
     counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
     dense: dict[tuple[int, ...], NDArray[np.float64]] = {}
-    for draft, grown in drawn_drafts(3000, table, is_chain):
+    for draft, grown in drawn_drafts(1500, table, is_chain):
         told = draft.dense_probs(VOCAB_SIZE)
         siblings: dict[int, tuple[int, ...]] = {}
-        paths = paths_of(grown)
+        paths = paths_of(grown.draft)
         for node, (token_id, parent) in enumerate(
             zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True)
         ):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lade.drafters.joining import joined
 from lade.drafting.drafts import draft_of, matched_depth
 from ngram_pool import Draft
+from tests.lade.tiny import paths_of
 
 Path = tuple[int, ...]
 
@@ -21,13 +22,6 @@ def tree_of(nodes: list[tuple[Path, float]]) -> Draft:
     place |= {path: number for number, (path, _) in enumerate(nodes)}
     parents = [place[path[:-1]] for path, _ in nodes]
     return draft_of([path[-1] for path, _ in nodes], parents, [prob for _, prob in nodes])
-
-
-def paths_of(draft: Draft) -> list[Path]:
-    paths: list[Path] = []
-    for token, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 @st.composite

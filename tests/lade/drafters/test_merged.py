@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
-from tests.lade.both import same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.drafters.simulation import a_call
 from tests.lade.drafting.test_call_drafters import Maker
 from tests.lade.drafting.test_drafters import (
@@ -38,6 +37,7 @@ from tests.lade.drafting.test_drafters import (
 )
 from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, random_prompt, tiny_model
+from tests.ngram_pool.threads import in_threads
 
 STRICT = lade.Config(strict_drafter=True)
 
@@ -109,9 +109,10 @@ def ours(model: Any, prompt: torch.Tensor, drafter: Any, num_tokens: int, **opti
     return same_as_generate(model, prompt, drafter=drafter, **given)[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "samples", "num_rows"),
+    [("llama", False, 1), ("llama", True, 3), ("mistral", False, 3), ("mistral", True, 1)],
+)
 def test_text_is_that_of_plain_generate(family: str, samples: bool, num_rows: int) -> None:
     model = shared_model(family, seed=2)
     rng = np.random.default_rng(3)
@@ -215,14 +216,11 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*LOOKED_AT, "num_successors of -1"])
-@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
-def test_a_part_that_raises_when_it_is_looked_at_is_dropped(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_a_part_that_raises_when_it_is_looked_at_is_dropped(name: str) -> None:
     part = Able("", 0, None, None) if " " in name else shy(name)
     vars(part).update({"num_successors": -1} if " " in name else {})
     with one_warning("goes on without the drafter '.*': it failed"):
-        stats = compared(Merged([CallPool(), part]), {**options, "max_new_tokens": 40})
+        stats = compared(Merged([CallPool(), part]), {**SAMPLED, "max_new_tokens": 40})
     assert stats.sources["pool"].num_draft_tokens > 0
 
 
@@ -306,9 +304,6 @@ class Drawing(lade.Drafter):
         self.rng = call.rngs[0]
         return self
 
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        return 0
-
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> SampledDraft:
         token = int(self.rng.choice(3, p=self.probs))
         one = chain([token + 2], 0.5)
@@ -317,12 +312,6 @@ class Drawing(lade.Drafter):
             np.array([[2, 3, 4]], np.int32),
             self.probs[None],
         )
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        pass
-
-    def close(self, sequence: int) -> None:
-        pass
 
 
 @pytest.mark.parametrize("with_pool", [False, True])
@@ -347,15 +336,7 @@ def test_rejection_has_the_targets_distribution(
     asked = 0
     for seed in range(12):
         torch.manual_seed(seed)
-        got = lade.generate(
-            model,
-            batch,
-            attention_mask=torch.ones_like(batch),
-            drafter=merged,
-            config=config,
-            return_dict_in_generate=True,
-            **options,
-        )
+        got = answered(model, batch, drafter=merged, config=config, **options)
         asked += got.stats.sources["drawing"].num_asked
         counts += np.bincount(got.sequences[:, -2].numpy(), minlength=8)
     assert asked > 50
@@ -417,25 +398,6 @@ def test_pickles_and_copies_leave_out_what_was_measured() -> None:
     assert copy.deepcopy(merged)._costs[0] is not merged._costs[0]
 
 
-def test_a_refusal_of_a_part_ends_the_call_before_it_begins() -> None:
-    class Refusing(MadeLate):
-        def for_call(self, call: DraftingCall) -> Drafter:
-            raise lade.LadeError("not here")
-
-    model = shared_model("llama", seed=2)
-    steps: list[Any] = []
-    with pytest.raises(lade.LadeError, match="not here"):
-        lade.generate(
-            model,
-            torch.tensor([[5, 6]]),
-            drafter=Merged([Refusing()]),
-            config=STRICT,
-            max_new_tokens=4,
-            on_step=steps.append,
-        )
-    assert not steps
-
-
 def test_threads_share_a_drafter() -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
@@ -451,11 +413,7 @@ def test_threads_share_a_drafter() -> None:
             for _ in range(3)
         )
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads(work, work, work, seconds=None) == []
     assert found == [expected] * 9
 
 

@@ -1,7 +1,5 @@
 """A model that is run over a text and over trees that grow after it."""
 
-import gc
-import weakref
 from typing import Any
 
 import numpy as np
@@ -92,17 +90,6 @@ def test_another_text_is_run_from_its_beginning(name: str) -> None:
     other = [*PROMPT, 30, 31]
     assert_close(runner.follow(other), plain_logits(model, other))
     assert_close(runner.grow([8], [0])[0], plain_logits(model, [*other, 8]))
-
-
-def test_closing_frees_the_cache() -> None:
-    runner = runner_of(tiny_model("llama", seed=1))
-    runner.follow(PROMPT)
-    target = weakref.ref(runner._target)
-    cache = weakref.ref(runner._target.cache)
-    runner.close()
-    gc.collect()
-    assert target() is None
-    assert cache() is None
 
 
 def test_tokens_outside_the_vocabulary_never_reach_the_model() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from tests.grids import thinned
 from tests.lade.drafters.simulation import (
     STEP_SEC,
     Clock,
@@ -69,11 +70,18 @@ def parts(clock: Clock, answer: list[int], case: Case) -> tuple[Source, Source]:
     return cheap, dear
 
 
-@pytest.mark.parametrize("per_call", [NUM_TOKENS, 200], ids=["one call", "short calls"])
-@pytest.mark.parametrize("name", CASES)
+CALLS = [(name, num) for name in CASES for num in (NUM_TOKENS, 200)]
+QUICK = [(name, NUM_TOKENS) for name in ("the other is hopeless", "each in turn")]
+QUICK += [(name, 200) for name in ("the cheap one pays", "only the dear one pays")]
+
+
+@pytest.mark.parametrize(
+    "calls", thinned(CALLS, *QUICK), ids=lambda calls: f"{calls[0]}-{calls[1]}"
+)
 def test_the_best_part_is_hardly_faster(
-    name: str, per_call: int, monkeypatch: pytest.MonkeyPatch
+    calls: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, per_call = calls
     case, answer = CASES[name], an_answer(NUM_TOKENS + 50)
     alone = []
     for which in (0, 1):

@@ -18,6 +18,7 @@ from lade.drafters.vocabularies import Vocabularies
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
 from lade.stats import SourceStats
+from tests.lade.both import same_as_generate
 from tests.lade.drafters.tokenizers import TEXT, byte_level, metaspace, with_tokens
 from tests.lade.shared import shared_model
 from tests.lade.tiny import MAMBA2
@@ -41,32 +42,17 @@ def an_assistant(kind: str = "tree") -> Any:
 
 def translated(kind: str = "tree", **options: Any) -> AssistantModel:
     return AssistantModel(
-        an_assistant(kind),
-        metaspace(),
-        target_tokenizer=byte_level(),
-        **{"length": 4, **options},
+        an_assistant(kind), metaspace(), target_tokenizer=byte_level(), **{"length": 4, **options}
     )
 
 
 @pytest.mark.parametrize("kind", ASSISTANTS)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_text_is_that_of_plain_decoding(kind: str, do_sample: bool) -> None:
-    target = a_target()
     prompt = torch.tensor([byte_level().encode("The pool learns what was said")])
-    options: dict[str, Any] = {"do_sample": do_sample, "max_new_tokens": 24}
-    drafter = translated(kind)  # making its model draws random numbers
-    torch.manual_seed(0)
-    expected = target.generate(prompt, **options)
-    torch.manual_seed(0)
-    got = lade.generate(
-        target,
-        prompt,
-        drafter=drafter,
-        config=STRICT,
-        return_dict_in_generate=True,
-        **options,
+    _, got = same_as_generate(
+        a_target(), prompt, drafter=translated(kind), config=STRICT, do_sample=do_sample
     )
-    assert got.sequences.tolist() == expected.tolist()
     assert got.stats.sources["assistant"].num_draft_tokens > 10
 
 
@@ -220,7 +206,6 @@ def test_a_rule_for_k_learns_from_the_text_what_was_right() -> None:
 
 
 def test_vocabularies_of_the_same_ids_are_not_translated() -> None:
-    target = a_target()
     padded = shared_model("llama", 0, vocab_size=len(byte_level()) + 24)
     call = replace(a_call(100), is_part=True)  # drafters alone come wrapped
     drafter = AssistantModel(padded, byte_level(), target_tokenizer=byte_level())
@@ -231,11 +216,7 @@ def test_vocabularies_of_the_same_ids_are_not_translated() -> None:
     assert isinstance(more.for_call(call), ModelDrafter)
     assert isinstance(translated().for_call(call), TranslatedDrafter)
     prompt = torch.tensor([byte_level().encode("The pool learns")])
-    expected = target.generate(prompt, do_sample=False, max_new_tokens=12)
-    got = lade.generate(
-        target, prompt, drafter=drafter, config=STRICT, do_sample=False, max_new_tokens=12
-    )
-    assert got.tolist() == expected.tolist()
+    same_as_generate(a_target(), prompt, drafter=drafter, config=STRICT, max_new_tokens=12)
 
 
 def test_another_vocabulary_without_tokenizers_is_refused() -> None:
@@ -247,11 +228,13 @@ def test_another_vocabulary_without_tokenizers_is_refused() -> None:
 
 
 def test_a_prompt_of_one_token_and_an_end_of_text() -> None:
-    target = a_target()
     for prompt in ([[5]], [[byte_level().eos_token_id]], [byte_level().encode("😀")[:1]]):
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
-        expected = target.generate(torch.tensor(prompt), **options)
-        got = lade.generate(
-            target, torch.tensor(prompt), drafter=translated(), config=STRICT, **options
+        ids, mask = torch.tensor(prompt), torch.ones(1, 1, dtype=torch.int64)
+        same_as_generate(
+            a_target(),
+            ids,
+            drafter=translated(),
+            config=STRICT,
+            max_new_tokens=8,
+            attention_mask=mask,
         )
-        assert got.tolist() == expected.tolist()

@@ -87,19 +87,16 @@ def test_what_cannot_draft_for_a_call_ends_it_before_anything_is_generated(
     assert not seen
 
 
-@pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", [MemoryError, TypeError, ValueError, KeyError, UnspeakableError])
-def test_a_drafter_that_cannot_be_made_loses_no_text(
-    kind: type[Exception], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", [MemoryError, ValueError, UnspeakableError])
+def test_a_drafter_that_cannot_be_made_loses_no_text(kind: type[Exception]) -> None:
     def fail(call: DraftingCall) -> Any:
         torch.rand(1)
         raise kind("mine")
 
     with one_warning(rf"goes on without drafts: Maker failed \({kind.__name__}"):
-        compared(Maker(fail), options)
+        compared(Maker(fail), SAMPLED)
     with pytest.raises(kind):
-        compared(Maker(fail), options, config=lade.Config(strict_drafter=True))
+        compared(Maker(fail), SAMPLED, config=lade.Config(strict_drafter=True))
 
 
 @pytest.mark.parametrize("made", [None, 3, Faulty])

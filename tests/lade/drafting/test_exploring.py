@@ -20,7 +20,7 @@ from lade.gpu.policy import DevicePolicy
 from lade.hf import generation
 from ngram_pool import Draft, NGramPool
 from tests.lade.both import same_as_generate
-from tests.lade.tiny import VOCAB_SIZE, tiny_model
+from tests.lade.tiny import VOCAB_SIZE, paths_of, tiny_model
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 Tokens = tuple[NDArray[np.int32], NDArray[np.float64]]
@@ -72,19 +72,12 @@ def test_tokens_join_a_draft_by_what_they_are_worth(
     worths = [worth for i, worth in enumerate(worths) if 100 + i not in excluded]
     expected = sorted([*draft.probs.tolist(), *worths], reverse=True)[:most]
     assert joined.probs.tolist() == expected
-    paths = {tuple(path) for path in map(tuple, paths_of(joined))}
-    assert paths <= {*map(tuple, paths_of(draft)), *((int(t),) for t in token_ids)}
+    paths = {*paths_of(joined)}
+    assert paths <= {*paths_of(draft), *((int(t),) for t in token_ids)}
     assert len(paths) == len(joined)
     for node, parent in enumerate(joined.parents.tolist()):
         assert -1 <= parent < node
         assert joined.depths[node] == 1 + (joined.depths[parent] if parent >= 0 else 0)
-
-
-def paths_of(draft: Draft) -> list[list[int]]:
-    paths: list[list[int]] = []
-    for token_id, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
-        paths.append([*(paths[parent] if parent >= 0 else []), token_id])
-    return paths
 
 
 def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> None:

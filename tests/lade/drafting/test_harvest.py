@@ -11,14 +11,9 @@ from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
 from lade.budget.budget import FixedBudget
+from lade.drafting.drafts import draft_of
 from lade.drafting.pool_drafter import PoolDrafter
-from lade.drafting.successors import (
-    PromptHarvester,
-    Successors,
-    first_of_highest,
-    rank,
-    with_probs,
-)
+from lade.drafting.successors import PromptHarvester, Successors, first_of_highest, rank, with_probs
 from lade.prewarming import tables
 from lade.prewarming.tables import Effort, StoredTable, write_table
 from lade.probing import profile
@@ -37,17 +32,8 @@ class Listener(lade.Drafter):
     def __init__(self) -> None:
         self.told: list[tuple[list[int], list[int], list[int], Successors]] = []
 
-    def open(self, prompt_ids: Sequence[int]) -> int:
-        return 1
-
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
-        ids = np.array([committed[-1], 5, 6], np.int32)
-        return Draft(
-            ids, np.array([-1, -1, 1], np.int32), np.array([1, 1, 2], np.int32), np.ones(3)
-        )
-
-    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
-        pass
+        return draft_of([committed[-1], 5, 6], [-1, -1, 1])
 
     def harvest(
         self,
@@ -59,9 +45,6 @@ class Listener(lade.Drafter):
     ) -> None:
         assert committed[-1] == token_ids[0]
         self.told.append((list(committed), list(token_ids), list(parents), successors))
-
-    def close(self, sequence: int) -> None:
-        pass
 
 
 @torch.no_grad()
@@ -144,21 +127,6 @@ def test_a_model_with_layers_behind_its_states_is_left_alone() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     prompt = torch.arange(2, 12)[None]
     same_as_generate(model, prompt)
-
-
-@pytest.mark.filterwarnings("ignore::lade.PlainDecodingWarning")  # no way is right then
-def test_hooks_are_gone_after_an_error() -> None:
-    model = tiny_model("llama")
-
-    def break_down(*_: Any) -> None:
-        raise ConnectionError("broken")
-
-    lade.generate(model, torch.arange(2, 8)[None], **GREEDY)  # the check of the model is over
-    handle = model.model.layers[0].register_forward_pre_hook(break_down)
-    with pytest.raises(ConnectionError):
-        lade.generate(model, torch.arange(2, 8)[None], **GREEDY)
-    handle.remove()
-    assert not model.model._forward_hooks
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -362,8 +330,3 @@ def test_a_folder_that_may_not_be_looked_into_has_no_tables(
 
     monkeypatch.setattr(Path, "is_dir", refuse)
     assert tables.table_for(tiny_model("llama"), tmp_path) is None
-
-
-def test_config_wants_a_bool() -> None:
-    with pytest.raises(TypeError, match="uses_table"):
-        lade.Config(uses_table=1)  # type: ignore[arg-type]

@@ -16,15 +16,12 @@ from lade.gpu import dense, ops
 from lade.gpu.dense import dense_view
 from lade.probing.profile import profile_of
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both, same_as_generate
+from tests.lade.both import ONE, THREE, both
+from tests.lade.gpu.test_graphs import GREEDY, LONG, RECORDED, graphs_of, same
 from tests.lade.recorder import CpuRecorder, RecordingPolicy
 from tests.lade.tiny import FAMILIES, tiny_model
 from tests.support.tiny import VARIANTS, CannotBuild, causal_lm_types
 from tests.support.tiny import tiny_model as tiny_architecture
-
-RECORDED = lade.Config(execution="graphs", max_draft_tokens=7)
-LONG: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None}
-GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **LONG}
 
 
 def kinds_of(view: Any) -> Counter[str]:
@@ -58,9 +55,10 @@ def test_modules_are_recognised_by_what_they_do(family: str) -> None:
     assert kinds_of(view).items() >= EXPECTED[family].items()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "qwen3", "gemma3_text"))
 def test_a_dense_view_computes_what_the_model_computes(family: str, dtype: torch.dtype) -> None:
+    """`test_of_every_architecture…` has float32."""
     if family == "llama4_text" and dtype == torch.float16:
         pytest.skip("its experts have no float16 on a CPU")
     model = tiny_model(family, dtype=dtype)
@@ -317,10 +315,9 @@ def test_what_is_fused_wrongly_is_not_used_and_that_is_said_once(
         dense, "_activation_of", lambda module: "silu" if hasattr(module, "gate_proj") else None
     )
     model = tiny_model("llama")
-    options: dict[str, Any] = {**GREEDY, "config": RECORDED, "return_dict_in_generate": False}
     with pytest.warns(lade.EagerExecutionWarning, match="not with fused ones: a recorded step dif"):
-        same_as_generate(model, ONE, **options)
-    same_as_generate(model, ONE, **options)
+        same(model)
+    same(model)
     assert recorder.num_replayed > 20
     assert "rotate" not in recorder.operations[-1]
 
@@ -335,7 +332,7 @@ def test_a_kernel_that_fails_is_not_used(
     monkeypatch.setattr(ops, "rotate", failing)
     monkeypatch.setattr(dense, "_rotates", lambda rotate: True)
     with pytest.warns(lade.EagerExecutionWarning, match=r"fused ones: .*OSError: no compiler"):
-        same_as_generate(model, ONE, config=RECORDED, **GREEDY)
+        same(model)
     assert recorder.num_replayed > 20
 
 
@@ -347,20 +344,15 @@ def test_text_that_must_not_depend_on_drafts_does_not_on_fusing_or_recording(
     lade.generate(model, ONE, config=config, **GREEDY)
     assert recorder.num_replayed > 0
     assert not any("rotate" in names for names in recorder.operations)
-    (workspace,) = profile_of(model).workspace_store._kept
-    assert workspace.graphs is not None
-    assert workspace.graphs._limit == 0.0
+    assert graphs_of(model)._limit == 0.0
 
 
-@pytest.mark.parametrize("is_inference", [False, True])
-def test_the_text_of_fused_steps_is_that_of_generate(
-    is_inference: bool, recorder: CpuRecorder
-) -> None:
+def test_the_text_of_fused_steps_is_that_of_generate(recorder: CpuRecorder) -> None:
+    """In inference mode, too; `test_graphs.py` has it without."""
     model = tiny_model("llama")
-    with torch.inference_mode(is_inference):
+    with torch.inference_mode():
         for prompt in (ONE, THREE):
-            for do_sample in (False, True):
-                both(model, prompt, config=RECORDED, do_sample=do_sample, **LONG)
+            both(model, prompt, config=RECORDED, do_sample=True, **LONG)
     assert any("write_slots" in names for names in recorder.operations)
     for workspace in profile_of(model).workspace_store._kept:
         assert workspace.graphs is not None

@@ -71,7 +71,7 @@ PATHS |= {
     "rows": Path(False, _SAMPLED, {"verification": "rows"}),
 }
 QUICK = (
-    *("greedy-eager-1", "greedy-graphs-1", "greedy-graphs-3", "sampled-graphs-1"),
+    *("greedy-eager-1", "greedy-graphs-3", "sampled-graphs-1"),
     *("processed-graphs-1", "processed-sampled-eager-3", "rejection-graphs-1"),
     *("lookahead", "rows"),
 )

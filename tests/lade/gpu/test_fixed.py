@@ -1,8 +1,6 @@
 """Trees in forwards of a few fixed shapes, on memory that is kept between calls."""
 
-import copy
 import gc
-import pickle
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -277,15 +275,6 @@ def test_it_is_given_back_on_demand_and_goes_with_the_model() -> None:
     del model
     gc.collect()
     assert cache() is None
-
-
-def test_copies_of_a_model_begin_with_nothing() -> None:
-    model = tiny_model("llama")
-    expected = generate(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert len(profile_of(other).workspace_store) == 0
-        assert torch.equal(generate(other), expected)
-        assert kept(other) is not kept(model)
 
 
 def test_memory_that_is_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,7 @@ from transformers import LlamaForCausalLM
 
 import lade
 from lade.gpu.capture import NoWaiting, WaitError
-from lade.gpu.graphs import (
-    Graphs,
-    Recording,
-    dependencies_of,
-    why_not_recorded,
-)
+from lade.gpu.graphs import Graphs, Recording, dependencies_of, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.probing import factory
 from lade.probing.profile import profile_of
@@ -97,7 +92,7 @@ def test_keys_and_values_that_move_are_recorded_anew(
 ) -> None:
     monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
     model = tiny_model("llama")
-    same(model, UNDRAFTED, max_new_tokens=420)
+    same(model, UNDRAFTED, max_new_tokens=300)
     assert recorder.num_recorded > 1  # more slots are shown by and by, and then the memory moves
 
 
@@ -111,7 +106,7 @@ def test_a_conversation_that_grows_is_recorded_once(
         monkeypatch.setattr(f"{module}.runs_in_triton", lambda *_: True)
     model = tiny_model("llama", max_position_embeddings=1024)
     answer, counts = ONE[:, :0], []
-    for _ in range(10):
+    for _ in range(7):
         prompt = torch.cat([answer, ONE], dim=1)
         mask = torch.ones_like(prompt)
         mask[:, 1 : 1 + num_masked] = 0
@@ -119,7 +114,7 @@ def test_a_conversation_that_grows_is_recorded_once(
         answer = lade.generate(model, config=UNDRAFTED, **inputs)
         counts.append(recorder.num_recorded)
     assert torch.equal(answer, model.generate(**inputs))
-    assert counts == [1] * 10
+    assert counts == [1] * 7
 
 
 def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorder) -> None:
@@ -127,24 +122,6 @@ def test_long_and_short_prompts_in_turn_use_the_same_memory(recorder: CpuRecorde
     for length in (600, 20, 600, 20, 600):
         same(model, UNDRAFTED, torch.arange(length)[None] % 80 + 2)
     assert recorder.num_recorded <= 3  # of two numbers of slots, and not in every call
-
-
-@pytest.mark.exhaustive
-def test_memory_that_was_planned_for_less_grows_in_steps(
-    recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lade.gpu.fixed._FIRST_NEW", 0)
-    model = tiny_model("llama", max_position_embeddings=2048)
-    lade.generate(model, ONE, config=UNDRAFTED, **{**GREEDY, "max_new_tokens": 8})
-    real, taken = torch.Tensor.new_zeros, []
-
-    def new_zeros(self: Tensor, shape: Any, **more: Any) -> Tensor:
-        taken.extend([shape[3]] if len(shape) == 5 else [])
-        return real(self, shape, **more)
-
-    monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    same(model, UNDRAFTED, max_new_tokens=700)
-    assert 0 < len(taken) <= 8  # of keys and of values
 
 
 def test_weights_that_move_are_recorded_anew(recorder: CpuRecorder) -> None:
@@ -175,11 +152,7 @@ def test_a_model_that_asks_for_the_length_of_its_cache_gets_it_at_every_replay(
     model.length = torch.zeros((), dtype=torch.int64)
     seen: list[int] = []
     lade.generate(
-        model,
-        ONE,
-        config=UNDRAFTED,
-        on_step=lambda step: seen.append(int(model.length)),
-        **GREEDY,
+        model, ONE, config=UNDRAFTED, on_step=lambda step: seen.append(int(model.length)), **GREEDY
     )
     first = ONE.shape[1]
     assert seen == [0, *range(first, first + len(seen) - 1)]
@@ -485,7 +458,7 @@ def test_recordings_go_where_keys_and_values_need_their_memory(
         return real(self, shape, **more)
 
     monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
-    same(model, UNDRAFTED, max_new_tokens=420)
+    same(model, UNDRAFTED, max_new_tokens=300)
     assert refused
 
 
@@ -612,11 +585,7 @@ def test_grouped_products_that_copy_to_the_host_are_not_recorded(
     assert why_not_recorded(model) is None
 
 
-def test_graphs_are_to_be_asked_for() -> None:
+def test_graphs_are_to_be_asked_for_and_only_cuda_devices_record_them() -> None:
     for kind in ("cpu", "cuda"):
         assert DevicePolicy().execution(torch.device(kind)) == "eager"
-
-
-def test_only_cuda_devices_record() -> None:
-    assert not DevicePolicy().can_record(torch.device("cpu"))
-    assert DevicePolicy().can_record(torch.device("cuda"))
+        assert DevicePolicy().can_record(torch.device(kind)) == (kind == "cuda")

@@ -129,22 +129,6 @@ def test_streams_and_steps_are_told_of_everything_in_order() -> None:
     assert streamer.events[-1] == "end"
 
 
-@pytest.mark.usefixtures("waits")
-def test_an_error_in_a_callback_is_raised() -> None:
-    model = tiny_model("llama")
-    calls = 0
-
-    def fail(step: Step) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError):
-        lade.generate(model, ONE, on_step=fail, **GREEDY)
-    assert torch.equal(lade.generate(model, ONE, **GREEDY), model.generate(ONE, **GREEDY))
-
-
 @pytest.mark.parametrize("device", CPU_AND_CUDA)
 def test_what_is_sent_arrives(device: str) -> None:
     parts = (

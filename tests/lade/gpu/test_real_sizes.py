@@ -18,7 +18,7 @@ from lade.probing.factory import VerificationPlan, make_target
 from lade.targets.trees import TreeTarget
 from lade.tree import Tree
 from tests.grids import thinned
-from tests.lade.attention.test_attention import Layer
+from tests.lade.attention.test_tree_attention import Layer
 from tests.lade.targets.test_tree import make_draft, path_to
 from tests.lade.tiny import tiny_model
 

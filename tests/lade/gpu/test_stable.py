@@ -57,7 +57,9 @@ class _Unchecked(BatchDrafter):
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
     prompts = [(torch.bfloat16, each) for each in (ONE, THREE, torch.arange(2, 60)[None])]
-    for dtype, prompt in [*prompts, (torch.float16, ONE)]:  # which takes a CPU long
+    if family == "qwen3":
+        prompts.append((torch.float16, ONE))  # which takes a CPU long
+    for dtype, prompt in prompts:
         model = shared_model(family, dtype=dtype)
         found = texts(model, prompt, STABLE, eos_token_id=None)
         assert all(text == found[0] for text in found)
@@ -155,5 +157,3 @@ def test_a_model_whose_logits_follow_their_place_in_a_forward_is_refused() -> No
 def test_settings_that_contradict_it_are_refused(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="beside stable_text=True"):
         lade.Config(stable_text=True, **other)
-    with pytest.raises(TypeError, match="stable_text"):
-        lade.Config(stable_text=1)  # type: ignore[arg-type]

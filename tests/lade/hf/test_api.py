@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 import transformers
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -25,7 +23,7 @@ from transformers import (
 import lade
 from lade.errors import UnsupportedOptionError
 from tests.lade.both import EIGHT, ListStreamer, same_as_generate
-from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, random_prompt, tiny_model
+from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 MASK = torch.ones_like(PROMPT)
@@ -94,16 +92,6 @@ def test_wrap_shares_one_pool_and_unwrap_leaves_no_trace(model: Any) -> None:
         lade.unwrap(model)
 
 
-def test_a_second_answer_profits_from_the_first(model: Any) -> None:
-    pool = lade.NGramPool()
-    config = lade.Config(max_draft_tokens=8)
-    options: dict[str, Any] = {"pool": pool, "config": config, "return_dict_in_generate": True}
-    first = ours(model, max_new_tokens=60, **options)
-    second = ours(model, max_new_tokens=60, **options)
-    assert second.sequences.tolist() == first.sequences.tolist()
-    assert second.stats.mean_accepted_tokens > max(3.0, first.stats.mean_accepted_tokens)
-
-
 def test_a_pipeline_decodes_with_lade_after_wrap() -> None:
     model = tiny_model("llama", seed=2, vocab_size=256)
     model.generation_config.eos_token_id = None
@@ -115,24 +103,6 @@ def test_a_pipeline_decodes_with_lade_after_wrap() -> None:
     lade.wrap(model, pool=pool)
     assert pipeline("abcabcabc", **options) == expected
     assert len(pool) == 29
-
-
-def test_a_wrapped_model_takes_arguments_by_place_and_can_be_pickled(model: Any) -> None:
-    def allowed(row: int, prefix: torch.Tensor) -> list[int]:
-        return [5, 6, int(prefix[-1]) + 1]
-
-    config = GenerationConfig(do_sample=False, max_new_tokens=12)
-    expected = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
-    lade.wrap(model, pool=lade.NGramPool(1000))
-    got = model.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
-    assert got.tolist() == expected.tolist()
-    assert len(model.generate.pool) > 0
-    loaded = pickle.loads(pickle.dumps(model))
-    assert len(loaded.generate.pool) == 0  # it carries nobody's text
-    assert loaded.generate.pool.capacity_tokens == 1000
-    got = loaded.generate(PROMPT, config, None, None, allowed, attention_mask=MASK)
-    assert got.tolist() == expected.tolist()
-    lade.unwrap(loaded)
 
 
 def test_a_deep_copy_of_a_wrapped_model_is_a_wrapped_model_of_its_own(model: Any) -> None:
@@ -169,22 +139,6 @@ def test_a_pool_of_a_larger_vocabulary_cannot_break_a_smaller_model(
     pool.save(tmp_path / "large.pool")
     for each in (pool, lade.NGramPool.load(tmp_path / "large.pool")):
         same(model, pool=each, config=lade.Config(max_draft_tokens=12))
-
-
-def test_stop_strings_work_with_the_tokenizer_beside_them() -> None:
-    model = tiny_model("llama", seed=2, vocab_size=256)
-    model.generation_config.eos_token_id = None
-    tokenizer = byte_tokenizer()
-    options = {"tokenizer": tokenizer, "max_new_tokens": 40}
-    free = tokenizer.decode(plain(model, max_new_tokens=40)[0][PROMPT.shape[1] :])
-    num_cut = 0
-    letters = [letter for letter in free if letter.isascii() and letter.isprintable()]
-    for stop in (letters[2], letters[len(letters) // 2], letters[-3], "never there"):
-        got = same(model, stop_strings=[stop], **options)
-        num_cut += got.sequences.shape[1] < PROMPT.shape[1] + 40
-    assert num_cut == 3
-    with pytest.raises(ValueError, match="expected tokenizer= beside stop_strings"):
-        ours(model, stop_strings=["x"])
 
 
 def test_dict_output_has_stats_and_a_cache_of_all_tokens_but_the_last(model: Any) -> None:
@@ -251,36 +205,6 @@ def test_a_text_iterator_streamer_streams_from_a_thread(model: Any) -> None:
     assert [int(word) for word in text.split()] == plain(model)[0][PROMPT.shape[1] :]
 
 
-def test_a_streamer_that_raises_leaves_model_and_pool_usable(model: Any) -> None:
-    class Gone(ListStreamer):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if len(self.events) == 6:
-                raise ConnectionError("the client went away")
-
-    pool = lade.NGramPool(500)
-    with pytest.raises(ConnectionError):
-        ours(model, streamer=Gone(), pool=pool)
-    pool.check()
-    assert list(pool._sequences) == [0]  # the sequence of the broken call is closed
-    same(model, pool=pool)
-
-
-def test_a_counting_processor_runs_once_per_emitted_token(model: Any) -> None:
-    class Counting(LogitsProcessor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.prefixes: list[list[int]] = []
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            self.prefixes.append(input_ids[0].tolist())
-            return scores + len(self.prefixes) % 3 * torch.linspace(0, 1, scores.shape[1])
-
-    theirs, mine = Counting(), Counting()
-    fresh = partial(next, iter([{"logits_processor": [each]} for each in (theirs, mine)]))
-    same(model, fresh=fresh, accept=1.0, config=EIGHT)
-    assert mine.prefixes == theirs.prefixes
-
-
 def test_stopping_criteria_are_asked_after_every_token(model: Any) -> None:
     class StopAt(StoppingCriteria):  # type: ignore[misc]
         def __init__(self, length: int) -> None:
@@ -292,7 +216,7 @@ def test_stopping_criteria_are_asked_after_every_token(model: Any) -> None:
             return torch.tensor([input_ids.shape[1] >= self.length])
 
     free = plain(model)[0]
-    for length in range(8, 20):
+    for length in (8, 9, 13, 19):
         theirs, mine = StopAt(length), StopAt(length)
         criteria = [StoppingCriteriaList([theirs]), [mine]]
         fresh = partial(next, iter([{"stopping_criteria": each} for each in criteria]))
@@ -355,16 +279,6 @@ def test_max_time_is_asked_after_every_token(model: Any) -> None:
         assert got.sequences.shape == (num_rows, PROMPT.shape[1] + 1)
 
 
-def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
-    free = plain(model)[0]
-    model.generation_config.eos_token_id = [free[15], 95]
-    model.generation_config.max_new_tokens = 12
-    model.generation_config.repetition_penalty = 1.3
-    expected = model.generate(PROMPT, attention_mask=MASK)
-    assert expected.shape[1] < len(free)
-    assert lade.generate(model, PROMPT, attention_mask=MASK).tolist() == expected.tolist()
-
-
 # --- what is refused ------------------------------------------------------------------------
 
 
@@ -372,11 +286,8 @@ def test_the_models_own_generation_config_is_honoured(model: Any) -> None:
     ("options", "named"),
     [
         ({"num_beams": 3}, "num_beams=3"),
-        ({"prompt_lookup_num_tokens": 5}, "generation mode assisted_generation"),
         ({"custom_generate": lade.decode}, "custom_generate"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode contrastive_search"),
-        ({"num_beams": 2, "do_sample": True}, "num_beams=2"),
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         ({"token_healing": True}, "token_healing"),
         ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
@@ -443,12 +354,3 @@ def test_a_generation_keeps_nothing_alive(model: Any) -> None:
         assert reference() is None  # freed at once, without waiting for the cyclic collector
     finally:
         gc.enable()
-
-
-def test_many_prompts_through_one_wrapped_model_stay_exact() -> None:
-    model = tiny_model("qwen3", seed=9)
-    rng = np.random.default_rng(9)
-    lade.wrap(model, config=lade.Config(max_candidates=2))
-    for _ in range(25):
-        prompt = random_prompt(rng)
-        same(model, prompt, by=lambda model, **options: model.generate(**options))

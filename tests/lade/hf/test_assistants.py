@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
-from lade.errors import UnsupportedModelError, UnsupportedOptionError
+from lade.errors import UnsupportedOptionError
 from lade.hf.assistance import Steering
 from lade.probing.profile import Profiles
 from tests.lade.both import same_as_generate
@@ -58,19 +58,11 @@ STEERED = [
 
 
 @pytest.mark.parametrize("steering", STEERED, ids=lambda each: "-".join(each) or "measured")
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_an_assistant_changes_no_text(
-    model: Any, assistant: Any, steering: dict[str, Any], do_sample: bool
-) -> None:
+def test_an_assistant_changes_no_text(model: Any, assistant: Any, steering: dict[str, Any]) -> None:
+    do_sample = STEERED.index(steering) % 2 == 0
     _, got = both(model, assistant_model=assistant, do_sample=do_sample, **steering)
     assert set(got.stats.sources) == {"pool", "assistant"}
     assert sum(got.stats.accepted_by_depth) == got.stats.num_accepted_tokens
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_early_exit_is_the_models_own_first_layers(model: Any, do_sample: bool) -> None:
-    _, got = both(model, assistant_early_exit=1, do_sample=do_sample)
-    assert set(got.stats.sources) == {"pool", "first_layers"}
 
 
 @pytest.mark.parametrize("name", ["assistant_model", "assistant_early_exit"])
@@ -82,14 +74,6 @@ def test_batches_and_samples_have_the_text_of_plain_generate(
         both(model, BATCH, do_sample=do_sample, **given)
     if name == "assistant_model":  # transformers itself refuses several samples with early exit
         both(model, num_return_sequences=3, do_sample=True, **given)
-
-
-def test_rejection_sampling_draws_from_the_assistant(model: Any, assistant: Any) -> None:
-    config = lade.Config(acceptance="rejection")
-    got = lade.generate(
-        model, PROMPT, assistant_model=assistant, do_sample=True, config=config, max_new_tokens=16
-    )
-    assert got.shape[1] == PROMPT.shape[1] + 16
 
 
 def test_the_pool_of_the_call_drafts_too() -> None:
@@ -167,22 +151,6 @@ def test_steered_drafts_are_chains_as_transformers_drafts_them() -> None:
     assert growing == {"expansion": "chain", "confidence": 0.3, "length": "measured"}
 
 
-def test_a_constant_number_of_tokens_is_drafted(model: Any) -> None:
-    assistant = copy.deepcopy(model)  # always right
-    drafter = AssistantModel(assistant, **Steering(3, threshold=0.0).options())
-    config = lade.Config(max_draft_tokens=3)
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(PROMPT),
-        "max_new_tokens": 17,
-        "pad_token_id": 0,
-    }
-    output = lade.generate(
-        model, PROMPT, drafter=drafter, config=config, return_dict_in_generate=True, **options
-    )
-    assert output.stats.num_steps == 4  # the prompt's token, then three drafted and one more
-    assert output.stats.mean_accepted_tokens == 4
-
-
 # --- what is kept -----------------------------------------------------------------------------
 
 
@@ -256,11 +224,7 @@ def test_contradictions_and_wrong_types_are_refused(model: Any, assistant: Any) 
             lade.generate(model, PROMPT, drafter=drafter, **{**given, name: value})
     with pytest.raises(ValueError, match="expected drafter or assistant_early_exit, got both"):
         model.generate(
-            PROMPT,
-            custom_generate=lade.decode,
-            drafter=drafter,
-            assistant_early_exit=1,
-            **given,
+            PROMPT, custom_generate=lade.decode, drafter=drafter, assistant_early_exit=1, **given
         )
     with pytest.raises(TypeError, match="expected assistant_model to be a transformers causal LM"):
         lade.generate(model, PROMPT, assistant_model=object(), **given)
@@ -268,16 +232,3 @@ def test_contradictions_and_wrong_types_are_refused(model: Any, assistant: Any) 
         lade.generate(model, PROMPT, assistant_tokenizer=object(), **given)
     with pytest.raises(UnsupportedOptionError, match="token_healing"):
         lade.generate(model, PROMPT, assistant_model=assistant, token_healing=True, **given)
-
-
-def test_another_vocabulary_without_tokenizers_is_refused_by_name(model: Any) -> None:
-    other = tiny_model("llama", 1, vocab_size=50)
-    pool = lade.NGramPool(50)
-    given: dict[str, Any] = {
-        "attention_mask": torch.ones_like(PROMPT),
-        "max_new_tokens": 4,
-        "pool": pool,
-    }
-    with pytest.raises((UnsupportedModelError, ValueError), match="vocabular"):
-        lade.generate(model, PROMPT, assistant_model=other, **given)
-    assert len(pool) == 0

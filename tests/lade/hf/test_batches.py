@@ -40,8 +40,9 @@ def _after(begin: Callable[[], object], *args: Any, **options: Any) -> Any:
     return lade.generate(*args, **options)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
-@pytest.mark.parametrize("num_rows", [2, 5, 9])
+@pytest.mark.parametrize(
+    ("family", "num_rows"), [("llama", 2), ("llama", 9), ("gpt2", 5), ("deepseek_v3", 9)]
+)
 def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
     model = shared_model(family, seed=num_rows)
@@ -206,25 +207,6 @@ def test_drafters_that_break_their_contract_cannot_break_the_text() -> None:
             model, THREE, drafter=drafter, config=lade.Config(max_draft_tokens=2)
         )
         assert out.stats.draft_tokens_per_step <= 2
-
-
-def test_a_broken_row_closes_the_sequences_of_all() -> None:
-    model = shared_model("llama", seed=1)
-    calls = []
-
-    class BrokenBatch(BatchDrafter):
-        def draft(self, *args: Any) -> Draft:
-            calls.append(1)
-            if len(calls) == 5:
-                raise OSError("disk full")
-            return Draft.empty()
-
-    drafter = BrokenBatch([[]] * 3, np.random.default_rng(0), 0.0)
-    options: dict[str, Any] = {"attention_mask": (THREE != 0).long(), "max_new_tokens": 9}
-    config = lade.Config(strict_drafter=True)
-    with pytest.raises(OSError, match="disk full"):
-        lade.generate(model, THREE, drafter=drafter, config=config, **options)
-    assert drafter.closed == 3
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -117,17 +117,6 @@ def test_a_model_that_names_no_arguments_takes_its_prompt_by_place(
     assert door(model, PROMPT, **options).tolist() == model.generate(PROMPT, **options).tolist()
 
 
-class Counting(LogitsProcessor):  # type: ignore[misc]
-    """A processor that notes its calls."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        return scores
-
-
 class TakesAnything(LlamaForCausalLM):  # type: ignore[misc]
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return super().generate(*args, **kwargs)

@@ -53,9 +53,9 @@ def assert_same_cache(mine: DynamicCache, theirs: DynamicCache, mask: torch.Tens
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("rows", ["one", "unpadded", "padded"])
-def test_all_outputs_are_those_of_generate(family: str, do_sample: bool, rows: str) -> None:
+def test_all_outputs_are_those_of_generate(family: str, rows: str) -> None:
+    do_sample = (family == "gpt2") != (rows == "unpadded")
     # Left padding leaves rows that see nothing: in float64 eager attention makes NaN of them.
     dtype = torch.float32 if rows == "padded" else torch.float64
     model = shared_model(family, seed=1, attention="eager", dtype=dtype)
@@ -113,11 +113,11 @@ def test_scores_reach_stopping_criteria() -> None:
 
 
 @pytest.mark.parametrize("prompt", [ONE, THREE], ids=["one row", "batch"])
-@pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole text", "new tokens alone"])
 def test_a_chat_goes_on_from_the_cache_of_the_turn_before(
-    prompt: torch.Tensor, do_sample: bool, whole: bool
+    prompt: torch.Tensor, whole: bool
 ) -> None:
+    do_sample = whole == (prompt is ONE)
     model = tiny_model("llama", seed=3)
     model.generation_config.eos_token_id = None
     expected, got = both(model, prompt, do_sample=do_sample)
@@ -144,7 +144,7 @@ def test_a_chat_goes_on_from_the_cache_of_the_turn_before(
 @pytest.mark.parametrize("accept", [0.0, 0.7, 1.0])
 def test_rows_that_finished_early_are_padded_in_the_cache(do_sample: bool, accept: float) -> None:
     """They left the forward; their padding is run in the end, in a few steps."""
-    for seed in range(4):
+    for seed in range(2):
         model = shared_model("llama", seed=seed)
         options: dict[str, Any] = {"eos_token_id": [*range(0, 97, 8)], "do_sample": do_sample}
         expected, got = both(model, THREE, accept=accept, seed=seed, **options)
@@ -214,7 +214,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 # --- inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("chunk", [1, 3, 50])
 def test_chunked_prefill_gives_the_same(chunk: int) -> None:
     model = shared_model("llama", seed=2)
     for prompt in (ONE, THREE):
@@ -259,6 +259,7 @@ def test_generation_configs_of_model_and_call_are_both_honoured() -> None:
     model.generation_config.do_sample = True
     model.generation_config.temperature = 0.7
     model.generation_config.repetition_penalty = 1.2
+    model.generation_config.eos_token_id = [*range(0, 97, 12)]
     for of_call in (
         GenerationConfig(max_new_tokens=17),
         GenerationConfig(top_k=7, max_length=40, pad_token_id=0),
@@ -308,7 +309,6 @@ def test_stop_strings_are_honoured_wherever_they_stand(place: str, num_rows: int
     lade.generate(model, prompt, logits_processor=[watch], **options)
     assert seen
     assert all(stop_strings == own for stop_strings in seen)
-    if place != "argument":
-        del options["tokenizer"]
-        with pytest.raises(ValueError, match="expected tokenizer="):
-            lade.generate(model, prompt, **options)
+    del options["tokenizer"]
+    with pytest.raises(ValueError, match="expected tokenizer="):
+        lade.generate(model, prompt, **options)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -25,10 +24,11 @@ from lade.probing.values import switches_of
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import PoolStore
 from tests.grids import thinned
-from tests.lade.both import same_as_generate
+from tests.lade.both import answered, same_as_generate
 from tests.lade.hf.test_outputs import assert_same
 from tests.lade.shared import shared_model
 from tests.lade.tiny import BatchDrafter, byte_tokenizer, tiny_model
+from tests.ngram_pool.threads import in_threads
 from tests.support.tiny import tiny_model as tiny_architecture
 
 KEPT = lade.Config(reuses_prefix=True, max_draft_tokens=6)
@@ -67,9 +67,11 @@ class Chat:
         ids = torch.tensor([token_ids])
         # An answer may hold the token for padding, and which are drawn depends on the processor.
         options = {"attention_mask": torch.ones_like(ids), **options}
-        _, got = same_as_generate(self.model, ids, **options)
+        expected, got = same_as_generate(self.model, ids, **options)
+        assert_same(got.scores, expected.scores)
         self.ids = got.sequences[0].tolist()
         num_reused: int = got.stats.num_reused_tokens
+        assert not num_reused or got.past_key_values is None  # lade keeps it
         return num_reused
 
 
@@ -151,14 +153,6 @@ def test_positions_whose_angles_follow_the_length_are_not_reused_beyond_their_li
 # --- branches, chats side by side, and what stays ---------------------------------------------
 
 
-def test_the_same_prompt_runs_its_last_token() -> None:
-    chat = Chat(shared_model(seed=1))
-    assert chat.ask(OPENING) == 0
-    assert chat.ask(OPENING) == len(OPENING) - 1
-    assert chat.ask(OPENING[:6]) == 5
-    assert chat.ask(OPENING[:1]) == 0
-
-
 def test_an_edited_turn_goes_on_from_where_it_was_edited() -> None:
     model = shared_model(seed=1)
     chat = Chat(model)
@@ -182,12 +176,6 @@ def test_windows_go_on_from_whole_texts_and_answer_again_from_the_turn_before() 
     assert chat.ask([*first, 40, 41, 42]) == len(first) - 1
     assert chat.ask(whole[:-3]) == len(first) - 1
     assert chat.ask([*OPENING, 40]) == 0  # what had left the window is gone
-
-
-def test_short_texts_of_windows_can_be_cut() -> None:
-    chat = Chat(shared_model("mistral", seed=1), max_new_tokens=2)
-    assert chat.ask([5, 6, 7, 8]) == 0
-    assert chat.ask([5, 6, 7, 9]) == 3
 
 
 def test_chats_side_by_side_keep_a_text_each() -> None:
@@ -217,14 +205,6 @@ def test_many_chats_stay_within_the_budget() -> None:
     assert 2 <= len(kept_of(model)) <= 3
     assert chats[-1].say(*NEXT) > 0
     assert chats[0].say(*NEXT) == 0
-
-
-def test_a_text_that_is_too_large_is_not_kept() -> None:
-    model = model_of()
-    config = lade.Config(reuses_prefix=True, max_prefix_bytes=1000)
-    chat = Chat(model, config)
-    assert [chat.say(*OPENING), chat.say(*NEXT)] == [0, 0]
-    assert len(kept_of(model)) == 0
 
 
 def test_over_many_turns_memory_follows_the_text() -> None:
@@ -546,11 +526,7 @@ def test_threads_may_go_on_from_the_same_text(execution: Any) -> None:
                 **options,
             )
 
-    threads = [threading.Thread(target=answer, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads(*(partial(answer, number) for number in range(8)), seconds=None) == []
     assert [found[number].sequences.tolist() for number in range(8)] == expected
     assert all(found[number].stats.num_reused_tokens >= len(begun) - 1 for number in range(8))
 
@@ -581,7 +557,7 @@ def test_drafts_accepted_at_random_go_with_it() -> None:
     model = shared_model(seed=1)
     pool, ids, reused = lade.NGramPool(), torch.tensor([OPENING]), []
     for _ in range(3):
-        got = lade.generate(
+        got = answered(
             model,
             ids,
             attention_mask=torch.ones_like(ids),
@@ -590,7 +566,6 @@ def test_drafts_accepted_at_random_go_with_it() -> None:
             do_sample=True,
             eos_token_id=None,
             max_new_tokens=6,
-            return_dict_in_generate=True,
         )
         reused.append(got.stats.num_reused_tokens)
         ids = got.sequences
@@ -605,34 +580,17 @@ def test_drafts_accepted_at_random_go_with_it() -> None:
         {"output_scores": True, "output_logits": True},
         {"eos_token_id": [*range(30, 60)], "max_new_tokens": 30},
         {"min_new_tokens": 4, "temperature": 0.7, "top_k": 5, "do_sample": True},
+        {"stop_strings": ["a", "e", "Q"], "tokenizer": byte_tokenizer(), "max_new_tokens": 40},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_generate_go_with_it(options: dict[str, Any]) -> None:
-    chat = Chat(shared_model(seed=1), **options)
+    chat = Chat(shared_model(seed=1, vocab_size=256), **options)
     chat.say(*OPENING)
     for _ in range(3):
         goes_on = CHUNKS_GO_ON or "prefill_chunk_size" not in options
         expected = len(chat.ids) - 1 if goes_on else 0
         assert chat.say(*NEXT) == expected
-
-
-def test_stop_strings_go_with_it() -> None:
-    model = model_of(vocab_size=256)
-    chat = Chat(model, tokenizer=byte_tokenizer(), stop_strings=["a", "e", "Q"], max_new_tokens=40)
-    chat.say(*OPENING)
-    length = len(chat.ids)
-    assert chat.say(*NEXT) == length - 1
-
-
-def test_scores_are_those_of_plain_decoding() -> None:
-    model, prompt = shared_model(seed=1), torch.tensor([[*OPENING, *NEXT]])
-    pool = lade.NGramPool()
-    for _ in range(2):
-        options: dict[str, Any] = {"max_new_tokens": 6, "output_scores": True}
-        expected, got = same_as_generate(model, prompt, pool=pool, config=KEPT, **options)
-        assert_same(got.scores, expected.scores)
-    assert got.stats.num_reused_tokens == prompt.shape[1] - 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -655,16 +613,6 @@ def test_what_plain_decoding_ran_beyond_the_end_is_cut(
     chat.say(*OPENING)
     length = len(chat.ids)
     assert chat.say(*NEXT) == (length - 1 if family == "llama" else 0)
-
-
-def test_whoever_has_texts_kept_gets_no_cache() -> None:
-    model, prompt = shared_model(seed=1), torch.tensor([OPENING])
-    for verification in ("tree", "chain", "plain"):
-        config = lade.Config(reuses_prefix=True, verification=verification)
-        got = lade.generate(
-            model, prompt, config=config, max_new_tokens=4, return_dict_in_generate=True
-        )
-        assert got.past_key_values is None
 
 
 def test_without_the_option_nothing_is_kept() -> None:
@@ -703,12 +651,7 @@ def test_other_calls_are_decoded_as_without_the_option(asked: str) -> None:
     Chat(model, pool=None).ask(OPENING)
     Chat(model, pool=pool).ask(OPENING)
     expected, got = same_as_generate(
-        model,
-        IDS,
-        fresh=lambda: AS_EVER[asked](model),
-        pool=pool,
-        config=KEPT,
-        max_new_tokens=6,
+        model, IDS, fresh=lambda: AS_EVER[asked](model), pool=pool, config=KEPT, max_new_tokens=6
     )
     # Elsewhere a cache of the caller's cannot be told from one that generate made.
     if MARKS_CACHES or asked != "own cache":
@@ -743,9 +686,3 @@ def test_texts_kept_in_inference_mode_serve_outside_of_it() -> None:
         assert chat.say(*NEXT) == length - 1
         with torch.inference_mode():
             assert chat.say(*NEXT) == length + 12
-
-
-def test_summed_stats_add_reused_tokens() -> None:
-    total = lade.DecodeStats(num_reused_tokens=3)
-    total.add(lade.DecodeStats(num_reused_tokens=4))
-    assert total.as_dict()["num_reused_tokens"] == 7

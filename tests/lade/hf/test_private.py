@@ -1,7 +1,5 @@
 """Text is private to its call unless the caller shares it; time tells nothing of another's."""
 
-import copy
-import io
 from typing import Any
 
 import pytest
@@ -57,7 +55,7 @@ def attacked(secret: list[int], **options: Any) -> bool:
     return is_told(model, secret)
 
 
-@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("place", [0, 11])
 def test_a_secret_is_told_where_text_is_shared_and_nowhere_else(place: int) -> None:
     assert attacked(SECRETS[place], shares_text=True)
     assert attacked(SECRETS[place], pool=lade.NGramPool())
@@ -90,17 +88,3 @@ def test_a_wrapped_model_takes_pool_and_config_of_one_call() -> None:
     assert len(shared) == 0
     assert len(mine) > 0
     assert max(seen) <= 3
-
-
-def test_a_copy_or_a_saved_wrapped_model_carries_no_text() -> None:
-    model = lade.wrap(tiny_model("llama"), shares_text=True)
-    secret = [91, 92, 93, 94]
-    model.generate(victim_prompt(secret), max_new_tokens=4, pad_token_id=0)
-    assert len(model.generate.pool) > 0
-    assert len(copy.deepcopy(model).generate.pool) == 0
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert len(loaded.generate.pool) == 0
-    assert loaded.generate(victim_prompt(secret), max_new_tokens=4, pad_token_id=0) is not None

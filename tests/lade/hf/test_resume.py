@@ -115,27 +115,23 @@ def test_a_target_that_fails_on_the_way_loses_nothing(
             compared(model, prompt, config, do_sample=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"do_sample": False},
-        {"do_sample": True, "joint": True},
-        {"do_sample": True, "eos_token_id": [50, 51]},
-        {"do_sample": True, "output_scores": True, "output_logits": True},
-        {"do_sample": False, "output_hidden_states": True},
-        {"do_sample": False, "repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]},
-        # Of rows that ended before, too.
-        {
-            "output_scores": True,
-            "output_logits": True,
-            "repetition_penalty": 1.3,
-            "eos_token_id": [*range(30, 50)],
-        },
-        {"output_hidden_states": True, "repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]},
-    ],
-    ids=lambda options: " ".join(options),
-)
+EARLY_ENDS = {"repetition_penalty": 1.3, "eos_token_id": [*range(30, 50)]}
+ASKED: list[dict[str, Any]] = [
+    {"do_sample": True, "joint": True},
+    {"do_sample": True, "eos_token_id": [50, 51]},
+    {"do_sample": True, "output_scores": True, "output_logits": True},
+    {"do_sample": False, "output_hidden_states": True},
+    # Of rows that ended before, too.
+    {"output_scores": True, "output_logits": True, **EARLY_ENDS},
+    {"output_hidden_states": True, **EARLY_ENDS},
+]
+RESTS = [("llama", options) for options in ASKED]
+RESTS += [
+    (family, options) for family in ("mistral", "gpt2", "gemma3_text") for options in ASKED[3:5]
+]
+
+
+@pytest.mark.parametrize(("family", "options"), RESTS)
 def test_the_rest_has_all_that_the_call_asked_for(
     monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
 ) -> None:

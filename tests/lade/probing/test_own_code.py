@@ -1,6 +1,5 @@
 """Whatever code and state of the user's changes between two calls, the text is `generate`'s."""
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import lade
 from lade.probing.own_code import is_own_callback, own_code_around, own_code_of, places_of
-from lade.probing.profile import profile_of
 from lade.probing.structure import Structure
 from tests.grids import thinned
 from tests.lade.states import (
@@ -38,6 +36,7 @@ from tests.lade.states import (
     weights,
 )
 from tests.lade.tiny import tiny_model
+from tests.ngram_pool.threads import in_threads
 from tests.support.tiny import tiny_model as tiny_architecture
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7, 5]])
@@ -109,26 +108,19 @@ def sweep(
     return wrong
 
 
-FEW_SWEEPS = [(kind, config) for kind in FEW_KINDS for config in ("default", "kept prefixes")]
-SWEEPS = FEW_SWEEPS + [(kind, "kept prefixes") for kind in KINDS if kind not in FEW_KINDS]
-
-
-@pytest.mark.parametrize(
-    "case", thinned(SWEEPS, *FEW_SWEEPS), ids=lambda case: f"{NAME(case[0])}-{case[1]}"
-)
-def test_a_sweep_over_state_has_the_text_of_generate(case: tuple[Any, str]) -> None:
-    kind, config = case
+@pytest.mark.parametrize("kind", thinned(KINDS, *FEW_KINDS), ids=NAME)
+def test_a_sweep_over_state_has_the_text_of_generate(kind: Callable[[Any], Set]) -> None:
     model = model_of()
-    assert sweep(model, kind(model), CONFIGS[config]) == []
-
-
-@pytest.mark.parametrize("kind", FEW_KINDS, ids=NAME)
-def test_a_sweep_over_state_of_a_wrapped_model_has_it_too(kind: Callable[[Any], Set]) -> None:
-    model = lade.wrap(model_of())
-    assert sweep(model, kind(model), CONFIGS["kept prefixes"], model.generate) == []
+    assert sweep(model, kind(model), CONFIGS["kept prefixes"]) == []
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS[::2], ids=NAME)
+def test_a_sweep_over_state_of_a_wrapped_model_has_it_too(kind: Callable[[Any], Set]) -> None:
+    model = lade.wrap(model_of())
+    assert sweep(model, kind(model), CONFIGS["default"], model.generate) == []
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS[::4], ids=NAME)
 def test_threads_that_call_a_model_between_two_changes_have_it_too(
     kind: Callable[[Any], Set],
 ) -> None:
@@ -145,14 +137,8 @@ def test_threads_that_call_a_model_between_two_changes_have_it_too(
     for alpha in ALPHAS:
         put(alpha)
         expected = plain(model)
-        threads = [
-            threading.Thread(target=ask, args=(alpha, expected, config))
-            for config in CONFIGS.values()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        calls = [partial(ask, alpha, expected, config) for config in CONFIGS.values()]
+        assert in_threads(*calls, seconds=None) == []
     assert wrong == []
 
 
@@ -340,9 +326,3 @@ def test_callbacks_of_the_user_are_told_from_those_of_transformers() -> None:
     assert is_own_callback(PrefixConstrainedLogitsProcessor(lambda *_: [1], 1))
     assert is_own_callback(lambda step: None)
     assert is_own_callback(Hook())
-
-
-def test_profiles_hold_values_that_were_checked() -> None:
-    model = model_of()
-    lade.generate(model, PROMPT, **OPTIONS)
-    assert profile_of(model).values is not None

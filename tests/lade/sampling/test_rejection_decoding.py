@@ -10,7 +10,7 @@ import lade
 from lade.drafting.drafts import chain
 from tests.chi_square import FALSE_ALARM, p_value
 from tests.grids import thinned
-from tests.lade.both import ONE, THREE, both, same_as_generate
+from tests.lade.both import ONE, THREE, answered, both, same_as_generate
 from tests.lade.shared import shared_model
 
 REJECTION = lade.Config(max_draft_tokens=5, acceptance="rejection")
@@ -32,7 +32,7 @@ CASES = [("ragged", 0.5), ("ragged", 1.0), ("ragged", 1.6), ("lockstep", 1.0)]
 
 @pytest.mark.parametrize("case", thinned(CASES, ("ragged", 1.0)))
 def test_text_has_the_distribution_of_the_target(case: tuple[str, float]) -> None:
-    """Pairs of first tokens of 6000 samples; the pool holds the model's own samples and noise."""
+    """Pairs of first tokens of 3600 samples; the pool holds the model's own samples and noise."""
 
     class Unknown(TemperatureLogitsWarper):  # type: ignore[misc]
         """Does nothing, but is not known to: rows then go together."""
@@ -45,11 +45,10 @@ def test_text_has_the_distribution_of_the_target(case: tuple[str, float]) -> Non
     counts = torch.zeros(VOCAB_SIZE, VOCAB_SIZE, dtype=torch.int64)
     stats = lade.DecodeStats()
     torch.manual_seed(7)
-    for _ in range(20):
-        out = lade.generate(
+    for _ in range(12):
+        out = answered(
             model,
             torch.tensor([prompt]),
-            attention_mask=torch.ones(1, 5).long(),
             do_sample=True,
             temperature=temperature,
             top_k=0,
@@ -58,7 +57,6 @@ def test_text_has_the_distribution_of_the_target(case: tuple[str, float]) -> Non
             max_new_tokens=6,
             pool=pool,
             config=REJECTION,
-            return_dict_in_generate=True,
         )
         stats.add(out.stats)
         for first, second in out.sequences[:, 5:7].tolist():
@@ -100,26 +98,17 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
     class Sure(lade.Drafter):
         """Has the likeliest answer and nothing else."""
 
-        def open(self, prompt_ids: Any) -> int:
-            return 0
-
         def draft(self, sequence: int, committed: Any, max_draft_tokens: int) -> Any:
             return chain(answer[len(committed) :][:max_draft_tokens], 0.9)
 
-        def observe(self, sequence: int, token_ids: Any) -> None: ...
-
-        def close(self, sequence: int) -> None: ...
-
-    out = lade.generate(
+    out = answered(
         model,
         ONE % VOCAB_SIZE,
-        attention_mask=ONE * 0 + 1,
         do_sample=True,
         temperature=0.001,
         max_new_tokens=20,
         drafter=Sure(),
         config=REJECTION,
-        return_dict_in_generate=True,
     )
     assert out.sequences[0].tolist() == answer[: out.sequences.shape[1]]
     assert out.stats.mean_accepted_tokens > 4
@@ -128,15 +117,13 @@ def test_a_drafter_that_cannot_draw_is_verified_as_certain() -> None:
 def test_scores_and_streams_come_with_rejection_too() -> None:
     model = shared_model("llama", seed=1)
     torch.manual_seed(0)
-    out = lade.generate(
+    out = answered(
         model,
         THREE,
-        attention_mask=(THREE != 0).long(),
         do_sample=True,
         max_new_tokens=10,
         eos_token_id=None,
         config=REJECTION,
-        return_dict_in_generate=True,
         output_scores=True,
     )
     assert len(out.scores) == 10

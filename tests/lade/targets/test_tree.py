@@ -14,6 +14,7 @@ import lade
 from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.compat import MARKS_CACHES
+from lade.drafting.drafts import draft_of
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from lade.targets.layout import may_share_a_row, tree_layout
@@ -28,18 +29,11 @@ CPU = torch.device("cpu")
 
 def make_draft(parents: list[int], seed: int = 0) -> Draft:
     rng = np.random.default_rng(seed)
-    depths: list[int] = []
     token_ids: list[int] = []
     for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
         siblings = {t for t, p in zip(token_ids, parents, strict=False) if p == parent}
         token_ids.append(int(rng.choice([t for t in range(VOCAB_SIZE) if t not in siblings])))
-    return Draft(
-        np.array(token_ids, np.int32),
-        np.array(parents, np.int32),
-        np.array(depths, np.int32),
-        np.linspace(0.9, 0.1, len(parents)),
-    )
+    return draft_of(token_ids, parents, np.linspace(0.9, 0.1, len(parents)))
 
 
 def path_to(draft: Draft, tree_node: int) -> list[int]:
