@@ -127,6 +127,20 @@ def read_pool(path: Path) -> StoredPool:
             raise type(error)(f"{path}: {error}") from None
 
 
+def check_begin(path: Path) -> None:
+    """Raise for a file that does not begin as a pool's does; the rest of it is not read.
+
+    Raises:
+        OSError: the file cannot be read.
+        PoolFileError: it is no pool's file, or of a newer format.
+    """
+    with open(path, "rb") as file:
+        try:
+            _parsed(_read_begin(file, os.fstat(file.fileno()).st_size))
+        except PoolFileError as error:
+            raise type(error)(f"{path}: {error}") from None
+
+
 def stamp_of(path: Path) -> str | None:
     """Return what tells the contents of a pool's file from others; None if there is no file.
 

@@ -20,13 +20,11 @@ from rich.progress import Progress as Bars
 
 from lade.errors import LadeError, in_one_line
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
-from lade.models.loading import LoadedModel, load
+from lade.models.loading import LoadedModel, find_model, load
 
 # Progress and notes go to standard error; standard output is for results.
 console = Console(stderr=True, highlight=False)
 
-# A folder with a tokenizer has a file that matches one of these.
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 _JSON_FILES = ("*config.json", "*token*.json", "*vocab*.json", "*.index.json")
 
 
@@ -98,27 +96,6 @@ def _saying_why(name: str | None, what: str = "") -> Iterator[None]:
         if reason is None and not what:
             raise
         raise ValueError(f"{what}{reason or in_one_line(error)}") from error
-
-
-def find_model(model: str | None) -> str | None:
-    """Return the name to load a model by; names of embedded models ignore case.
-
-    Raises:
-        ValueError: it is a folder that does not exist, or has a model but no tokenizer.
-    """
-    if model is None:
-        return None
-    folder = Path(model)
-    if not folder.is_dir():
-        if model.lower() in EMBEDDED_MODELS:
-            return model.lower()
-        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
-            raise ValueError(f"no such folder: {model}")
-    elif (folder / "config.json").is_file() and not any(
-        any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
-    ):
-        raise ValueError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
-    return model
 
 
 def fetch_with_progress(model: str | None) -> None:

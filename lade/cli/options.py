@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lade.cli.places import check_place, check_pool
+
 if TYPE_CHECKING:
     from lade.chat.settings import Settings
     from lade.config import Config
@@ -217,7 +219,8 @@ class DraftOptions:
     """What is drafted by what, and how it is verified.
 
     Raises:
-        ValueError: something is to draft beside plain decoding, which has no use for it.
+        ValueError: something is to draft beside plain decoding, which has no use for it; or a file
+            is no pool's.
     """
 
     max_draft_tokens: Annotated[
@@ -266,6 +269,8 @@ class DraftOptions:
                 "expected no --assistant, --first-layers or --pool with --verification plain, "
                 "which drafts nothing"
             )
+        for path in self.pools or []:
+            check_pool(path)
 
     @property
     def is_plain(self) -> bool:
@@ -303,7 +308,7 @@ class PoolOptions(DraftOptions):
     """As `DraftOptions`, and a pool that learns and is kept.
 
     Raises:
-        ValueError: as there.
+        ValueError: as there; or that pool could not be saved.
     """
 
     save_pool: Annotated[
@@ -323,6 +328,10 @@ class PoolOptions(DraftOptions):
             raise ValueError(
                 "expected no --save-pool with --verification plain, which drafts nothing"
             )
+        if self.save_pool is not None:
+            check_place(self.save_pool)
+            if self.save_pool.exists():
+                check_pool(self.save_pool)
 
     def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
         """Open them; as `lade.cli.pool.open_pools`."""

@@ -10,6 +10,7 @@ import lade
 from lade.cli.build import Built, Sources, build
 from lade.cli.forgetting import decoded, forget
 from lade.cli.loading import console, load_tokenizer, note
+from lade.cli.places import check_place
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
@@ -28,10 +29,8 @@ def open_pools(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     own = NGramPool()
-    if save_path is not None:
-        check_place(save_path)
-        if save_path.exists():
-            own = lade.load_pool(save_path, tokenizer=tokenizer, model=model)
+    if save_path is not None and save_path.exists():
+        own = lade.load_pool(save_path, tokenizer=tokenizer, model=model)
     kept = None if save_path is None else save_path.resolve()
     layers = [
         lade.load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
@@ -44,18 +43,6 @@ def open_pools(
         if save_path is not None:
             lade.save_pool(own, save_path, tokenizer=tokenizer, model=model)
             console.print(f"[dim]{len(own):,} tokens kept in {save_path}[/dim]", soft_wrap=True)
-
-
-def check_place(path: Path) -> None:
-    """Raise now, before any work is done, if a pool could not be written there later.
-
-    Raises:
-        OSError: there is no such folder, or nothing can be written to it.
-    """
-    import tempfile
-
-    with tempfile.TemporaryFile(dir=path.parent):
-        pass
 
 
 def run_build(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lade.cli.options import DraftOptions, LoadOptions, ModelOption, grouped, of_drafting
+from lade.cli.places import check_port
 
 _of_server = partial(typer.Option, rich_help_panel="Server")
 _of_limits = partial(typer.Option, rich_help_panel="Limits")
@@ -199,6 +200,8 @@ def serve(
     Every API key, and every "user" or "cache_salt" that requests name, has a pool of its own, from
     which nothing is drafted for anybody else.
     """
+    if port:
+        check_port(host, port)
     from lade.cli.serve import KeySource, check_extra, run
 
     check_extra()

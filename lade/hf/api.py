@@ -4,7 +4,7 @@ All preparation (configs, masks, processors, criteria) is left to transformers.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -79,6 +79,8 @@ def generate(
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
     arguments = Arguments(pool, drafter, config, on_step)
+    if input_ids is not None:
+        _check_ids(input_ids)
     inner = _generating(model)
     args: tuple[Any, ...] = ()
     # Prompt learning of PEFT takes a prompt by name alone, a class of nameless arguments by place.
@@ -87,6 +89,19 @@ def generate(
     elif input_ids is not None:
         args = (input_ids,)
     return _generate(inner, arguments, args, generate_kwargs)
+
+
+def _check_ids(input_ids: Any) -> None:
+    """Raise, saying what to do, for what is often passed instead of token ids."""
+    if isinstance(input_ids, Tensor):
+        return
+    ways_out = (
+        (str, "tokenize it: inputs = tokenizer(text, return_tensors='pt')"),
+        (Mapping, "pass its fields by name: lade.generate(model, **inputs)"),
+        (Sequence, "make it a tensor: torch.tensor([token_ids])"),
+    )
+    way_out = next((f"; {way}" for kind, way in ways_out if isinstance(input_ids, kind)), "")
+    raise TypeError(f"expected input_ids to be a tensor, got {type(input_ids).__name__}{way_out}")
 
 
 def decode(

@@ -96,6 +96,8 @@ def _named(mode: str, config: GenerationConfig) -> str:
 
 
 def _way_out(model: Model) -> str:
-    """Return a hint at `lade.unwrap` to append to an error if the model is wrapped, else ""."""
+    """Return a hint at the model's own `generate`, to append to an error."""
     is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
-    return "; lade.unwrap(model) gives the model its own generate back" if is_wrapped else ""
+    if is_wrapped:
+        return "; lade.unwrap(model) gives the model its own generate back"
+    return "; model.generate decodes so"

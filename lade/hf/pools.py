@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from typing import Any
 
 from ngram_pool import NamedPool, NGramPool
@@ -23,9 +24,10 @@ def pools_of(pool: Pools | None) -> list[AnyPool]:
     pools: list[AnyPool] = []
     for each in asked:
         if not isinstance(each, NGramPool | NamedPool):
+            is_name = isinstance(each, str | PathLike)
             raise TypeError(
                 "expected pool to be a lade.NGramPool, a named pool, or a list of these, got "
-                f"{each!r}"
+                f"{each!r}{'; lade.load_pool reads one from a file' if is_name else ''}"
             )
         pools.append(each)
     _split([each for each in pools if isinstance(each, NGramPool)])

@@ -1,5 +1,6 @@
 """Load a model from a local folder, the hub or the package index."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lade.models.embedded import (
@@ -11,6 +12,18 @@ from lade.models.embedded import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# As torch and others call them.
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+# A folder with a tokenizer has a file that matches one of these.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 
 
 class LoadedModel(NamedTuple):
@@ -60,11 +73,13 @@ def load(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    chosen = DEFAULT_MODEL if name is None else name
+    chosen = find_model(name) or DEFAULT_MODEL
     report = progress or no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
-        raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}")
+        meant = _SHORT_DTYPES.get(str(dtype))
+        hint = f"; {meant!r} is meant, perhaps" if meant else ""
+        raise ValueError(f"expected dtype {', '.join(DTYPES)}, got {dtype!r}{hint}")
     chosen_dtype = getattr(torch, dtype) if dtype else native_dtype(chosen_device)
     is_embedded = chosen in EMBEDDED_MODELS
     source = str(embedded_model(chosen, progress=progress) if is_embedded else chosen)
@@ -79,6 +94,27 @@ def load(
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
     return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
+
+
+def find_model(model: str | None) -> str | None:
+    """Return the name to load a model by; names of embedded models ignore case.
+
+    Raises:
+        ValueError: it is a folder that does not exist, or has a model but no tokenizer.
+    """
+    if model is None:
+        return None
+    folder = Path(model)
+    if not folder.is_dir():
+        if model.lower() in EMBEDDED_MODELS:
+            return model.lower()
+        if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
+            raise ValueError(f"no such folder: {model}")
+    elif (folder / "config.json").is_file() and not any(
+        any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES
+    ):
+        raise ValueError(f"the folder {model} has a model, but no tokenizer (tokenizer.json)")
+    return model
 
 
 def encode(tokenizer: Any, prompt: str, device: Any = None) -> dict[str, Any]:

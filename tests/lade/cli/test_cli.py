@@ -221,6 +221,10 @@ def test_an_interrupted_demo_shows_what_it_measured(
         (["generate", "x", "--model", "does-not-exist-anywhere"], "could not be loaded"),
         (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
         (["bench", "--json", "no/such/folder/x.json"], "No such file or directory"),
+        (["generate", "x", "--save-pool", "no/such/x.pool"], "no such folder: no/such"),
+        (["generate", "x", "--pool", __file__], "expected a file that NGramPool.save wrote"),
+        (["chat", "--save-pool", __file__], "expected a file that NGramPool.save wrote"),
+        (["serve", "--host", "192.0.2.1", "--model", "y"], "cannot listen at 192.0.2.1:8000"),
         (["bench", "--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
     ],
 )

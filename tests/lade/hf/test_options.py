@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import BatchEncoding, GenerationConfig
 
 import lade
 from lade.errors import UnsupportedOptionError
 from lade.hf.options import refuse_unsupported_options
+from tests.lade.both import ONE
+from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6]])
@@ -50,7 +52,8 @@ def test_a_mode_is_refused_by_the_option_that_asks_for_it(
     for given in (options, {"generation_config": GenerationConfig(**options)}):
         with pytest.raises(UnsupportedOptionError) as refused:
             lade.generate(model, PROMPT, attention_mask=MASK, max_new_tokens=4, **given)
-        assert str(refused.value) == f"lade does not support {message} yet"
+        said = f"lade does not support {message} yet; model.generate decodes so"
+        assert str(refused.value) == said
 
 
 def test_a_mode_that_the_models_own_config_asks_for_is_named_too() -> None:
@@ -73,3 +76,18 @@ def test_a_wrapped_model_says_how_to_get_its_own_generate_back(options: dict[str
     if "num_beams" in options:
         lade.unwrap(model)
         assert model.generate(PROMPT, attention_mask=MASK, max_new_tokens=4, **options).shape[1] > 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "way_out"),
+    [
+        ("Hello", "tokenize it"),
+        ([5, 6], "torch.tensor([token_ids])"),
+        (BatchEncoding({"input_ids": ONE}), "lade.generate(model, **inputs)"),
+        (5, "got int"),
+    ],
+)
+def test_what_is_no_tensor_of_ids_is_refused_with_a_way_out(wrong: Any, way_out: str) -> None:
+    with pytest.raises(TypeError, match="expected input_ids to be a tensor") as told:
+        lade.generate(shared_model("llama"), wrong)
+    assert way_out in str(told.value)

@@ -167,8 +167,11 @@ def test_pools_are_checked_before_anything_is_generated(
         lade.wrap(model, pool=two)
     assert [len(pool) for pool in two] == [0, len(docs), 0]
     for wrong in ("docs", Path("docs.pool"), [docs, None], 5):
-        with pytest.raises(TypeError, match=r"expected pool to be a lade\.NGramPool, a named"):
+        with pytest.raises(
+            TypeError, match=r"expected pool to be a lade\.NGramPool, a named"
+        ) as told:
             ours(wrong)
+        assert ("lade.load_pool" in str(told.value)) == isinstance(wrong, str | Path)
     with pytest.raises(ValueError, match="expected at most one pool that learns, got 2"):
         ours([NGramPool(), store.named("alice")])
     assert not store._in_use
