@@ -114,8 +114,9 @@ def test_a_batch_has_the_rows_it_would_have_alone() -> None:
 def test_hidden_states_that_are_asked_for_are_those_of_all_layers() -> None:
     model = tiny_model("llama")
     prompt = torch.tensor([PROMPT])
-    asked = {"output_hidden_states": True, "max_new_tokens": 8, "drafter": FirstLayers(1, length=2)}
-    expected, output = same_as_generate(model, prompt, config=STRICT, **asked)
+    asked: dict[str, Any] = {"output_hidden_states": True, "max_new_tokens": 8}
+    drafter = FirstLayers(1, length=2)
+    expected, output = same_as_generate(model, prompt, drafter=drafter, config=STRICT, **asked)
     for mine, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
         for of_layer, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(of_layer, other)
