@@ -265,7 +265,7 @@ def test_the_command_prints_and_writes_what_it_finds(
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path / "support")
     shutil.copytree(RESULTS, tmp_path / "support")
-    names = ["llama", "recurrent_gemma", "moshi"]
+    names = ["llama", "bloom", "mamba2", "recurrent_gemma", "moshi"]
     path = tmp_path / "support" / "transformers-x.json"
     assert main([*names, "--seed", "1", "--json", str(path)]) == 0
     out = capsys.readouterr().out
@@ -273,8 +273,9 @@ def test_the_command_prints_and_writes_what_it_finds(
     assert "0 wrong, 0 failed" in out
     rows = read_json(path).rows
     assert [row.name for row in rows] == names
-    assert [row.kind for row in rows] == ["tree", "plain", "not a text model"]
-    assert all(row.verdict == "exact" for row in rows[:2])
+    assert [row.kind for row in rows[:4]] == ["tree", "rows", "snapshot", "plain"]
+    assert rows[4].kind == "not a text model"
+    assert all(row.verdict == "exact" for row in rows[:4])
     made = (tmp_path / "SUPPORT.md").read_text()
     assert made.index("# Supported architectures") < made.index("seed 1.")
     assert made.index("seed 1.") < made.index("## Weight formats")
