@@ -27,7 +27,7 @@ from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
-from lade.models.prompts import check_system, encode_messages, room_after
+from lade.models.prompts import check_system, encode_messages, num_positions, room_after
 from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
@@ -95,6 +95,13 @@ class Turn:
         """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
         steps = self.steps[1:]
         return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
+
+
+class Context(NamedTuple):
+    """How full a conversation is."""
+
+    num_tokens: int
+    max_positions: int | None  # None where the model names no limit
 
 
 class Conversation:
@@ -325,13 +332,13 @@ class Conversation:
         return self._num_plain_tokens / self._plain_sec if self._plain_sec else None
 
     @property
-    def num_tokens(self) -> int:
+    def context(self) -> Context:
         """How many tokens the messages are; encodes them."""
-        if not self.messages:
-            return 0
-        # As they are without the begin of an answer; templates may want one to be there.
-        num_tokens: int = self._encode(self.messages, asks=False)["input_ids"].shape[1]
-        return num_tokens
+        used = 0
+        if self.messages:
+            # As they are without the begin of an answer; templates may want one to be there.
+            used = self._encode(self.messages, asks=False)["input_ids"].shape[1]
+        return Context(used, num_positions(self.loaded.model))
 
     @property
     def pool(self) -> NGramPool | None:

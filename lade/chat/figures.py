@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lade.chat.conversation import Turn
+from lade.chat.conversation import Context, Turn
 from lade.closeness import is_exact_in
 from lade.stats import SourceStats
 from ngram_pool import NGramPool
@@ -50,9 +50,10 @@ def likeness_of(plain: Turn, with_drafts: Turn, model: Any) -> str:
     return f"{parting}: in {dtype} a near-tie may fall the other way. --dtype float32 is exact."
 
 
-def fill_of(num_tokens: int, limit: int | None, pool: NGramPool | None) -> list[str]:
-    """Return how full a context of so many positions and a pool are, in parts."""
-    parts = [f"context {num_tokens:,}" + (f" of {limit:,}" if limit else "")]
+def fill_of(context: Context, pool: NGramPool | None) -> list[str]:
+    """Return how full context and pool are, in parts."""
+    used, limit = context
+    parts = [f"context {used:,}" + (f" of {limit:,}" if limit else "")]
     if pool is not None:
         parts.append(f"pool {_percent(len(pool) / pool.capacity_tokens)}")
     return parts

@@ -26,13 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lade.chat.commands import COMMANDS, parse
-from lade.chat.conversation import Conversation, Turn
+from lade.chat.conversation import Context, Conversation, Turn
 from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
 from lade.chat.learning import IdleLearner
 from lade.chat.pieces import Piece
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, in_one_line
-from lade.models.prompts import num_positions
 from lade.stats import DecodeStats
 
 PROMPT = "> "
@@ -63,7 +62,7 @@ class Terminal:
         self.console = console
         self._learner = learner
         self._history = history or InMemoryHistory()
-        self._num_tokens = 0  # of the conversation
+        self._context = Context(0, conversation.context.max_positions)
         self._shows_drafted = False
         self._compares_next = False  # whether the next question is answered plainly, too
         self._has_left = False
@@ -291,8 +290,7 @@ class Terminal:
             parts.append("next: plain and lade")
         if turn is not None:
             parts += speed_of(turn, conversation.plain_tokens_per_sec)
-        limit = num_positions(conversation.loaded.model)
-        parts += fill_of(self._num_tokens, limit, conversation.pool)
+        parts += fill_of(self._context, conversation.pool)
         return fitted([*parts, Path(conversation.loaded.name).name], width)
 
     def _say(self, text: str) -> None:
@@ -314,9 +312,9 @@ class Terminal:
 
     def _count_context(self) -> None:
         try:
-            self._num_tokens = self.conversation.num_tokens
+            self._context = self.conversation.context
         except ValueError:  # of a template that refuses what was loaded; the next answer tells
-            self._num_tokens = 0
+            self._context = Context(0, self._context.max_positions)
 
     def _take_typed(self) -> str:
         typed, self._typed = self._typed, ""

@@ -117,10 +117,10 @@ def test_the_pool_that_learns_is_told(loaded: LoadedModel) -> None:
 
 def test_the_context_is_counted(loaded_with: Make) -> None:
     conversation = Conversation(loaded_with(), settings=SHORT)
-    assert conversation.num_tokens == 0
+    assert [*conversation.context] == [0, 512]
     said(conversation, "abc")
     again = loaded_with().tokenizer(conversation.messages[1]["content"])["input_ids"]
-    assert conversation.num_tokens == len("[user]abc\n[assistant]\n") + len(again)
+    assert conversation.context.num_tokens == len("[user]abc\n[assistant]\n") + len(again)
 
 
 # --- ends ---------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_the_system_prompt_is_part_of_the_prompt(loaded_with: Make) -> None:
     assert conversation.turn.num_prompt_tokens == len(prompt)
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
     conversation.system = None
-    assert conversation.num_tokens < len(prompt) + 3 * 24
+    assert conversation.context.num_tokens < len(prompt) + 3 * 24
 
 
 @pytest.mark.parametrize(
