@@ -104,6 +104,13 @@ class Context(NamedTuple):
     max_positions: int | None  # None where the model names no limit
 
 
+class PoolFill(NamedTuple):
+    """How full a pool is."""
+
+    num_tokens: int
+    capacity_tokens: int
+
+
 class Conversation:
     """Messages between a user and a model, and the answers' figures.
 
@@ -197,24 +204,20 @@ class Conversation:
                 raise ValueError("expected a message to answer again, got an empty conversation")
         inputs = self._encode(asked)
         num_prompt_tokens: int = inputs["input_ids"].shape[1]
-        options = {**inputs, **self.settings.options()}
-        defaults = self.loaded.model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
+        options = self.settings.options()
         room = room_after(self.loaded.model, num_prompt_tokens)
         if room is not None:
             options["max_new_tokens"] = min(options["max_new_tokens"], room)
         if seed is None:
             seed = self.settings.seed + self._num_answers
         turn = Turn(seed, is_plain, num_prompt_tokens)
-        return self._answer(asked, turn, options, cancelled or threading.Event())
+        return self._answer(asked, turn, inputs, options, cancelled or threading.Event())
 
     def _answer(
         self,
         asked: list[dict[str, str]],
         turn: Turn,
+        inputs: dict[str, Any],
         options: dict[str, Any],
         cancelled: threading.Event,
     ) -> Iterator[Piece]:
@@ -227,8 +230,8 @@ class Conversation:
         self.turns.append(turn)
         self._is_answering = True
         closed = threading.Event()
-        worker = _Worker(self, turn, options, (cancelled, closed))
-        stream = PieceStream(self.loaded.tokenizer, options["input_ids"][0].tolist())
+        worker = _Worker(self, turn, inputs, options, (cancelled, closed))
+        stream = PieceStream(self.loaded.tokenizer, inputs["input_ids"][0].tolist())
         try:
             worker.start()
             yield from worker.pieces(stream)
@@ -353,6 +356,12 @@ class Conversation:
         """The pools that are only read."""
         return [pool for pool in self._pools if isinstance(pool, NGramPool) and pool.is_read_only]
 
+    @property
+    def pool_fill(self) -> PoolFill | None:
+        """How full the pool is that learns; None where there is none."""
+        pool = self.pool
+        return None if pool is None else PoolFill(len(pool), pool.capacity_tokens)
+
     # ------------------------------------------------------------------------------------------
 
     def _encode(self, messages: Sequence[dict[str, str]], asks: bool = True) -> dict[str, Any]:
@@ -391,13 +400,15 @@ class _Worker:
         self,
         conversation: Conversation,
         turn: Turn,
+        inputs: dict[str, Any],
         options: dict[str, Any],
         stops: tuple[threading.Event, ...],
     ) -> None:
         self._conversation = conversation
         self._turn = turn
+        self._inputs = inputs
+        self._options = options
         self._stop = _Stop(stops)
-        self._options = {**options, "stopping_criteria": StoppingCriteriaList([self._stop])}
         self._queue: SimpleQueue[_Tokens | _Done | BaseException] = SimpleQueue()
         # A daemon, so that a second interrupt can leave in the middle of a long forward.
         self._thread = threading.Thread(target=self._run, name="lade-chat", daemon=True)
@@ -450,27 +461,48 @@ class _Worker:
         return new
 
     def _run(self) -> None:
-        conversation, model = self._conversation, self._conversation.loaded.model
-        stats = None
         try:
             torch.manual_seed(self._turn.seed)
+            stats = None
             if self._turn.is_plain:
-                # The class's generate, in case the model is wrapped.
-                type(model).generate(model, **self._options, streamer=_Stream(self._put))
+                self._plainly()
             else:
-                output = generate(
-                    model,
-                    **self._options,
-                    pool=conversation._pools,
-                    drafter=conversation._drafter,
-                    config=conversation._config,
-                    on_step=self._put,
-                    return_dict_in_generate=True,
-                )
-                stats = output.stats
+                stats = self._with_drafts()
             self._queue.put(_Done(stats, perf_counter()))
         except BaseException as error:  # raised where the pieces are taken
             self._queue.put(error)
+
+    def _with_drafts(self) -> DecodeStats:
+        conversation = self._conversation
+        output = generate(
+            conversation.loaded.model,
+            **self._inputs,
+            **self._own_options(),
+            pool=conversation._pools,
+            drafter=conversation._drafter,
+            config=conversation._config,
+            on_step=self._put,
+            return_dict_in_generate=True,
+        )
+        stats: DecodeStats = output.stats
+        return stats
+
+    def _plainly(self) -> None:
+        """Answer by the model's own `generate`, which counts nothing."""
+        model = self._conversation.loaded.model
+        # The class's generate, in case the model is wrapped.
+        options = self._own_options()
+        type(model).generate(model, **self._inputs, **options, streamer=_Stream(self._put))
+
+    def _own_options(self) -> dict[str, Any]:
+        options = dict(self._options)
+        defaults = self._conversation.loaded.model.generation_config
+        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
+            # What transformers would choose, too, with a line that says so.
+            eos = defaults.eos_token_id
+            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
+        stop = StoppingCriteriaList([self._stop])
+        return {**options, "stopping_criteria": stop}
 
     def _put(self, step: Step) -> None:
         self._queue.put(_Tokens(step, perf_counter()))

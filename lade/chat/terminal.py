@@ -239,9 +239,9 @@ class Terminal:
 
     def _pool(self, _: str) -> None:
         rows = {}
-        own = self.conversation.pool
-        if own is not None:
-            rows["learns"] = f"{len(own):,} of at most {own.capacity_tokens:,} tokens"
+        fill = self.conversation.pool_fill
+        if fill is not None:
+            rows["learns"] = f"{fill.num_tokens:,} of at most {fill.capacity_tokens:,} tokens"
         for pool in self.conversation.read_pools:
             rows[f"read {len(rows)}"] = f"{len(pool):,} tokens"
         self._print_pairs(rows)
@@ -290,7 +290,7 @@ class Terminal:
             parts.append("next: plain and lade")
         if turn is not None:
             parts += speed_of(turn, conversation.plain_tokens_per_sec)
-        parts += fill_of(self._context, conversation.pool)
+        parts += fill_of(self._context, conversation.pool_fill)
         return fitted([*parts, Path(conversation.loaded.name).name], width)
 
     def _say(self, text: str) -> None:

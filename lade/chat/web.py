@@ -360,11 +360,11 @@ class Page:
                 yield note_html(task.error, is_error=True)
             elif is_over:
                 yield note_html("Stopped." if task.cancelled.is_set() else "Answered.")
-            elif (num_before := self._desk.num_before(task)) == 0:
+            elif not task.num_before:
                 yield note_html("Answering …")
             else:
-                waits = "answer" if num_before == 1 else "answers"
-                yield note_html(f"Waiting for {num_before} other {waits} …")
+                waits = "answer" if task.num_before == 1 else "answers"
+                yield note_html(f"Waiting for {task.num_before} other {waits} …")
             if is_over:
                 return
             await asyncio.sleep(_FRAME_SEC)
@@ -444,9 +444,9 @@ def _race_html(race: Race) -> str:
 
 def _charts_html(turn: Turn | None, session: Session | None) -> str:
     """Return the charts of an answer and of how full a session's pool is."""
-    pool = session.conversation.pool if session is not None else None
+    fill = session.conversation.pool_fill if session is not None else None
     times, steps = ([*turn.token_times], [*turn.steps]) if turn else ([], [])
     parts = [rate_chart(times), steps_chart(steps)]
-    if pool is not None:
-        parts.append(fill_chart("Pool, in tokens", len(pool), pool.capacity_tokens))
+    if fill is not None:
+        parts.append(fill_chart("Pool, in tokens", fill.num_tokens, fill.capacity_tokens))
     return "".join(parts)

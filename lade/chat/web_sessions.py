@@ -7,9 +7,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from queue import SimpleQueue
 from time import perf_counter
 from typing import NamedTuple
 
@@ -48,29 +49,35 @@ def no_rest(sec: float) -> AbstractContextManager[None]:
 class Task:
     """Work that waits for its turn, runs, or is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, desk: "Desk") -> None:
         self.cancelled = threading.Event()  # looked at by the work
-        self.future: Future[object] = Future()
+        self._desk = desk
+        self._future: Future[None] = Future()
 
     @property
     def is_running(self) -> bool:
         """Whether it has begun and not ended."""
-        return self.future.running()
+        return self._future.running()
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended, failed or will never run."""
-        return self.future.done()
+        return self._future.done()
 
     @property
     def has_run(self) -> bool:
         """Whether it is done and was begun."""
-        return self.is_done and not self.future.cancelled()
+        return self.is_done and not self._future.cancelled()
+
+    @property
+    def num_before(self) -> int:
+        """How many other tasks end before this one begins."""
+        return self._desk.num_before(self)
 
     @property
     def error(self) -> str | None:
         """What went wrong, in one line."""
-        error = self.future.exception() if self.has_run else None
+        error = self._future.exception() if self.has_run else None
         if error is None:
             return None
         return str(error) if isinstance(error, LadeError | ValueError) else in_one_line(error)
@@ -78,7 +85,18 @@ class Task:
     def cancel(self) -> None:
         """Let it end soon, or never begin."""
         self.cancelled.set()
-        self.future.cancel()
+        self._future.cancel()
+
+    def do(self, work: "Work") -> None:
+        """Do its work, unless it was cancelled before."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            work(self)
+        except BaseException as error:  # shown on the page
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
 
 
 Work = Callable[[Task], object]
@@ -94,10 +112,12 @@ class Desk:
 
     def __init__(self, rest: Rest = no_rest) -> None:
         self._rest = rest
-        self._resting = ExitStack()
-        self._thread = ThreadPoolExecutor(1, "lade-desk")
+        self._queue: SimpleQueue[tuple[Task, Work] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._tasks: list[Task] = []  # not done when last looked at
+        # A daemon: leaving does not wait for a long forward.
+        self._thread = threading.Thread(target=self._run, name="lade-desk", daemon=True)
+        self._thread.start()
 
     def submit(self, work: Work) -> Task:
         """Put work at the end of the line.
@@ -105,36 +125,43 @@ class Desk:
         Raises:
             BusyError: too much waits.
         """
-        task = Task()
+        task = Task(self)
         with self._lock:
             self._tasks = [each for each in self._tasks if not each.is_done]
             if len(self._tasks) > _MAX_WAITING:
                 raise BusyError("too many questions wait already: ask again later")
-            task.future = self._thread.submit(self._do, work, task)
+            self._queue.put((task, work))
             self._tasks.append(task)
         return task
 
     def num_before(self, task: Task) -> int:
         """Return how many tasks are to be done before this one; 0 if it runs or is done."""
         with self._lock:
-            waiting = [each for each in self._tasks if each is task or not each.is_done]
-        return waiting.index(task) if task in waiting else 0
+            if task not in self._tasks:
+                return 0
+            before = self._tasks[: self._tasks.index(task)]
+        return sum(not each.is_done for each in before)
 
     def close(self) -> None:
         """Stop what runs, drop what waits, and wait for the end."""
         with self._lock:
             for task in self._tasks:
                 task.cancel()
-        self._thread.submit(self._resting.close)
-        self._thread.shutdown()
+            self._queue.put(None)
+        self._thread.join()
 
-    def _do(self, work: Work, task: Task) -> None:
-        self._resting.close()
-        begin = perf_counter()
-        try:
-            work(task)
-        finally:
-            self._resting.enter_context(self._rest(perf_counter() - begin))
+    def _run(self) -> None:
+        sec = 0.0
+        while True:
+            with self._rest(sec):
+                taken = self._queue.get()
+            if taken is None:
+                return
+            begin = perf_counter()
+            task, work = taken
+            task.do(work)
+            del taken, work  # a session is not held while nothing is asked
+            sec = perf_counter() - begin
 
 
 # --- one browser tab ------------------------------------------------------------------------
@@ -196,7 +223,7 @@ class Session:
     """What one browser tab asked and was answered; its conversation and pool are its own.
 
     Answers are given by tasks at the desk. Only one of a session is there at a time, and nothing
-    else touches the conversation until it is done: all that would raises `BusyError`.
+    else touches the conversation until it is done.
     """
 
     def __init__(self, desk: Desk, setup: Setup) -> None:
@@ -231,7 +258,11 @@ class Session:
         return [*map(QuestionAndAnswer, questions, turns)]
 
     def ask(self, question: str, choices: Choices) -> Task:
-        """Answer a question."""
+        """Answer a question.
+
+        Raises:
+            BusyError: the answer before has not ended.
+        """
         self._check_idle()
         return self._submit(lambda task: self._answer(question, choices, task))
 
@@ -239,8 +270,10 @@ class Session:
         """Answer the last question again.
 
         Raises:
+            BusyError: the answer before has not ended.
             LadeError: there was no question.
         """
+        self._check_idle()
         self._check_asked()
         self._submit(lambda task: self._answer(None, choices, task))
 
@@ -248,20 +281,30 @@ class Session:
         """Take the last question and its answer back.
 
         Raises:
+            BusyError: the answer has not ended.
             LadeError: there was no question.
         """
+        self._check_idle()
         self._check_asked()
         self.conversation.undo()
         self.task = None
 
     def clear(self) -> None:
-        """Begin anew: no messages, and a pool that knows nothing of those there were."""
+        """Begin anew: no messages, and a pool that knows nothing of those there were.
+
+        Raises:
+            BusyError: the last answer has not ended.
+        """
         self._check_idle()
         self.conversation = self._setup.conversation()
         self.task = None
 
     def start_race(self, question: str, choices: Choices) -> None:
-        """Answer a question with plain generate, then with lade, outside the conversation."""
+        """Answer a question with plain generate, then with lade, outside the conversation.
+
+        Raises:
+            BusyError: the answer before has not ended.
+        """
         self._check_idle()
         race = self.race = Race(question)
         self._submit(lambda task: race.run(self._setup, choices, task))
@@ -281,7 +324,6 @@ class Session:
             raise BusyError("an answer is being given: wait for its end, or stop it")
 
     def _check_asked(self) -> None:
-        self._check_idle()
         if not self.conversation.messages:
             raise LadeError("there is no question to go back to")
 
@@ -302,36 +344,49 @@ class Race:
 
     Neither knows anything of the conversation. With the session's own pool, the second race of a
     question would be run from memory.
-
-    Attributes:
-        result: who was faster, in words; once both answers are complete.
-        plain, lade: the answers, as far as they are given.
     """
 
     def __init__(self, question: str) -> None:
-        self._question = question
-        self.result = ""
-        self.plain: Turn | None = None
-        self.lade: Turn | None = None
+        self.question = question
+        self.result = ""  # who was faster, in words; once both answers are complete
+        self._conversations: list[Conversation] = []
 
     def run(self, setup: Setup, choices: Choices, task: Task) -> None:
         """Give both answers."""
-        for name in ("plain", "lade"):
+        for is_plain in (True, False):
             if task.cancelled.is_set():
                 return
             conversation = setup.conversation(reuses_prefix=False)  # it ends with its answer
             choices.apply(conversation)
-            pieces = conversation.answer(
-                self._question, is_plain=name == "plain", cancelled=task.cancelled
-            )
-            for _ in pieces:
-                setattr(self, name, conversation.turn)  # which has them
-            setattr(self, name, conversation.turn)
-        if self.plain is not None and self.lade is not None:
-            likeness = likeness_of(self.plain, self.lade, setup.loaded.model)
-            ratio = self.lade.tokens_per_sec / self.plain.tokens_per_sec
-            told = f"lade had {ratio:.2f} times the tokens per second of generate. {likeness}"
-            self.result = told if likeness else ""
+            answer = conversation.answer(self.question, is_plain=is_plain, cancelled=task.cancelled)
+            self._conversations.append(conversation)
+            for _ in answer:
+                pass  # its turn has them
+        self.result = self._compared()
+
+    @property
+    def plain(self) -> Turn | None:
+        """The answer of plain generate, as far as it is given."""
+        return self._turn(0)
+
+    @property
+    def lade(self) -> Turn | None:
+        """The answer of lade, as far as it is given."""
+        return self._turn(1)
+
+    def _compared(self) -> str:
+        plain, lade = self.plain, self.lade
+        if plain is None or lade is None:
+            return ""
+        likeness = likeness_of(plain, lade, self._conversations[0].loaded.model)
+        if not likeness:
+            return ""
+        ratio = lade.tokens_per_sec / plain.tokens_per_sec
+        return f"lade had {ratio:.2f} times the tokens per second of generate. {likeness}"
+
+    def _turn(self, place: int) -> Turn | None:
+        conversations = [*self._conversations]
+        return conversations[place].turn if place < len(conversations) else None
 
 
 class Sessions:

@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lade
 from lade.cli.build import Built, Sources, build
@@ -74,8 +75,15 @@ def run_build(
 
     is_whole = False
     try:
-        excluded = [out, sources.path]
-        build(pool, paths, tokenizer, sources=sources, save=save, built=built, excluded=excluded)
+        build(
+            pool,
+            paths,
+            tokenizer,
+            sources=sources,
+            save=save,
+            built=built,
+            excluded=[out, sources.path],
+        )
         is_whole = True
     finally:
         if built.num_tokens or is_whole:
@@ -137,8 +145,13 @@ def run_merge(paths: Sequence[Path], out: Path, capacity_tokens: int | None) -> 
         known = {"tokenizer": pools[0].tokenizer, "model": pools[0].model} if pools else {}
         pools.append(NGramPool.load(path, read_only=True, **known))
     num_tokens = sum(map(len, pools))
-    most = max(num_tokens, *(pool.capacity_tokens for pool in pools))
-    merged = _merged(pools, capacity_tokens or most)
+    merged = NGramPool(
+        capacity_tokens or max(num_tokens, *(pool.capacity_tokens for pool in pools)),
+        max(pool.max_ngram_size for pool in pools),
+    )
+    for pool in pools:
+        merged.merge(pool)
+    merged.tokenizer, merged.model = pools[0].tokenizer, pools[0].model
     merged.save(out)
     print(f"{len(merged):,} of {num_tokens:,} tokens of {len(pools)} pools in {out.name}")
 
@@ -147,20 +160,13 @@ def run_prune(path: Path, capacity_tokens: int) -> None:
     """Give a pool on disk another capacity; its newest text stays."""
     sources = Sources.of(path)
     pool = NGramPool.load(path, read_only=True)
-    pruned = _merged([pool], capacity_tokens)
+    pruned = NGramPool(capacity_tokens, pool.max_ngram_size)
+    pruned.merge(pool)
+    pruned.tokenizer, pruned.model = pool.tokenizer, pool.model
     pruned.save(path)
     if sources.read:
         sources.save(path)
     print(f"{len(pruned):,} of {len(pool):,} tokens left in {path.name}")
-
-
-def _merged(pools: Sequence[NGramPool], capacity_tokens: int) -> NGramPool:
-    """Return a pool of all text, with the first one's tokenizer and model."""
-    merged = NGramPool(capacity_tokens, max(pool.max_ngram_size for pool in pools))
-    for pool in pools:
-        merged.merge(pool)
-    merged.tokenizer, merged.model = pools[0].tokenizer, pools[0].model
-    return merged
 
 
 def run_forget(
@@ -189,9 +195,14 @@ def run_export(path: Path, out: Path | None, model: str | None, trust_remote_cod
     """Write the texts of a pool as JSON lines, oldest first."""
     tokenizer = load_tokenizer(model, trust_remote_code)
     pool = lade.load_pool(path, tokenizer=tokenizer, read_only=True)
-    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as file:
+    with out.open("w", encoding="utf-8") if out is not None else _standard_output() as file:
         for token_ids in pool.texts():
             line = {"text": decoded(tokenizer, token_ids.tolist())}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     if out is not None:
         console.print(f"[dim]written to {out}[/dim]")
+
+
+@contextmanager
+def _standard_output() -> Iterator[Any]:
+    yield sys.stdout
