@@ -35,11 +35,12 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         command: called with keywords; a parameter whose type is a dataclass is made of its fields.
     """
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type[Any], list[str]]] = {}
+    groups: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(command).parameters.values():
-        if is_dataclass(parameter.annotation):
-            fields = inspect.signature(parameter.annotation).parameters
-            groups[parameter.name] = parameter.annotation, [*fields]
+        group: Any = parameter.annotation
+        if is_dataclass(group):
+            fields = inspect.signature(group).parameters
+            groups[parameter.name] = group, [*fields]
             parameters += fields.values()
         else:
             parameters.append(parameter)
@@ -276,8 +277,10 @@ class DraftOptions:
         """The configuration that they make."""
         from lade.config import Config
 
-        verification = self.verification.value if self.verification else None
-        return Config(max_draft_tokens=self.max_draft_tokens, verification=verification)
+        return Config(
+            max_draft_tokens=self.max_draft_tokens,
+            verification=self.verification.value if self.verification else None,
+        )
 
     def drafter(self, loaded: "LoadedModel", loading: LoadOptions) -> "Drafter | None":
         """Return what drafts for a model together with its pool; None for the pool alone."""
