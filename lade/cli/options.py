@@ -37,8 +37,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}
     for parameter in inspect.signature(command).parameters.values():
-        group: Any = parameter.annotation
-        if is_dataclass(group):
+        if is_dataclass(parameter.annotation):
+            group: Any = parameter.annotation
             fields = inspect.signature(group).parameters
             groups[parameter.name] = group, [*fields]
             parameters += fields.values()
