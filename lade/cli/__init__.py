@@ -1,7 +1,7 @@
-"""The command line: generate, chat, prewarm, demo, bench, check, support.
+"""The command line. `app.py` defines the commands, `options.py` what options they share.
 
-`app.py` and `bench_app.py` define commands and options. The implementations are in other modules,
-imported with their heavy dependencies only when a command runs.
+The implementations are in other modules, imported with their heavy dependencies only when a command
+runs.
 """
 
 import signal

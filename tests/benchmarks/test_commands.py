@@ -219,7 +219,8 @@ def test_forwards_are_timed_with_both_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", hidden_size=256, dtype=torch.float32)
-    monkeypatch.setattr("benchmarks.__main__.load", lambda *_, **__: LoadedModel(model, None, "x"))
+    loaded = LoadedModel(model, None, "x")
+    monkeypatch.setattr("lade.cli.options.LoadOptions.load", lambda *_: loaded)
     monkeypatch.setattr("lade.probing.timing._MIN_PARAMETERS", 0)
     monkeypatch.setattr(forwards, "_MAX_SEC", 0.1)
     path = tmp_path / "forwards.json"
