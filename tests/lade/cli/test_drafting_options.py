@@ -57,8 +57,14 @@ def test_demo_and_chat_take_first_layers(folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--assistant", "x", "--verification", "plain"], "expected no --assistant, --first-layers or --pool"),
-        (["--first-layers", "1", "--verification", "plain"], "expected no --assistant, --first-layers or --pool"),
+        (
+            ["--assistant", "x", "--verification", "plain"],
+            "expected no --assistant, --first-layers or --pool",
+        ),
+        (
+            ["--first-layers", "1", "--verification", "plain"],
+            "expected no --assistant, --first-layers or --pool",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "Hi"], ["demo"]])

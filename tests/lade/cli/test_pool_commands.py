@@ -337,7 +337,7 @@ def test_generate_learns_in_one_pool_and_reads_others(folder: str, tmp_path: Pat
     assert len(NGramPool.load(mine)) == 60
     assert len({result.stdout for result in (first, plain, read, second)}) == 1
     assert steps_of(plain) == steps_of(first) < min(steps_of(read), steps_of(second))
-    with pytest.raises(ValueError, match="expected no .*--pool with --verification"):
+    with pytest.raises(ValueError, match=r"expected no .*--pool with --verification"):
         run("generate", "abcabc", *options, "--pool", mine, "--verification", "plain")
     other = NGramPool()
     other.tokenizer = "another"
