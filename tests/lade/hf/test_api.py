@@ -26,6 +26,7 @@ import lade
 from lade.errors import UnsupportedOptionError
 from tests.lade.both import EIGHT, ListStreamer, same_as_generate
 from tests.lade.tiny import ScriptedDrafter, byte_tokenizer, random_prompt, tiny_model
+from tests.ngram_pool.checking import check_pool
 
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
 MASK = torch.ones_like(PROMPT)
@@ -261,7 +262,7 @@ def test_a_streamer_that_raises_leaves_model_and_pool_usable(model: Any) -> None
     pool = lade.NGramPool(500)
     with pytest.raises(ConnectionError):
         ours(model, streamer=Gone(), pool=pool)
-    pool.check()
+    check_pool(pool)
     assert list(pool._sequences) == [0]  # the sequence of the broken call is closed
     same(model, pool=pool)
 
