@@ -93,7 +93,7 @@ def record_cost(
         is_seen[int(size)] = True
         return
     # The size lies at a share of the way from one knot to the next.
-    left = min(np.searchsorted(KNOTS, size, "right") - 1, len(KNOTS) - 2)
+    left = min(int(np.searchsorted(KNOTS, size, "right")) - 1, len(KNOTS) - 2)
     share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
     expected = (1.0 - share) * curve[left] + share * curve[left + 1]
     if num.sum() == 0:  # the guess is known up to a factor

@@ -153,7 +153,7 @@ class MeasuredBudget(Budget):
             gains[1 : 1 + len(worth)] += worth
         between = [size - 1 - num_pending for size in SIZES if size > 1 + num_pending]
         nums = self._options(len(gains) - 1, between)
-        sizes = 1.0 + num_pending + nums
+        sizes = nums.astype(np.float64) + (1.0 + num_pending)
         chosen = int(nums[self._best(sizes, 1.0 + gains.cumsum()[nums], len(probs))])
         self._recent_most = max(chosen, _FADING * self._recent_most)
         return chosen
