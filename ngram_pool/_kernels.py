@@ -119,8 +119,8 @@ NUM_SEQUENCE_COLUMNS = 4
 # Of scratch: addresses of its arrays, in the order of `Room`, and sizes.
 CONTEXT_AT, FOUND_AT, FEATURES_AT, SUMMED_AT, FOUND_PROBS_AT = range(5)
 CANDIDATES_AT, CANDIDATE_PROBS_AT, LEFT_IDS_AT, LEFT_PROBS_AT = range(5, 9)
-NODES_AT, NODE_PROBS_AT, SUPPORT_PROBS_AT, LOWERED_AT = range(9, 13)
-MAX_NODES, WIDTH, CONTEXT_LENGTH, NUM_FOUND_ROWS, FOUND_WIDTH = range(13, 18)
+NODES_AT, NODE_PROBS_AT, SUPPORT_PROBS_AT = range(9, 12)
+MAX_NODES, WIDTH, CONTEXT_LENGTH, NUM_FOUND_ROWS, FOUND_WIDTH = range(12, 17)
 # Occurrences are noted as their position plus this many times their source: 0 for the own text,
 # 1, 2, … for the layers.
 _SOURCE = 2**32
@@ -341,12 +341,6 @@ def rows_of(
 def context_of(scratch: Int64Array) -> Int64Array:
     """Return room for a context, newest token first, and as long as one that matters can be."""
     return _array_at(scratch[CONTEXT_AT], (scratch[CONTEXT_LENGTH],), np.int64)
-
-
-@view
-def lowered_of(scratch: Int64Array) -> Int64Array:
-    """Return room for the state of a sequence."""
-    return _array_at(scratch[LOWERED_AT], (NUM_STATES,), np.int64)
 
 
 @view
@@ -676,7 +670,6 @@ def read_bucket(
 def successors(
     pool: Int64Array,
     sequence: Int64Array,
-    state: Int64Array,
     scratch: Int64Array,
     context: Int64Array,
     max_order: int,
@@ -695,7 +688,6 @@ def successors(
     IEEE Transactions on Communications 32 (1984); escape by measured hit rates instead of theirs.
 
     Args:
-        state: int64 [4], that of the sequence, with its positions as low as the text's.
         context: int64 [length], newest token first. `max_order`: the longest order to look up.
         path_prob: probability of the node whose context this is.
 
@@ -703,7 +695,7 @@ def successors(
         The number of successors in `found_of(scratch)`, and the length of the match that decides (0
         for none).
     """
-    found, found_probs = found_of(scratch)
+    (found, found_probs), state = found_of(scratch), state_of(sequence)
     occurrences, times, lengths, next_ids = found[0], found[2], found[4], found[5]
     num_sources = 1 + sequence[NUM_LAYERS]
     limit = MAX_OCCURRENCES
@@ -885,7 +877,6 @@ def match_row(length: int, num_successors: int) -> int:
 def estimate(
     pool: Int64Array,
     sequence: Int64Array,
-    state: Int64Array,
     scratch: Int64Array,
     context: Int64Array,
     max_order: int,
@@ -901,12 +892,12 @@ def estimate(
     learned online and chosen by context, as in the PAQ compressors (Mahoney 2005).
 
     Args:
-        state, context, max_order, path_prob: as for `successors`.
+        context, max_order, path_prob: as for `successors`.
 
     Returns:
         The number of successors found, and the length of the match that decides (0 for none).
     """
-    num_found, longest = successors(pool, sequence, state, scratch, context, max_order, path_prob)
+    num_found, longest = successors(pool, sequence, scratch, context, max_order, path_prob)
     (found, found_probs), (features, summed) = found_of(scratch), features_of(scratch)
     weights, prewarmed = weights_of(pool), prewarmed_of(sequence)
     num_in_text = num_found
@@ -918,7 +909,9 @@ def estimate(
         features[i, IS_NEWEST] = 1.0 if i == 0 else 0.0
         features[i, IN_ANSWER] = 1.0 if found[3, i] == ANSWER else 0.0
         features[i, IN_PROMPT] = 1.0 if found[3, i] == PROMPT else 0.0
-    row_of_origin = origin_row(found[0, 0], state) if num_in_text > 0 else ORIGIN_ROW + EARLIER
+    row_of_origin = (
+        origin_row(found[0, 0], state_of(sequence)) if num_in_text > 0 else ORIGIN_ROW + EARLIER
+    )
     last = int(context[0])
     known = 0
     row = match_row(longest, num_in_text)
@@ -990,8 +983,7 @@ def learn(
     if length == 0:
         return
     max_order = min(length, pool[NUM_ORDERS])
-    state = state_of(sequence)
-    num_found, _ = estimate(pool, sequence, state, scratch, context[:length], max_order, 1.0)
+    num_found, _ = estimate(pool, sequence, scratch, context[:length], max_order, 1.0)
     for i in range(num_found):
         came = 1.0 if found[1, i] == token_id else 0.0
         error = learning_rate * (came - found_probs[i])
@@ -1138,18 +1130,6 @@ def draw_successor(left_probs: Float64Array, uniform: float, support_probs: Floa
 
 
 @kernel
-def copy_lowered(pool: Int64Array, sequence: Int64Array, scratch: Int64Array) -> None:
-    """Copy a sequence's state to scratch, its positions as low as the text's.
-
-    Other threads may read the state itself, so whatever only drafts leaves it as it is.
-    """
-    state, lowered = state_of(sequence), lowered_of(scratch)
-    for i in range(NUM_STATES):
-        lowered[i] = state[i]
-    lower(lowered, counts_of(pool))
-
-
-@kernel
 def grow_tree(
     pool: Int64Array,
     sequence: Int64Array,
@@ -1185,12 +1165,8 @@ def grow_tree(
         The number of nodes in `nodes_of(scratch)`: with path probabilities, greatest first, or with
         the expected probabilities of the slots.
     """
-    copy_lowered(pool, sequence, scratch)
-    state, context, (nodes, node_probs) = (
-        lowered_of(scratch),
-        context_of(scratch),
-        nodes_of(scratch),
-    )
+    lower(state_of(sequence), counts_of(pool))
+    context, (nodes, node_probs) = context_of(scratch), nodes_of(scratch)
     candidates, candidate_probs = candidates_of(scratch)
     left_ids, left_probs, support_probs = left_of(scratch)
     is_drawn = uniforms.shape[0] > 0
@@ -1201,9 +1177,7 @@ def grow_tree(
     while True:
         length = read_context(nodes, node, root_context, context)
         order = min(length, max_order)
-        num_found, longest = estimate(
-            pool, sequence, state, scratch, context[:length], order, path_prob
-        )
+        num_found, longest = estimate(pool, sequence, scratch, context[:length], order, path_prob)
         if node == NONE:
             root_order = longest
         else:
@@ -1310,7 +1284,7 @@ def draft_rows(
     chain_probs: Float64Array,
     chain_lengths: Int64Array,
 ) -> None:
-    """Follow the likeliest successors of each row's text; nothing of pools or sequences changes.
+    """Follow the likeliest successors of each row's text.
 
     Each chain is the tree that `grow_tree` grows for one leaf, up to where its probability falls
     below `min_probability`.
@@ -1323,7 +1297,6 @@ def draft_rows(
         chain_lengths: int64 [num_rows], filled.
     """
     context, (found, found_probs) = context_of(scratch), found_of(scratch)
-    state = lowered_of(scratch)
     for i in range(token_ids.shape[0]):
         chain_lengths[i] = 0
         if lengths[i] == 0:
@@ -1332,7 +1305,7 @@ def draft_rows(
             row_at(pools[i], NUM_POOL_COLUMNS),
             row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
         )
-        copy_lowered(pool, sequence, scratch)
+        lower(state_of(sequence), counts_of(pool))
         max_order, path_prob = int(pool[NUM_ORDERS]), 1.0
         for depth in range(max_draft_tokens[i]):
             length = min(lengths[i] + depth, context.shape[0])
@@ -1341,7 +1314,7 @@ def draft_rows(
                 context[j] = chain_ids[i, after] if after >= 0 else token_ids[i, lengths[i] + after]
             order = min(length, max_order)
             num_found, longest = estimate(
-                pool, sequence, state, scratch, context[:length], order, path_prob
+                pool, sequence, scratch, context[:length], order, path_prob
             )
             if num_found == 0:
                 break
@@ -1436,7 +1409,6 @@ def put_context(
     last: int,
     new_ids: Int32Array,
     new_probs: NDArray[np.float32],
-    i: int,
     averages: bool,
     epoch: int,
     merged_ids: Int32Array,
@@ -1448,14 +1420,14 @@ def put_context(
 
     Args:
         previous, last: the context; `previous` may be NONE.
-        new_ids, new_probs: [n, k], likeliest first; NONE ends a row. Row `i` is put.
+        new_ids, new_probs: [k], likeliest first; NONE ends them.
         averages: whether a context's new successors are averaged with the known ones or replace
             them.
         epoch: what is noted as the time.
         merged_ids, merged_probs: [k + num_successors], scratch.
     """
     keys, successor_ids, costs, times, epochs = rows_of(table)
-    num_held, k = successor_ids.shape[1], new_ids.shape[1]
+    num_held = successor_ids.shape[1]
     row = find_context(table, previous, last)
     begin = bucket_of(table, previous, last)
     num_merged = 0
@@ -1474,18 +1446,18 @@ def put_context(
             merged_probs[num_merged] = (1.0 - share) * math.exp(costs[row, j] / -COST_STEPS)
             num_merged += 1
     num_known = num_merged
-    for j in range(k):
-        if new_ids[i, j] == NONE:
+    for j in range(new_ids.shape[0]):
+        if new_ids[j] == NONE:
             break
         place = 0
-        while place < num_known and merged_ids[place] != new_ids[i, j]:
+        while place < num_known and merged_ids[place] != new_ids[j]:
             place += 1
         if place == num_known:
             place = num_merged
-            merged_ids[place] = new_ids[i, j]
+            merged_ids[place] = new_ids[j]
             merged_probs[place] = 0.0
             num_merged += 1
-        merged_probs[place] += share * float(new_probs[i, j])
+        merged_probs[place] += share * float(new_probs[j])
     open_front(table, begin, row)
     keys[begin] = (previous + 1) * (HASH_MASK + 1) + last
     times[begin] = count
@@ -1519,18 +1491,8 @@ def put_successors(
     """Put successors of contexts, int64 [n, 2], into a table; else as `put_context`."""
     for i in range(contexts.shape[0]):
         previous, last = int(contexts[i, 0]), int(contexts[i, 1])
-        put_context(
-            table,
-            previous,
-            last,
-            new_ids,
-            new_probs,
-            i,
-            averages,
-            epoch,
-            merged_ids,
-            merged_probs,
-        )
+        ids, probs = new_ids[i], new_probs[i]
+        put_context(table, previous, last, ids, probs, averages, epoch, merged_ids, merged_probs)
 
 
 @kernel
@@ -1567,35 +1529,13 @@ def put_tree(
             is_valid &= new_ids[node, j] >= NONE and 0.0 <= new_probs[node, j] <= 1.0
     if not is_valid:
         return False
-    for node in range(num_nodes - 1, -1, -1):
-        last = int(token_ids[node])
-        put_context(
-            table,
-            NONE,
-            last,
-            new_ids,
-            new_probs,
-            node,
-            averages,
-            epoch,
-            merged_ids,
-            merged_probs,
-        )
-    for node in range(num_nodes - 1, -1, -1):
-        last, parent = int(token_ids[node]), int(parents[node])
-        before = int(token_ids[parent]) if parent != NONE else previous
-        put_context(
-            table,
-            before,
-            last,
-            new_ids,
-            new_probs,
-            node,
-            averages,
-            epoch,
-            merged_ids,
-            merged_probs,
-        )
+    for is_pair in (False, True):
+        for node in range(num_nodes - 1, -1, -1):
+            last, parent, before = int(token_ids[node]), int(parents[node]), NONE
+            if is_pair:
+                before = int(token_ids[parent]) if parent != NONE else previous
+            ids, probs = new_ids[node], new_probs[node]
+            put_context(table, before, last, ids, probs, averages, epoch, merged_ids, merged_probs)
     return True
 
 
@@ -1880,18 +1820,6 @@ def contains(values: Int64Array, value: int) -> bool:
     """Return whether a value is among sorted ones."""
     place = np.searchsorted(values, value)
     return bool(place < values.shape[0] and values[place] == value)
-
-
-@kernel
-def find_tokens(
-    text: Int32Array, left: Int32Array, token_ids: Int64Array, is_found: NDArray[np.bool_]
-) -> None:
-    """Find which of some tokens, sorted, are in rows whose `left` is 0."""
-    for row in range(text.shape[0]):
-        if left[row] == 0:
-            place = np.searchsorted(token_ids, text[row, TOKEN])
-            if place < token_ids.shape[0] and token_ids[place] == text[row, TOKEN]:
-                is_found[place] = True
 
 
 @kernel

@@ -126,7 +126,6 @@ class Room:
             self.nodes,
             self.node_probs,
             self.support_probs,
-            np.empty(_kernels.NUM_STATES, np.int64),  # state
         )
         places = [array.ctypes.data for array in self.arrays]
         self.row = np.array([*places, num_nodes, width, max_match, *found_shape], np.int64)

@@ -4,6 +4,7 @@ Nothing here depends on how drafts are found. Next file: `_kernels.py`.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +37,9 @@ class Draft:
         ids = np.empty(0, np.int32)
         return cls(token_ids=ids, parents=ids, depths=ids, probs=np.empty(0, np.float64))
 
-    def first(self, num_nodes: int) -> "Draft":
-        """Return the draft of the `num_nodes` best nodes, or of all if there are fewer."""
-        return Draft(
-            self.token_ids[:num_nodes],
-            self.parents[:num_nodes],
-            self.depths[:num_nodes],
-            self.probs[:num_nodes],
-        )
+    def first(self, num_nodes: int) -> Self:
+        """Return the draft of the first `num_nodes` nodes, or of all if there are fewer."""
+        return type(self)(*[getattr(self, name)[:num_nodes] for name in self.__match_args__])
 
     def candidates(self) -> list[list[int]]:
         """Return the token ids of every root-to-leaf path, best leaf first."""
@@ -92,21 +88,6 @@ class SampledDraft(Draft):
         """
         ids, probs = np.empty(0, np.int32), np.empty(0, np.float64)
         return cls(ids, ids, ids, probs, ids.reshape(0, 1), probs.reshape(0, 1))
-
-    def first(self, num_nodes: int) -> "SampledDraft":
-        """Return the draft of the first `num_nodes` nodes, or of all if there are fewer.
-
-        Node i depends only on the draws of nodes before i, so this is the draft that would have
-        been drawn if no more had been asked for.
-        """
-        return SampledDraft(
-            self.token_ids[:num_nodes],
-            self.parents[:num_nodes],
-            self.depths[:num_nodes],
-            self.probs[:num_nodes],
-            self.support_token_ids[:num_nodes],
-            self.support_probs[:num_nodes],
-        )
 
     def dense_probs(self, vocab_size: int) -> NDArray[np.float64]:
         """Return the distribution that each node was drawn from, float64 [num_nodes, vocab_size].

@@ -85,10 +85,6 @@ class Origins:
         while len(self._continued) > _MAX_CONTINUED:
             self._continued.popitem(last=False)
 
-    def all_continued(self) -> list[OpenSequence]:
-        """Return the sequences that were kept."""
-        return [*self._continued.values()]
-
     def note(self, now: int, num_held: int, num_tokens: int) -> None:
         """Note that the next tokens to be observed are another pool's, and none after them.
 
@@ -111,9 +107,3 @@ class Origins:
         stretch = np.searchsorted(begins, positions, "right") - 1
         is_taken: NDArray[np.bool_] = (stretch >= 0) & (positions < np.append(ends, 0)[stretch])
         return is_taken
-
-    def check(self) -> None:
-        """Verify that the stretches are in order, apart and bounded, for tests."""
-        bounds = [bound for stretch in self.stretches for bound in stretch]
-        assert bounds == sorted(set(bounds))
-        assert len(self.stretches) <= _MAX_STRETCHES

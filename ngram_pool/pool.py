@@ -131,12 +131,6 @@ class NGramPool:
         self._hold(self._state, lock_of_pool())
         NGramPool(1, seed=0)  # so that the first token does not wait for a compiler
 
-    def __copy__(self) -> "NGramPool":
-        copied = type(self).__new__(type(self))
-        vars(copied).update(self.__getstate__())
-        copied._hold(copied._state, lock_of_pool())
-        return copied
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "NGramPool":
         return copy.copy(self)
 
@@ -206,6 +200,7 @@ class NGramPool:
 
     # --- writing ----------------------------------------------------------------------------
 
+    @writing
     def open_sequence(
         self,
         prewarmed: SuccessorTable | None = None,
@@ -244,7 +239,15 @@ class NGramPool:
             raise TypeError(f"expected prewarmed to be a SuccessorTable, got {prewarmed!r}")
         held = _checked_layers(layers)
         headers = [layer._state.header() for layer in held]
-        return self._open_sequence(OpenSequence(prewarmed, held, headers))
+        if len(self._sequences) >= self._purge_at:
+            living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
+            self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
+        number = self._num_opened
+        handle = _Handle(number)
+        handle.sequence = OpenSequence(prewarmed, held, headers)
+        self._num_opened = number + 1
+        self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
+        return handle
 
     @writing
     def close_sequence(self, sequence: int) -> None:
@@ -259,6 +262,7 @@ class NGramPool:
         else:
             del self._sequences[sequence]
 
+    @writing
     def observe(
         self,
         token_ids: Sequence[int] | NDArray[np.integer[Any]],
@@ -279,7 +283,8 @@ class NGramPool:
                 sequence is not open. The pool is unchanged after such an error, or if there is no
                 memory to grow. After an interrupt, it has observed a first part of the tokens.
         """
-        self._observe(token_ids_of("token_ids", token_ids), sequence, is_answer)
+        ids = token_ids_of("token_ids", token_ids)
+        self._state.append_all(ids, self._sequence(sequence), is_answer)
 
     @writing
     def harvest(self, contexts: ArrayLike, token_ids: ArrayLike, probs: ArrayLike) -> None:
@@ -366,9 +371,9 @@ class NGramPool:
                 f"expected text of the tokenizer {self.tokenizer}, got a {kind} of "
                 f"{other.tokenizer}"
             )
-        if isinstance(other, PoolDelta):
-            return self._take_delta(other)
-        self._take_from(other, 0)
+        if isinstance(other, PoolDelta) and not self._begin_delta(other):
+            return False
+        self._take_from(other)
         return True
 
     @writing
@@ -381,6 +386,7 @@ class NGramPool:
         num_observed, epoch = self._state.num_observed, self._state.harvested.end_epoch()
         return PoolStamp(self._origins.name(), num_observed, epoch)
 
+    @writing
     def delta(
         self,
         since: PoolStamp | None = None,
@@ -422,7 +428,30 @@ class NGramPool:
             raise TypeError(f"expected since to be a PoolStamp or None, got {since!r}")
         if max_bytes is not None:
             max_bytes = positive("max_bytes", max_bytes)
-        delta = self._delta(since, with_harvest)
+        until = self.stamp()
+        since = PoolStamp(until.origin, 0, 0) if since is None else since
+        if since.origin != until.origin:
+            raise ValueError(f"expected a stamp of the pool {until.origin}, got {since}")
+        if not (0 <= since.num_observed <= until.num_observed and 0 <= since.epoch < until.epoch):
+            raise ValueError(f"expected a stamp before {until}, got {since}")
+        token_ids, bounds, places = self._state.write_texts(since.num_observed)
+        is_own = ~self._origins.is_taken(places[:, 1])
+        sizes = np.diff(bounds)
+        token_ids = token_ids[np.repeat(is_own, sizes)]
+        bounds = np.concatenate([[0], sizes[is_own].cumsum()]).astype(np.int32)
+        changed = self._state.harvested.arrays(since.epoch if with_harvest else until.epoch)
+        delta = PoolDelta(
+            since,
+            until,
+            self.tokenizer,
+            self.model,
+            token_ids,
+            bounds,
+            places[is_own][:, ::2].copy(),
+            keys=changed["keys"][::-1].copy(),
+            successor_ids=changed["token_ids"][::-1].copy(),
+            costs=changed["costs"][::-1].copy(),
+        )
         return delta if max_bytes is None else delta.newest(max_bytes)
 
     def forget(self, token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> int:
@@ -467,6 +496,7 @@ class NGramPool:
 
     # --- reading ----------------------------------------------------------------------------
 
+    @reading
     def draft(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
@@ -505,7 +535,7 @@ class NGramPool:
         ids, max_draft_tokens, max_leaves = self._check_draft(
             context, max_draft_tokens, max_candidates
         )
-        return self._draft(ids, max_draft_tokens, max_leaves, sequence)
+        return self._state.draft(ids, max_draft_tokens, max_leaves, self._sequence(sequence))
 
     def draft_chains(
         self,
@@ -557,7 +587,7 @@ class NGramPool:
         rows = checked_rows(texts, lengths, max_draft_tokens, num_new, self.max_match)
         if not 0.0 <= min_probability <= 1.0:
             raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
-        num_rows = len(rows.texts)
+        num_rows, floor = len(rows.texts), float(min_probability)
         for name, values in (("sequences", sequences), ("pools", pools)):
             if values is not None and len(values) != num_rows:
                 raise ValueError(f"expected {num_rows} {name}, got {len(values)}")
@@ -567,13 +597,12 @@ class NGramPool:
             stride = 1
         else:
             stride = max(1, -(-int(rows.num_new.sum()) // positive("max_learned", max_learned)))
-        held_by = [self] * num_rows if pools is None else pools
-        floor = float(min_probability)
+        asked = [self] * num_rows if pools is None else pools, rows, sequences, floor, stride
         if num_new is None:
-            return self._draft_chains(held_by, rows, sequences, floor)
-        assert sequences is not None
-        return self._observe_and_draft_chains(held_by, rows, sequences, floor, stride)
+            return self._draft_chains(*asked)
+        return self._observe_and_draft_chains(*asked)
 
+    @reading
     def sample(
         self,
         context: Sequence[int] | NDArray[np.integer[Any]],
@@ -618,8 +647,10 @@ class NGramPool:
         )
         if not isinstance(rng, np.random.Generator):
             raise TypeError(f"expected rng to be a numpy.random.Generator, got {rng!r}")
-        return self._draw(ids, max_draft_tokens, max_leaves, rng, sequence)
+        opened = self._sequence(sequence)
+        return self._state.draw(ids, max_leaves, rng.random(max_draft_tokens), opened)
 
+    @reading
     def explore(
         self,
         max_tokens: int,
@@ -650,7 +681,8 @@ class NGramPool:
         [6, 5]
         """
         ids = token_ids_of("excluded", excluded)
-        return self._explore(positive("max_tokens", max_tokens), ids, sequence)
+        max_tokens = positive("max_tokens", max_tokens)
+        return self._state.explore(max_tokens, ids, self._sequence(sequence))
 
     def as_read_only(self) -> "NGramPool":
         """Return an independent copy that never changes; the pool itself if it is read-only.
@@ -745,19 +777,6 @@ class NGramPool:
             )
         return pool
 
-    # --- checking ---------------------------------------------------------------------------
-
-    @reading
-    def check(self) -> None:
-        """Verify every invariant of the arrays; O(tokens held * N) in plain Python, for tests.
-
-        Raises:
-            AssertionError: an invariant is broken, which only a bug in this package can cause.
-        """
-        opened = [ref() for ref in self._sequences.values()] + self._origins.all_continued()
-        self._state.check([one for one in opened if one is not None])
-        self._origins.check()
-
     # --- inside, without the lock -----------------------------------------------------------
 
     def _check_draft(
@@ -787,46 +806,6 @@ class NGramPool:
             raise ValueError(f"expected an open sequence, got {handle!r}")
         return opened
 
-    @writing
-    def _open_sequence(self, opened: OpenSequence) -> int:
-        if len(self._sequences) >= self._purge_at:
-            living = {k: ref for k, ref in self._sequences.items() if ref() is not None}
-            self._sequences, self._purge_at = living, 2 * len(living) + _FIRST_PURGE
-        number = self._num_opened
-        handle = _Handle(number)
-        handle.sequence = opened
-        self._num_opened = number + 1
-        self._sequences[number] = weakref.ref(handle.sequence)  # the handle itself would live on
-        return handle
-
-    @writing
-    def _observe(self, ids: Int64Array, sequence: int, is_answer: bool) -> None:
-        self._state.append_all(ids, self._sequence(sequence), is_answer)
-
-    @reading
-    def _draft(
-        self, ids: Int64Array, max_draft_tokens: int, max_leaves: int, sequence: int | None
-    ) -> Draft:
-        return self._state.draft(ids, max_draft_tokens, max_leaves, self._sequence(sequence))
-
-    @reading
-    def _draw(
-        self,
-        ids: Int64Array,
-        max_draft_tokens: int,
-        max_leaves: int,
-        rng: np.random.Generator,
-        sequence: int | None,
-    ) -> SampledDraft:
-        opened = self._sequence(sequence)
-        return self._state.draw(ids, max_leaves, rng.random(max_draft_tokens), opened)
-
-    @reading
-    def _explore(
-        self, max_tokens: int, excluded: Int64Array, sequence: int | None
-    ) -> tuple[Int32Array, Float64Array]:
-        return self._state.explore(max_tokens, excluded, self._sequence(sequence))
-
     @reading
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
         """Return what is held of the text observed after so many tokens."""
@@ -849,29 +828,15 @@ class NGramPool:
         rows: TextRows,
         sequences: Sequence[int] | None,
         min_probability: float,
-    ) -> DraftChains:
-        opened = self._sequences_of(pools, sequences)
-        states = [pool._state for pool in pools]
-        return self._state.draft_chains(states, opened, rows, min_probability)
-
-    @writing
-    def _observe_and_draft_chains(
-        self,
-        pools: Sequence["NGramPool"],
-        rows: TextRows,
-        sequences: Sequence[int],
-        min_probability: float,
         learning_stride: int,
     ) -> DraftChains:
         opened = self._sequences_of(pools, sequences)
         states = [pool._state for pool in pools]
-        num_more: dict[PoolState, int] = {}
-        for state, more in zip(states, rows.num_new.tolist(), strict=True):
-            num_more[state] = num_more.get(state, 0) + more
-        for state, more in num_more.items():
-            state.grow_for(more)
-            state.rebase_for(more)
         return self._state.draft_chains(states, opened, rows, min_probability, learning_stride)
+
+    @writing
+    def _observe_and_draft_chains(self, *args: Any) -> DraftChains:
+        return self._draft_chains(*args)
 
     def _sequences_of(
         self, pools: Sequence["NGramPool"], sequences: Sequence[int] | None
@@ -885,45 +850,6 @@ class NGramPool:
         return [pool._sequence(handle) for pool, handle in zip(pools, sequences, strict=True)]
 
     # --- exchange with other pools ----------------------------------------------------------
-
-    @writing
-    def _delta(self, since: PoolStamp | None, with_harvest: bool) -> PoolDelta:
-        until = self.stamp()
-        since = PoolStamp(until.origin, 0, 0) if since is None else since
-        if since.origin != until.origin:
-            raise ValueError(f"expected a stamp of the pool {until.origin}, got {since}")
-        if not (0 <= since.num_observed <= until.num_observed and 0 <= since.epoch < until.epoch):
-            raise ValueError(f"expected a stamp before {until}, got {since}")
-        token_ids, bounds, places = self._state.write_texts(since.num_observed)
-        is_own = ~self._origins.is_taken(places[:, 1])
-        sizes = np.diff(bounds)
-        token_ids = token_ids[np.repeat(is_own, sizes)]
-        bounds = np.concatenate([[0], sizes[is_own].cumsum()]).astype(np.int32)
-        changed = self._state.harvested.arrays(since.epoch if with_harvest else until.epoch)
-        return PoolDelta(
-            since,
-            until,
-            self.tokenizer,
-            self.model,
-            token_ids,
-            bounds,
-            places[is_own][:, ::2].copy(),
-            keys=changed["keys"][::-1].copy(),
-            successor_ids=changed["token_ids"][::-1].copy(),
-            costs=changed["costs"][::-1].copy(),
-        )
-
-    def _take_delta(self, delta: PoolDelta) -> bool:
-        if not self._begin_delta(delta):
-            return False
-        origin = delta.since.origin
-        places = delta.places.tolist()
-        for text, place in zip(delta.texts(), places, strict=True):
-            self._take_text(text.astype(np.int64), origin, *place)
-        if self._is_of_model(delta.model):
-            self._take_successors(delta)
-        self._take_fingerprints(delta)
-        return True
 
     @writing
     def _begin_delta(self, delta: PoolDelta) -> bool:
@@ -950,38 +876,37 @@ class NGramPool:
         if origin:
             origins.keep(origin, last, opened)
 
-    def _take_from(self, other: "NGramPool", num_observed: int) -> None:
-        """Take another pool's text observed after so many tokens, and its harvest."""
-        for text in other._texts_since(num_observed):
-            self._take_text(text.astype(np.int64))
-        if self._is_of_model(other.model):
-            self._take_harvest(*other._harvest())
-        self._take_fingerprints(other)
-
-    def _is_of_model(self, model: str) -> bool:
-        return not (self.model and model and self.model != model)
-
-    def _take_fingerprints(self, other: "NGramPool | PoolDelta") -> None:
+    def _take_from(self, other: "NGramPool | PoolDelta", num_observed: int = 0) -> None:
+        """Take text and harvest of a delta, or of a pool: text observed after so many tokens."""
+        if isinstance(other, PoolDelta):
+            places = [(other.since.origin, *place) for place in other.places.tolist()]
+            for text, place in zip(other.texts(), places, strict=True):
+                self._take_text(text.astype(np.int64), *place)
+        else:
+            for text in other._texts_since(num_observed):
+                self._take_text(text.astype(np.int64))
+        if not self.model or not other.model or self.model == other.model:
+            self._take_harvest(other if isinstance(other, PoolDelta) else other._harvest())
         self.tokenizer = self.tokenizer or other.tokenizer
         self.model = self.model or other.model
         if self.model != other.model and other.model:
             warnings.warn(
                 f"successors of the model {other.model} are left out of a pool of {self.model}",
-                stacklevel=4,
+                stacklevel=3,
             )
-
-    @writing
-    def _take_successors(self, delta: PoolDelta) -> None:
-        self._state.harvested.take_successors(delta.keys, delta.successor_ids, delta.costs)
-        self._state.count_unigrams(delta.successor_ids, probs_of(delta.costs))
 
     @reading
     def _harvest(self) -> tuple[SuccessorTable, Unigrams]:
         return copy.copy(self._state.harvested), self._state.unigrams.copy()
 
     @writing
-    def _take_harvest(self, table: SuccessorTable, unigrams: Unigrams) -> None:
-        self._state.take_harvest(table, unigrams)
+    def _take_harvest(self, harvest: tuple[SuccessorTable, Unigrams] | PoolDelta) -> None:
+        if isinstance(harvest, PoolDelta):
+            keys, ids, costs = harvest.keys, harvest.successor_ids, harvest.costs
+            self._state.harvested.take_successors(keys, ids, costs)
+            self._state.count_unigrams(ids, probs_of(costs))
+        else:
+            self._state.take_harvest(*harvest)
 
 
 def _checked_layers(layers: Sequence[NGramPool]) -> tuple[NGramPool, ...]:

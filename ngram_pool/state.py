@@ -15,21 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from ngram_pool import _kernels
 from ngram_pool._kernels import (
-    ANSWER,
     HASH_MASK,
     HASH_MULTIPLIER,
     HEADER_AT,
     LOWERED,
     LOWERED_THEN,
-    MAX_TOKEN_ID,
     MULTIPLIER,
     NEXT,
     NEXT_POSITION,
     NONE,
     PREVIOUS,
-    PROMPT,
     SEED,
-    TAIL,
     TOKEN,
     Float64Array,
     Int32Array,
@@ -161,6 +157,9 @@ class PoolState:
         """Lower positions if those of more tokens would overflow."""
         if self.counts.item(NEXT_POSITION) + num_tokens > _POSITION_LIMIT:
             _kernels.rebase(self.header().row)
+            # Other sequences are lowered as they are used. A copy that is only read has this one,
+            # and threads that use it at once.
+            _kernels.lower(self.sequence_0.state, self.counts)
 
     def _append(self, ids: Int64Array, sequence: OpenSequence, is_answer: bool) -> None:
         self.rebase_for(len(ids))
@@ -194,8 +193,7 @@ class PoolState:
         pool = self.header()
         num_found = _kernels.find_occurrences(pool.row, ids, ids[::-1].copy(), fallbacks, left)
         distinct = np.unique(ids)
-        is_elsewhere = np.zeros(len(distinct), np.bool_)
-        _kernels.find_tokens(text, left, distinct, is_elsewhere)
+        is_elsewhere = np.isin(distinct, text[left == 0, TOKEN])
         contexts = self._contexts_of(ids, np.flatnonzero(left))
         _kernels.forget(pool.row, left, contexts, distinct[~is_elsewhere], bool(left.any()))
         for room in [room for rooms in self.rooms.values() for room in rooms]:
@@ -275,6 +273,12 @@ class PoolState:
         learning_stride: int = 1,
     ) -> DraftChains:
         """Observe and draft for many texts of some pools; see `NGramPool.draft_chains`."""
+        num_more: dict[PoolState, int] = {}
+        for pool, more in zip(pools, rows.num_new.tolist(), strict=True):
+            num_more[pool] = num_more.get(pool, 0) + more
+        for pool, more in num_more.items():
+            pool.grow_for(more)
+            pool.rebase_for(more)
         num_rows, width = len(rows.texts), int(rows.max_draft_tokens.max(initial=0))
         chains = DraftChains(
             np.full((num_rows, width), NONE, np.int32),
@@ -381,70 +385,6 @@ class PoolState:
             state.unigrams = Unigrams(arrays["unigrams.token_ids"], arrays["unigrams.counts"])
             state.weights = arrays["weights"]
         return state
-
-    def check(self, sequences: Sequence[OpenSequence]) -> None:
-        """Verify every invariant of the arrays and of some sequences; see `NGramPool.check`."""
-        text, links, heads = self.held
-        num_rows, num_orders, first = len(text), self.max_ngram_size, self.first
-        num_observed = self.counts.item(NEXT_POSITION)
-        assert num_rows <= self.capacity
-        assert links.shape == (num_rows, num_orders)
-        assert num_observed - first <= num_rows
-        assert num_observed <= _POSITION_LIMIT
-        assert num_rows == self.capacity or num_observed <= num_rows
-        assert np.isfinite(self.weights).all()
-        assert len(self.harvested) == len(self.harvested.contexts())
-        assert np.isfinite(self.unigrams.counts).all()
-        assert (self.unigrams.counts[self.unigrams.token_ids == NONE] == 0).all()
-        for opened in sequences:
-            state = opened.state.copy()
-            _kernels.lower(state, self.counts)
-            assert NONE <= state[TAIL] < num_observed
-            assert state[TAIL] < first or text[state[TAIL] % num_rows, NEXT] == NONE
-            assert 0 <= state[PROMPT] <= state[ANSWER]
-            assert opened.state[LOWERED_THEN] <= state[LOWERED_THEN]
-        expected: dict[tuple[int, int], list[int]] = {}
-        for position in range(first, num_observed):
-            row = text[position % num_rows]
-            if row[TOKEN] == NONE:
-                assert row.tolist() == [NONE] * 3
-                assert (links[position % num_rows] == NONE).all()
-                continue
-            assert 0 <= row[TOKEN] <= MAX_TOKEN_ID
-            assert NONE <= row[PREVIOUS] < position
-            assert row[NEXT] == NONE or position < row[NEXT] < num_observed
-            if row[PREVIOUS] >= first:
-                assert text[row[PREVIOUS] % num_rows, NEXT] == position
-            if row[NEXT] != NONE:
-                assert text[row[NEXT] % num_rows, PREVIOUS] == position
-            hashed, reached = self.counts.item(SEED), position
-            for order in range(num_orders):
-                if reached < first:
-                    break
-                reached_row = text[reached % num_rows]
-                hashed = _kernels.hash_with(
-                    hashed, int(reached_row[TOKEN]), self.counts.item(MULTIPLIER)
-                )
-                bucket = hashed & (heads.shape[1] - 1)
-                expected.setdefault((order, bucket), []).insert(0, position)
-                reached = int(reached_row[PREVIOUS])
-        for order in range(num_orders):
-            for bucket in range(heads.shape[1]):
-                chain, position = [], int(heads[order, bucket])
-                while position >= first:
-                    if self._starts_at(position, order) >= first:
-                        chain.append(position)
-                    older = int(links[position % num_rows, order])
-                    assert older < position, "links lead to older positions"
-                    position = older
-                assert chain == expected.get((order, bucket), [])
-
-    def _starts_at(self, position: int, order: int) -> int:
-        for _ in range(order):
-            if position < self.first:
-                return NONE
-            position = int(self.held.text[position % len(self.held.text), PREVIOUS])
-        return position
 
     # --- arrays -----------------------------------------------------------------------------
     #

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import Budget
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -64,7 +64,7 @@ class TestWithTheDefaultModel:
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Times measured on a busy machine may say that no draft pays.
-        monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: FixedBudget(16))
+        monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Budget(16))
         output = run("repository_pool.py", capsys)
         empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert filled > empty

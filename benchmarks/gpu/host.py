@@ -20,7 +20,7 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList
 from benchmarks.gpu.shapes import SHAPES, make_model
 from benchmarks.gpu.stage import Stage
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import Budget
 from lade.compat import Model
 from lade.decoder import Decoder
 from lade.drafting.pool_drafter import PoolDrafter
@@ -140,7 +140,7 @@ def _run(
     stop.watch(text, outputs)
     drafter = PoolDrafter(pool)
     batch = Batch(text, [[*prompt]], Limits(max_length=max_length, stop=stop))
-    proposer, budget = Proposer(drafter, _VOCAB_SIZE), FixedBudget(num_nodes - 1)
+    proposer, budget = Proposer(drafter, _VOCAB_SIZE), Budget(num_nodes - 1)
     speculator = _TimedSpeculator(batch, proposer, budget, target)
     choice = GreedyChoice(drafter.num_successors)
     checks = SpotChecks(model, interval=sys.maxsize)

@@ -1,17 +1,14 @@
 """Every Numba function of the budget, and nothing else; `ngram_pool/_kernels.py` says why.
 
-Arrays of the costs of one size of batch, by the sizes `KNOTS`:
+Arrays of the costs of one size of batch:
 
-    guess   float64 [num_knots]   costs up to a factor, before anything was measured
-    known   float64 [num_knots]   smoothed measurements, in seconds
-    num     float64 [num_knots]   measurements of each, gradually forgotten
-    curve   float64 [num_knots]   seconds, also where nothing was measured
-    is_seen bool [largest + 1]    whether a forward of this size has run
-    counts  int64 [2]             see `ASKED` and what follows
+    costs   float64 [4, num_knots]  by the sizes `KNOTS`; see `GUESS` and what follows
+    is_seen bool [largest + 1]      whether a forward of this size has run
+    counts  int64 [2]               see `ASKED` and what follows
 
 All calls share them. Of each call by itself, because it depends on texts:
 
-    turns   int64 [5]             see `STEPS` and what follows
+    turns   int64 [5]               see `STEPS` and what follows
 
 They hold the GIL, so that each call is one step for other threads, too. No signal is noticed
 meanwhile: what must change together is changed by one call.
@@ -34,8 +31,11 @@ SIZES = (
     *(80, 96, 128, 192, 256),
 )
 KNOTS = np.array(SIZES, np.float64)
-NUM_KNOTS = len(SIZES)
 
+# Rows of `costs`: costs up to a factor, before anything was measured; smoothed measurements, in
+# seconds; how many there were of each size, gradually forgotten; and the seconds of all sizes, also
+# where nothing was measured.
+GUESS, KNOWN, NUM, CURVE = range(4)
 # Indices of `counts`: times asked; and how many measurements are still to tell how fast the machine
 # is now, where costs are known from another time.
 ASKED, NUM_SCALING = range(2)
@@ -79,72 +79,29 @@ _PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come tr
 
 
 @kernel_with_gil
-def knot_before(size: float) -> int:
-    """Return the last knot that is not above a size, but never the very last one."""
-    knot = 0
-    while knot < NUM_KNOTS - 2 and KNOTS[knot + 1] <= size:
-        knot += 1
-    return knot
-
-
-@kernel_with_gil
-def place_of(size: float) -> tuple[int, float]:
-    """Return the knot before a size, and how far it is on the way to the next one, from 0 to 1."""
-    left = knot_before(size)
-    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
-    return left, min(max(share, 0.0), 1.0)
-
-
-@kernel_with_gil
-def value_at(curve: Floats, size: float) -> float:
-    """Interpolate a curve over the knots; constant beyond both ends."""
-    left, share = place_of(size)
-    return float((1.0 - share) * curve[left] + share * curve[left + 1])
-
-
-@kernel_with_gil
-def hoped_for(curve: Floats, num: Floats, size: float) -> float:
-    """Return the lowest cost that forwards of this size may have."""
-    left, share = place_of(size)
-    cost = 0.0
-    for knot, part in ((left, 1.0 - share), (left + 1, share)):
-        # The guess for a size never measured is optimistic already.
-        doubt = _DOUBT_OF_ONE / max(1.0, num[knot]) ** 2 if num[knot] > 0 else 0.0
-        cost += part * float(curve[knot]) * (1.0 - doubt)
-    return cost
-
-
-@kernel_with_gil
 def record_cost(
-    guess: Floats,
-    known: Floats,
-    num: Floats,
-    curve: Floats,
-    is_seen: Bools,
-    counts: Int64Array,
-    turns: Int64Array,
-    size: float,
-    sec: float,
+    costs: Floats, is_seen: Bools, counts: Int64Array, turns: Int64Array, size: float, sec: float
 ) -> None:
     """Learn from the seconds of one forward; the arrays are described above."""
+    known, num, curve = costs[KNOWN], costs[NUM], costs[CURVE]
     is_trial = turns[TRIAL] == turns[STEPS]
     turns[STEPS] += 1
-    size = min(size, KNOTS[NUM_KNOTS - 1])
+    size = min(size, KNOTS[-1])
     sec = max(sec, 1e-9)  # a coarse clock may not have advanced
     if not is_seen[int(size)]:
         # The first forward of a size does not count: libraries prepare kernels for it.
         is_seen[int(size)] = True
         return
-    left, share = place_of(size)
-    expected = value_at(curve, size)
+    # The size lies at a share of the way from one knot to the next.
+    left = min(int(np.searchsorted(KNOTS, size, "right")) - 1, len(KNOTS) - 2)
+    share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    expected = (1.0 - share) * curve[left] + share * curve[left + 1]
     if num.sum() == 0:  # the guess is known up to a factor
-        for knot in range(NUM_KNOTS):
-            curve[knot] *= sec / expected
+        curve *= sec / expected
         expected = sec
     ratio = sec / expected
-    least = num[left] if share < 1.0 else num[left + 1]
-    if 0.0 < share < 1.0:
-        least = min(num[left], num[left + 1])
+    is_knot = share == 0.0 or share == 1.0
+    least = num[left + int(share)] if is_knot else min(num[left], num[left + 1])
     # Forwards are often slower than they should be and hardly ever faster: where there are few
     # measurements, or none of late, a lower one is taken as it is.
     is_scaling = counts[NUM_SCALING] > 0
@@ -154,14 +111,11 @@ def record_cost(
         ratio = min(max(ratio, 1.0 / most), most)
         if least > 0:  # a wrong guess says nothing about the others
             shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
-            for knot in range(NUM_KNOTS):
-                known[knot] *= shared
+            known *= shared
             if is_scaling:
                 counts[NUM_SCALING] -= 1
                 ratio /= shared
-    for knot in range(NUM_KNOTS):
-        if num[knot] > LEAST_COUNTED:
-            num[knot] = max(LEAST_COUNTED, _MEMORY_OF_COSTS * num[knot])
+    num[:] = np.maximum(_MEMORY_OF_COSTS * num, np.minimum(num, LEAST_COUNTED))
     for knot, part in ((left, 1.0 - share), (left + 1, share)):
         if part > 0.0:
             if num[knot] == 0:
@@ -169,26 +123,12 @@ def record_cost(
             weight = 1.0 if is_news else max(1.0 / (1.0 + num[knot]), _OWN_WEIGHT)
             known[knot] *= 1.0 + part * weight * (ratio - 1.0)
             num[knot] = min(_MOST_COUNTED, num[knot] + part)
-    update_curve(guess, known, num, curve)
-
-
-@kernel_with_gil
-def update_curve(guess: Floats, known: Floats, num: Floats, curve: Floats) -> None:
-    """Interpolate between the measured knots, and follow the guess beyond them."""
-    last = -1  # the last measured knot so far
-    for knot in range(NUM_KNOTS):
-        if num[knot] == 0:
-            if last >= 0:
-                curve[knot] = known[last] * guess[knot] / guess[last]
-            continue
-        curve[knot] = known[knot]
-        for between in range(last + 1, knot):
-            if last < 0:
-                curve[between] = known[knot] * guess[between] / guess[knot]
-            else:
-                share = (KNOTS[between] - KNOTS[last]) / (KNOTS[knot] - KNOTS[last])
-                curve[between] = (1.0 - share) * known[last] + share * known[knot]
-        last = knot
+    # Costs are interpolated between the measured knots, and follow the guess beyond them.
+    guess, measured = costs[GUESS], np.flatnonzero(num)
+    first, last = measured[0], measured[-1]
+    curve[:] = np.interp(KNOTS, KNOTS[measured], known[measured])
+    curve[:first] = known[first] * guess[:first] / guess[first]
+    curve[last:] = known[last] * guess[last:] / guess[last]
 
 
 # --- the choice -------------------------------------------------------------------------------
@@ -196,40 +136,27 @@ def update_curve(guess: Floats, known: Floats, num: Floats, curve: Floats) -> No
 
 @kernel_with_gil
 def choose_size(
-    curve: Floats,
-    num: Floats,
-    counts: Int64Array,
-    turns: Int64Array,
-    sizes: Floats,
-    gains: Floats,
+    costs: Floats, counts: Int64Array, turns: Int64Array, sizes: Floats, gains: Floats
 ) -> int:
     """Return the index of the size with the best ratio of tokens to time; 0 for no draft.
 
     Args:
-        curve, num, counts, turns: see above.
         sizes: float64 [num_sizes], mean tokens per row; the first one has no draft.
         gains: float64 [num_sizes], expected tokens.
     """
-    if must_begin(num, counts) or sizes[len(sizes) - 1] == sizes[0]:
-        return 0
-    plain_rate = gains[0] / hoped_for(curve, num, sizes[0])
-    best, best_rate = 0, 0.0
-    for i in range(1, len(sizes)):
-        rate = gains[i] / hoped_for(curve, num, sizes[i])
-        if rate > best_rate:
-            best, best_rate = i, rate
-    return best if or_the_other(best_rate > plain_rate, turns) else 0
-
-
-@kernel_with_gil
-def must_begin(num: Floats, counts: Int64Array) -> bool:
-    """Return whether to measure steps without a draft first.
-
-    After a few calls without a measurement the guess has to do: where finished rows stay in the
-    forward, only the others are asked about, and what is measured counts for a larger batch.
-    """
+    num = costs[NUM]
     counts[ASKED] += 1
-    return bool(num.sum() < 1.5) and counts[ASKED] <= _PATIENCE_AT_FIRST
+    # Steps without a draft are measured first. After a few calls without a measurement the guess
+    # has to do: where finished rows stay in the forward, only the others are asked about, and what
+    # is measured counts for a larger batch.
+    must_begin = num.sum() < 1.5 and counts[ASKED] <= _PATIENCE_AT_FIRST
+    if must_begin or sizes[-1] == sizes[0]:
+        return 0
+    # The guess for a size never measured is optimistic already.
+    doubts = _DOUBT_OF_ONE * (num > 0) / np.maximum(1.0, num) ** 2
+    rates = gains / np.interp(sizes, KNOTS, costs[CURVE] * (1.0 - doubts))
+    best = 1 + int(rates[1:].argmax())
+    return best if or_the_other(rates[best] > rates[0], turns) else 0
 
 
 @kernel_with_gil
@@ -254,7 +181,6 @@ def look_at_outcome(
     probs: Floats,
     emitted: Int64Array,
     came: Floats,
-    sums: Floats,
 ) -> None:
     """Compare one row's draft with what was emitted.
 
@@ -267,7 +193,6 @@ def look_at_outcome(
         emitted: int64, the tokens of the step, at least one.
         came: float64 [num_nodes], written: whether the path of each node was emitted: 1, 0, or a
             probability if unknown.
-        sums: float64 [2, NUM_INTERVALS], added to: what was promised and what came.
     """
     known = np.empty(len(token_ids))  # probability of the last node on each path with known fate
     for node in range(len(token_ids)):
@@ -283,28 +208,22 @@ def look_at_outcome(
             is_right = came_before > 0 and token_ids[node] == emitted[depth - 1]
             came[node] = 1.0 if is_right else 0.0
             known[node] = prob
-        interval = np.searchsorted(PROMISES, prob, "right")
-        sums[0, interval] += prob
-        sums[1, interval] += came[node]
 
 
 @kernel_with_gil
-def renew_worth(promised_and_came: Floats, worth: Floats, sums: Floats, num_rows: int) -> None:
+def renew_worth(sums: Floats, worth: Floats, promised: Floats, came: Floats, num_rows: int) -> None:
     """Learn from the outcomes of a step; all rows together weigh as one.
 
     Args:
-        promised_and_came: float64 [2, NUM_INTERVALS], decayed sums over nodes, by interval.
+        sums: float64 [2, NUM_INTERVALS], of what was promised and of what came, decayed.
         worth: float64 [NUM_INTERVALS], acceptance over promise.
-        sums: float64 [2, NUM_INTERVALS], the same of this step, by `look_at_outcome`.
+        promised, came: float64 [num_nodes], of all nodes of the step; see `look_at_outcome`.
         num_rows: rows that they are from.
     """
-    for interval in range(NUM_INTERVALS):
-        for kind in range(2):
-            promised_and_came[kind, interval] *= _MEMORY_OF_OUTCOMES
-            promised_and_came[kind, interval] += sums[kind, interval] / num_rows
-    of_all = promised_and_came[1].sum() + _PRIOR_WEIGHT
-    of_all /= promised_and_came[0].sum() + _PRIOR_WEIGHT
-    for interval in range(NUM_INTERVALS):
-        worth[interval] = (promised_and_came[1, interval] + _PRIOR_WEIGHT * of_all) / (
-            promised_and_came[0, interval] + _PRIOR_WEIGHT
-        )
+    sums *= _MEMORY_OF_OUTCOMES
+    for node in range(len(promised)):
+        interval = np.searchsorted(PROMISES, promised[node], "right")
+        sums[0, interval] += promised[node] / num_rows
+        sums[1, interval] += came[node] / num_rows
+    of_all = (sums[1].sum() + _PRIOR_WEIGHT) / (sums[0].sum() + _PRIOR_WEIGHT)
+    worth[:] = (sums[1] + _PRIOR_WEIGHT * of_all) / (sums[0] + _PRIOR_WEIGHT)

@@ -6,16 +6,16 @@ probabilities are to be believed (`calibration.py`).
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lade.budget import _kernels
-from lade.budget._kernels import KNOTS, Floats
+from lade.budget._kernels import KNOTS, SIZES, Floats
 from lade.budget.back_off import BackOff
 from lade.budget.calibration import Calibration, Outcome
-from lade.budget.costs import Costs, ForwardCosts, interpolated
+from lade.budget.costs import Costs, ForwardCosts, arrays_of, interpolated
 from ngram_pool import Draft
 from ngram_pool._kernels import Int64Array
 from ngram_pool.compiling import compile_by
@@ -26,7 +26,7 @@ Probs = Sequence[Sequence[float] | Floats]
 class Budget:
     """Policy for the size of the tree; it can change the speed of decoding, never the text.
 
-    Base of all budgets; it verifies whole drafts and learns nothing.
+    By itself it verifies a fixed number of nodes, whatever they cost, for reproducible runs.
 
     Args:
         max_draft_tokens: maximum number of draft tokens worth asking a drafter for.
@@ -50,10 +50,8 @@ class Budget:
         """Return how many nodes of each row's draft to verify where rows need no padding.
 
         Then a forward costs what all its tokens together cost, so rows get as many as they are
-        worth: one of which little is known gets none, which lets another have more.
-
-        Args:
-            probs: for each row of the batch, the probabilities of its draft's nodes, best first.
+        worth: one of which little is known gets none, which lets another have more. `probs` is as
+        for `num_nodes`.
         """
         return [*map(len, probs)]
 
@@ -82,44 +80,11 @@ class Budget:
         return 0.0
 
 
-class FixedBudget(Budget):
-    """Budget of a fixed number of nodes, whatever they cost, for reproducible runs."""
-
-
 _FADING = 0.9  # per step, of the number of nodes verified before
 _LEAST_ASKED = 16  # nodes; fewer would hide drafts that pay only when they are large
 _MAX_DRAFT_TOKENS = 63
 # Nodes of all rows together that are chosen from: few, for a library prepares each size anew.
 _SUMS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
-
-
-class PricedBudget(Budget):
-    """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
-
-    Args:
-        step_costs: cost of a step, in any unit, by the number of tokens in the whole forward, all
-            rows together; at least two sizes. Sizes between them are interpolated, larger ones
-            extrapolated from the last two.
-    """
-
-    def __init__(self, step_costs: Mapping[int, float]) -> None:
-        super().__init__(_MAX_DRAFT_TOKENS)
-        self._sizes = np.array(sorted(step_costs), np.float64)
-        self._costs = np.array([step_costs[size] for size in sorted(step_costs)], np.float64)
-
-    def num_nodes(self, probs: Probs, num_pending: int) -> int:
-        """Return the number of nodes with the best ratio of expected tokens to the given cost."""
-        gains = _gains(probs, [1 / len(probs)] * len(probs))
-        tokens = len(probs) * (1.0 + num_pending + np.arange(len(gains), dtype=np.float64))
-        return int((gains / interpolated(tokens, self._sizes, self._costs)).argmax())
-
-    def nums_of_nodes(self, probs: Probs) -> list[int]:
-        """Return the numbers of nodes with the best ratio of expected tokens to the given cost."""
-        ranking = _ranking([np.array(of_row) / len(probs) for of_row in probs])
-        tokens = len(probs) + np.arange(len(ranking.gains), dtype=np.float64)
-        costs = interpolated(tokens, self._sizes, self._costs)
-        return ranking.first(int((ranking.gains / costs).argmax()))
-
 
 # A batch is done when its slowest row is done, so most of the weight goes to the rows that lag: e
 # times less for each `_LEAD` tokens that a row is ahead of the last one. Rows ahead keep a share,
@@ -156,7 +121,7 @@ class MeasuredBudget(Budget):
         self._patience = self._costs.begin_call()
         self._turns: dict[int, Int64Array] = {}  # by the bit length of the batch size
         self._calibration = Calibration(1 / (1 + temperature**3))
-        self._recent_most = float(_MAX_DRAFT_TOKENS)  # most nodes verified lately, decayed
+        self._recent_most = float(_MAX_DRAFT_TOKENS)  # most nodes of a row verified lately, decayed
         # Of the rows that the next step asks about, in that order. They differ in how predictable
         # they are.
         self._num_emitted: dict[int, int] = {}
@@ -182,36 +147,50 @@ class MeasuredBudget(Budget):
         return self._back_off.left < 1.0
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
-        """Return the number of nodes with the best ratio of expected tokens to measured time."""
-        gains = _gains(self._believed(probs), self._weights(len(probs)))
-        sizes = KNOTS[(1 + num_pending < KNOTS) & (num_pending + len(gains) > KNOTS)]
-        sizes = np.array([1.0 + num_pending, *sizes, num_pending + len(gains)])
-        nums = sizes.astype(np.int64) - 1 - num_pending
-        chosen = int(nums[self._best(sizes, gains[nums], len(probs))])
-        self._note_choice(chosen, len(probs))
+        """Return the number of nodes with the best ratio of expected tokens to cost."""
+        gains = np.zeros(1 + max(map(len, probs)))
+        for worth in self._worths(probs):
+            gains[1 : 1 + len(worth)] += worth
+        between = [size - 1 - num_pending for size in SIZES if size > 1 + num_pending]
+        nums = self._options(len(gains) - 1, between)
+        sizes = nums.astype(np.float64) + (1.0 + num_pending)
+        chosen = int(nums[self._best(sizes, 1.0 + gains.cumsum()[nums], len(probs))])
+        self._recent_most = max(chosen, _FADING * self._recent_most)
         return chosen
 
     def nums_of_nodes(self, probs: Probs) -> list[int]:
-        """Return the numbers of nodes with the best ratio of expected tokens to measured time."""
-        weights = self._weights(len(probs))
-        ranking = _ranking([w * row for w, row in zip(weights, self._believed(probs), strict=True)])
-        num_nodes = len(ranking.rows)
-        sums = np.array([0, *_SUMS[: bisect_left(_SUMS, num_nodes)], num_nodes], np.float64)
-        gains = ranking.gains[sums.astype(np.int64)]
-        chosen = ranking.first(int(sums[self._best(1.0 + sums / len(probs), gains, len(probs))]))
-        self._note_choice(max(chosen), len(probs))
+        """Return the numbers of nodes with the best ratio of expected tokens to cost."""
+        # Of one row, nodes keep their order: the first ones are a tree.
+        worths = np.concatenate([np.minimum.accumulate(each) for each in self._worths(probs)])
+        order = np.argsort(-worths, kind="stable")
+        nums = self._options(len(order), _SUMS)
+        gains = 1.0 + np.concatenate([[0.0], worths[order].cumsum()])[nums]
+        best = self._best(1.0 + nums / len(probs), gains, len(probs))
+        rows = np.repeat(np.arange(len(probs)), [*map(len, probs)])[order[: nums[best]]]
+        chosen: list[int] = np.bincount(rows, minlength=len(probs)).tolist()
+        self._recent_most = max(*chosen, _FADING * self._recent_most)
         return chosen
 
-    def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
-        costs, turns = self._costs_of(num_rows)
-        return _kernels.choose_size(costs.curve, costs.num, costs.counts, turns, sizes, gains)
+    def _worths(self, probs: Probs) -> list[Floats]:
+        """Return the expected tokens of each row's nodes, best first; rows together weigh 1."""
+        weights, calibrations = self._weights(len(probs)), [*self._of_rows.values()]
+        if len(calibrations) != len(probs):  # as a call begins, or while some rows wait
+            calibrations = [self._calibration] * len(probs)
+        rows = zip(weights, calibrations, probs, strict=True)
+        return [weight * calibration.believed(row) for weight, calibration, row in rows]
 
-    def _note_choice(self, most: int, num_rows: int) -> None:
-        """Learn how many nodes are verified, and for how long there were none."""
-        self._recent_most = max(most, _FADING * self._recent_most)
-        if most:
+    def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
+        """Return the numbers of nodes to choose from: 0, some between, and the most."""
+        return np.array([0, *between[: bisect_left(between, most)], most])
+
+    def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
+        """Return the index of the best size, in tokens per row, by the expected tokens."""
+        costs, turns = self._costs_of(num_rows)
+        best = costs.choose(turns, sizes, gains)
+        if best:
             self._back_off.granted(_DRAFTS_BEFORE_REST)
-        self._has_refused = not most and not self._costs.of(num_rows).are_unknown
+        self._has_refused = not best and not costs.are_unknown
+        return best
 
     def record(
         self,
@@ -234,18 +213,10 @@ class MeasuredBudget(Budget):
         if hits and 2 * sum(hits) >= len(hits):
             self._back_off.granted(_DRAFTS_AFTER_HIT)
         self._num_emitted = {**num_emitted} if num_rows > 1 else {}
-        of_rows = {row: self._of_rows.get(row) or Calibration() for row in self._num_emitted}
+        self._of_rows = {row: self._of_rows.get(row) or Calibration() for row in self._num_emitted}
         for outcome in outcomes:
-            if outcome.row in of_rows:
-                of_rows[outcome.row].record([outcome])
-        self._of_rows = of_rows
-
-    def _believed(self, probs: Probs) -> list[Floats]:
-        """Return the corrected probabilities of each row's nodes."""
-        calibrations = [*self._of_rows.values()]
-        if len(calibrations) != len(probs):  # as a call begins, or while some rows wait
-            calibrations = [self._calibration] * len(probs)
-        return [each.believed(row) for each, row in zip(calibrations, probs, strict=True)]
+            if outcome.row in self._of_rows:
+                self._of_rows[outcome.row].record([outcome])
 
     def _weights(self, num_rows: int) -> Floats:
         """Return what a token is worth in each row."""
@@ -264,42 +235,29 @@ class MeasuredBudget(Budget):
         return costs, self._turns[num_bits]
 
 
-class _Ranking(NamedTuple):
-    """The nodes of all rows in the order in which they are worth verifying."""
-
-    rows: NDArray[np.intp]  # [num_nodes], the row of each, best node first
-    num_rows: int
-    gains: Floats  # [1 + num_nodes], expected tokens of a step with the first 0, 1, … of them
-
-    def first(self, num_nodes: int) -> list[int]:
-        """Return how many of the first nodes each row has."""
-        nums: list[int] = np.bincount(self.rows[:num_nodes], minlength=self.num_rows).tolist()
-        return nums
-
-
-def _ranking(worths: Sequence[Floats]) -> _Ranking:
-    """Rank the nodes of all rows by what they are worth, [num_nodes] for each row, best first.
-
-    Of one row, nodes keep their order: the first ones are a tree.
-    """
-    of_nodes = np.concatenate([np.minimum.accumulate(worth) for worth in worths])
-    order = np.argsort(-of_nodes, kind="stable")
-    rows = np.repeat(np.arange(len(worths)), [*map(len, worths)])[order]
-    return _Ranking(rows, len(worths), 1.0 + np.concatenate([[0.0], of_nodes[order].cumsum()]))
-
-
-def _gains(probs: Probs, weights: Sequence[float] | Floats) -> Floats:
-    """Return the expected tokens of a step for 0, 1, … nodes verified in each row.
+class PricedBudget(MeasuredBudget):
+    """Budget by given step costs and the drafter's own probabilities, for reproducible runs.
 
     Args:
-        probs: probabilities of each row's nodes, best first.
-        weights: one for each row; they sum to 1.
+        step_costs: cost of a step, in any unit, by the number of tokens in the whole forward, all
+            rows together; at least two sizes. Sizes between them are interpolated, larger ones
+            extrapolated from the last two.
     """
-    gains = np.zeros(1 + max(map(len, probs)))
-    for of_row, weight in zip(probs, weights, strict=True):
-        gains[1 : 1 + len(of_row)] += np.multiply(of_row, weight)
-    gains[0] = 1.0
-    return np.cumsum(gains, dtype=np.float64)
+
+    max_draft_tokens = _MAX_DRAFT_TOKENS
+
+    def __init__(self, step_costs: Mapping[int, float]) -> None:
+        super().__init__()
+        self._prices = arrays_of(step_costs)
+
+    def record(self, *_: Any, **__: Any) -> None:
+        """Learn nothing."""
+
+    def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
+        return np.arange(most + 1, dtype=np.int64)
+
+    def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
+        return int((gains / interpolated(num_rows * sizes, *self._prices)).argmax())
 
 
 def _run_kernels() -> None:
@@ -309,4 +267,4 @@ def _run_kernels() -> None:
     for _ in range(2):
         costs.record(turns, 1, 1.0)
     calibration.record([Outcome(0, Draft.empty(), [1])])
-    _kernels.choose_size(costs.curve, costs.num, costs.counts, turns, np.ones(1), np.ones(1))
+    costs.choose(turns, np.ones(2), np.ones(2))

@@ -46,28 +46,16 @@ class Calibration:
         believed: Floats = np.minimum(1.0, worth * np.asarray(probs, np.float64))
         return believed
 
-    def count(self, promised: Floats, came: Floats) -> None:
-        """Learn from what was promised of some things, and whether each came, 1 or 0."""
-        sums, places = np.zeros_like(self._sums), PROMISES.searchsorted(promised, "right")
-        np.add.at(sums[0], places, promised)
-        np.add.at(sums[1], places, came)
-        _kernels.renew_worth(self._sums, self.worth, sums, 1)
+    def count(self, promised: Floats, came: Floats, num_rows: int = 1) -> None:
+        """Learn from what was promised of some nodes, and whether each came, 1 or 0."""
+        _kernels.renew_worth(self._sums, self.worth, promised, came, num_rows)
 
     def record(self, outcomes: Sequence[Outcome]) -> list[bool]:
         """Compare promises with what was emitted; return whether the likeliest nodes came."""
-        sums = np.zeros_like(self._sums)
-        hits = []
-        for _, draft, token_ids in outcomes:
-            came = np.zeros(len(draft))
-            _kernels.look_at_outcome(
-                draft.token_ids,
-                draft.parents,
-                draft.depths,
-                draft.probs,
-                np.array(token_ids, np.int64),
-                came,
-                sums,
-            )
-            hits.append(len(came) > 0 and came.item(0) == 1.0)
-        _kernels.renew_worth(self._sums, self.worth, sums, len(outcomes))
-        return hits
+        came = [np.zeros(len(draft)) for _, draft, _ in outcomes]
+        for (_, draft, token_ids), of_row in zip(outcomes, came, strict=True):
+            nodes = draft.token_ids, draft.parents, draft.depths, draft.probs
+            _kernels.look_at_outcome(*nodes, np.array(token_ids, np.int64), of_row)
+        promised = np.concatenate([draft.probs for _, draft, _ in outcomes])
+        self.count(promised, np.concatenate(came), len(outcomes))
+        return [len(of_row) > 0 and of_row.item(0) == 1.0 for of_row in came]

@@ -9,18 +9,7 @@ from itertools import count
 import numpy as np
 
 from lade.budget import _kernels
-from lade.budget._kernels import (
-    DRAFTED,
-    KNOTS,
-    LAST_PROBE,
-    LEAST_COUNTED,
-    NUM_KNOTS,
-    NUM_SCALING,
-    PATIENCE,
-    PLAIN,
-    TRIAL,
-    Floats,
-)
+from lade.budget._kernels import KNOTS, LAST_PROBE, Floats
 from ngram_pool._kernels import Int64Array
 
 # Until a size is measured, each further token, of any row, is assumed to cost this fraction of a
@@ -43,60 +32,46 @@ class Costs:
 
     def __init__(self, guess: Floats) -> None:
         # `_kernels.py` describes the arrays.
-        self.curve = guess.copy()
-        self.num = np.zeros(NUM_KNOTS)
-        self.counts = np.zeros(2, np.int64)
-        self._guess = guess
-        self._known = np.zeros(NUM_KNOTS)
+        self._costs = np.zeros((4, len(KNOTS)))
+        self._costs[_kernels.GUESS] = self._costs[_kernels.CURVE] = guess
         self._is_seen = np.zeros(int(KNOTS[-1]) + 1, np.bool_)
+        self._counts = np.zeros(2, np.int64)
 
     @classmethod
     def of(cls, seconds: Mapping[int, float]) -> "Costs":
         """Return costs that were measured before, of at least two sizes, as a first guess."""
-        sizes = sorted(seconds)
-        guess = interpolated(
-            KNOTS, np.array(sizes, np.float64), np.array([seconds[size] for size in sizes])
-        )
-        costs = cls(guess)
-        for size in sizes:
-            knot = _kernels.knot_before(size)
-            if KNOTS[knot] == size:
-                costs._known[knot], costs.num[knot] = guess[knot], LEAST_COUNTED
-        costs.counts[NUM_SCALING] = _NUM_SCALING
+        costs = cls(interpolated(KNOTS, *arrays_of(seconds)))
+        is_known = np.isin(KNOTS, [*seconds])
+        costs._costs[_kernels.KNOWN, is_known] = costs._costs[_kernels.GUESS, is_known]
+        costs._costs[_kernels.NUM, is_known] = _kernels.LEAST_COUNTED
+        costs._counts[_kernels.NUM_SCALING] = _NUM_SCALING
         return costs
+
+    @property
+    def curve(self) -> Floats:
+        """Seconds of the sizes `KNOTS`."""
+        curve: Floats = self._costs[_kernels.CURVE]
+        return curve
 
     @property
     def are_unknown(self) -> bool:
         """Whether there are fewer than two measurements; a single one may be anything."""
-        return float(self.num.sum()) < 1.5
-
-    def of_sizes(self, sizes: Floats) -> Floats:
-        """Return the estimated costs of forwards of these sizes."""
-        return interpolated(sizes, KNOTS, self.curve)
+        return float(self._costs[_kernels.NUM].sum()) < 1.5
 
     def turns(self, patience: int) -> Int64Array:
         """Return the `turns` of a call that is to try the other way after so many steps."""
-        turns = np.zeros(5, np.int64)
-        turns[PATIENCE], turns[TRIAL] = LAST_PROBE, -1
-        if self.are_unknown or self.counts[NUM_SCALING] > 0:  # of this process
-            turns[PATIENCE] = _FIRST_PROBE
-        else:
-            turns[DRAFTED] = turns[PLAIN] = patience - LAST_PROBE
-        return turns
+        first, patience = patience - LAST_PROBE, LAST_PROBE
+        if self.are_unknown or self._counts[_kernels.NUM_SCALING] > 0:  # of this process
+            first, patience = 0, _FIRST_PROBE
+        return np.array([0, first, first, patience, -1])  # STEPS, DRAFTED, PLAIN, PATIENCE, TRIAL
 
     def record(self, turns: Int64Array, size: float, sec: float) -> None:
         """Learn from one measurement, in a call of these `turns`."""
-        _kernels.record_cost(
-            self._guess,
-            self._known,
-            self.num,
-            self.curve,
-            self._is_seen,
-            self.counts,
-            turns,
-            float(size),
-            sec,
-        )
+        _kernels.record_cost(self._costs, self._is_seen, self._counts, turns, float(size), sec)
+
+    def choose(self, turns: Int64Array, sizes: Floats, gains: Floats) -> int:
+        """Return the index of the best size, in a call of these `turns`; see the kernel."""
+        return _kernels.choose_size(self._costs, self._counts, turns, sizes, gains)
 
 
 class ForwardCosts:
@@ -114,8 +89,7 @@ class ForwardCosts:
 
     def begin_call(self) -> int:
         """Return the patience of a call: how many steps it goes before it tries the other way."""
-        is_to_try = next(self._calls) % _CALLS_BETWEEN_PROBES == 0
-        return _SHORT_PROBE if is_to_try else LAST_PROBE
+        return LAST_PROBE if next(self._calls) % _CALLS_BETWEEN_PROBES else _SHORT_PROBE
 
     def of(self, num_rows: int) -> Costs:
         """Return the costs of batches of about this size."""
@@ -127,9 +101,16 @@ class ForwardCosts:
             if nearest is None:
                 guess = 1 + PRIOR_SLOPE * num_rows * (KNOTS - 1)
             else:
-                guess = self._costs[nearest].of_sizes(KNOTS * 2.0 ** (num_bits - nearest))
+                sizes = KNOTS * 2.0 ** (num_bits - nearest)
+                guess = interpolated(sizes, KNOTS, self._costs[nearest].curve)
             self._costs.setdefault(num_bits, Costs(guess))
         return self._costs[num_bits]
+
+
+def arrays_of(costs: Mapping[int, float]) -> tuple[Floats, Floats]:
+    """Return the sizes of some costs, in order, and their costs."""
+    sizes = np.array(sorted(costs), np.float64)
+    return sizes, np.array([costs[size] for size in sorted(costs)], np.float64)
 
 
 def interpolated(sizes: Floats, known_sizes: Floats, costs: Floats) -> Floats:

@@ -22,17 +22,32 @@ class Level(NamedTuple):
 
 
 class Rule:
-    """A rule for K in one sequence: a constant, unless a token is too unlikely to go on after.
+    """The rule for K in one sequence.
+
+    Where times are known, another level is run if the tokens that it adds come faster than those
+    before it: the tokens expected per second of the step, drafting included, must grow. Whether a
+    first level pays is decided by `Sources`.
 
     Args:
         num_levels: levels of a draft at most.
-        threshold: the lowest probability of a token to go on after.
+        threshold: without times, the lowest probability of a token to go on after.
+        step_sec: returns the seconds of a step that verifies so many nodes, 0 where unknown.
+        forward_sec: of a forward of the drafting model over a level.
     """
 
-    def __init__(self, num_levels: int, threshold: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_levels: int,
+        threshold: float = 0.0,
+        step_sec: Callable[[int], float] = lambda num_nodes: 0.0,
+        forward_sec: Mean | None = None,
+    ) -> None:
         self.num_levels = num_levels
         self._threshold = threshold
+        self._step_sec = step_sec
+        self._forward_sec = forward_sec or Mean()
         self._right = Mean()
+        self._calibration = Calibration()
 
     @property
     def mean_right(self) -> float:
@@ -43,7 +58,15 @@ class Rule:
 
     def goes_on(self, levels: Sequence[Level]) -> bool:
         """Return whether another level is worth a forward, after these; at least one."""
-        return levels[-1].token_prob >= self._threshold
+        forward_sec, num_nodes = self._forward_sec.value, sum(each.num_nodes for each in levels)
+        step_sec = self._step_sec(num_nodes)
+        if not forward_sec or not step_sec:
+            return levels[-1].token_prob >= self._threshold
+        right = np.cumprod(self._calibration.believed(_given(levels)))
+        more = float(right[-1]) * self.mean_right
+        more_sec = forward_sec + self._step_sec(num_nodes + levels[-1].num_nodes) - step_sec
+        expected = 1.0 + float(right.sum())
+        return more * (step_sec + len(levels) * forward_sec) > expected * more_sec
 
     def learn(self, levels: Sequence[Level], num_right: int, is_ended: bool) -> None:
         """Learn what became of a draft.
@@ -53,54 +76,11 @@ class Rule:
             num_right: how many of them are on the path of the text.
             is_ended: whether the text left the draft, or went past its end.
         """
-        for index in range(min(len(levels), num_right + is_ended)):
-            self._right.add(index < num_right)
-
-
-class Paying(Rule):
-    """As many levels as make tokens come faster, by measured costs and calibrated probabilities.
-
-    A level pays where the tokens that it adds come faster than those before it: the tokens expected
-    per second of the step, drafting included, must grow. Whether a first level pays is decided by
-    `Sources`.
-
-    Args:
-        num_levels: levels at most.
-        threshold: as for `Rule`, until the costs are known.
-        step_sec: returns the seconds of a step that verifies so many nodes; 0 while unknown.
-        forward_sec: of a forward of the drafting model over a level.
-    """
-
-    def __init__(
-        self,
-        num_levels: int,
-        threshold: float,
-        step_sec: Callable[[int], float],
-        forward_sec: Mean,
-    ) -> None:
-        super().__init__(num_levels, threshold)
-        self._step_sec = step_sec
-        self._forward_sec = forward_sec
-        self._calibration = Calibration()
-
-    def goes_on(self, levels: Sequence[Level]) -> bool:
-        """Go on while that makes tokens come faster."""
-        forward_sec, num_nodes = self._forward_sec.value, sum(each.num_nodes for each in levels)
-        step_sec = self._step_sec(num_nodes)
-        if not forward_sec or not step_sec:
-            return super().goes_on(levels)
-        right = np.cumprod(self._calibration.believed(_given(levels)))
-        more = float(right[-1]) * self.mean_right
-        more_sec = forward_sec + self._step_sec(num_nodes + levels[-1].num_nodes) - step_sec
-        expected = 1.0 + float(right.sum())
-        return more * (step_sec + len(levels) * forward_sec) > expected * more_sec
-
-    def learn(self, levels: Sequence[Level], num_right: int, is_ended: bool) -> None:
-        """Learn how often levels of these probabilities were right."""
-        super().learn(levels, num_right, is_ended)
-        if num_seen := min(len(levels), num_right + is_ended):
-            came = np.arange(num_seen) < num_right
-            self._calibration.count(_given(levels[:num_seen]), came.astype(np.float64))
+        came = np.arange(min(len(levels), num_right + is_ended)) < num_right
+        for is_right in came.tolist():
+            self._right.add(is_right)
+        if len(came):
+            self._calibration.count(_given(levels[: len(came)]), came.astype(np.float64))
 
 
 def _given(levels: Sequence[Level]) -> Floats:

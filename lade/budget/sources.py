@@ -15,7 +15,7 @@ from lade.budget.back_off import BackOff
 # Tokens that cheaper sources are expected to yield, where one level ends and the next begins.
 _LEVELS = (0.3, 1.0, 2.5)
 _MEMORY = 32.0  # measurements that a mean goes back to
-_MEMORY_OF_STEPS = 64.0
+_MEMORY_OF_STEPS = 1 - 1 / 64
 # As if a source had added so many tokens once, before it is measured; then, as if it had added at
 # each level twice what it added at all of them.
 _FIRST_GAIN = 1.0
@@ -41,8 +41,6 @@ _NUM_FIRST = 3  # of the first few times, the shortest counts: libraries prepare
 class Mean:
     """Mean of measurements, the older the less they count."""
 
-    __slots__ = ("num", "value")
-
     def __init__(self) -> None:
         self.num = 0.0
         self.value = 0.0
@@ -67,7 +65,7 @@ class SourceCosts:
     def __init__(self) -> None:
         self._warm_sec = Mean()  # of a draft
         self._cold_sec = Mean()  # of one that had to run much of the text before
-        self._behind_sec = Mean()  # of that, beyond a usual one, per token of the text
+        self.behind_sec = Mean()  # of that, beyond a usual one, per token of the text
 
     @property
     def draft_sec(self) -> float:
@@ -79,17 +77,13 @@ class SourceCosts:
         """Whether they were measured often enough, also where all answers are short."""
         return self._warm_sec.num > 0 or self._cold_sec.num > 1
 
-    def behind_sec(self, num_behind: int) -> float:
-        """Return the seconds of running so many tokens of the text before a draft."""
-        return num_behind * self._behind_sec.value if num_behind > FEW_BEHIND else 0.0
-
     def record(self, sec: float, num_behind: int) -> None:
         """Learn the seconds of a draft by a source that had to run so many tokens before."""
         if num_behind <= FEW_BEHIND:
             self._warm_sec.add_sec(sec)
         else:
             self._cold_sec.add_sec(sec)
-            self._behind_sec.add_sec(max(0.0, sec - self._warm_sec.value) / num_behind)
+            self.behind_sec.add_sec(max(0.0, sec - self._warm_sec.value) / num_behind)
 
 
 class _Source:
@@ -118,93 +112,79 @@ class Sources:
         self._num_steps = 0.0
 
     @property
-    def token_sec(self) -> float:
+    def _token_sec(self) -> float:
         """Seconds that a token takes at present; 0 until a step was measured."""
         return self._step_sec / self._num_tokens if self._num_tokens else 0.0
 
     def by_cost(self, sources: Sequence[int]) -> list[int]:
         """Return sources with the cheapest first; those of unknown cost last."""
+        return sorted(sources, key=lambda each: self._sources[each].costs.draft_sec or math.inf)
 
-        def cost(source: int) -> float:
-            return self._sources[source].costs.draft_sec or math.inf
-
-        return sorted(sources, key=cost)
-
-    def level_of(self, num_expected: float) -> int:
-        """Return the level of how sure cheaper sources are, by the tokens expected of them."""
-        return bisect_right(_LEVELS, num_expected)
-
-    def net_gain(self, source: int, level: int) -> float:
+    def _net_gain(self, known: _Source, num_expected: float) -> float:
         """Return the seconds that asking a source is expected to save, below 0 for a loss."""
-        known = self._sources[source]
-        of_all, here = known.gain, known.gains[level]
+        of_all, here = known.gain, known.gains[bisect_right(_LEVELS, num_expected)]
         mean = (_FIRST_GAIN + of_all.num * of_all.value) / (1 + of_all.num)
         gain = (here.num * here.value + _WEIGHT_OF_ALL * mean) / (here.num + _WEIGHT_OF_ALL)
-        return gain * self.token_sec - known.costs.draft_sec
+        return gain * self._token_sec - known.costs.draft_sec
 
     def is_worth_asking(
-        self, source: int, level: int, num_behind: int = 0, num_to_come: int = 0
+        self, source: int, num_expected: float, num_behind: int = 0, num_to_come: int = 0
     ) -> bool:
         """Return whether to ask a source now, because it pays or to learn whether it does.
 
         Args:
             source: the source.
-            level: of how sure cheaper sources are.
+            num_expected: tokens expected of what cheaper sources propose.
             num_behind: tokens of the text that it must run first.
             num_to_come: tokens that may still be emitted, which such a run may serve.
         """
         known = self._sources[source]
-        costs, is_behind = known.costs, num_behind > FEW_BEHIND
+        costs = known.costs
+        is_behind = num_behind > FEW_BEHIND
         if is_behind and self._num_steps < _LEAST_STEPS:
             return False
         if not self._num_tokens or not costs.are_known:
             return True
         step_sec = self._step_sec / self._num_steps
-        behind_sec = costs.behind_sec(num_behind)
-        if costs.draft_sec + behind_sec <= _CHEAP * step_sec:
+        behind_sec = num_behind * costs.behind_sec.value if is_behind else 0.0
+        asking_sec = costs.draft_sec + behind_sec
+        if asking_sec <= _CHEAP * step_sec:
             return True
-        net = self.net_gain(source, level)
+        net = self._net_gain(known, num_expected)
         num_steps = num_to_come * self._num_steps / self._num_tokens
         doubt = 1.0 if known.gain.num else _DOUBT
-        if net > 0 and (not is_behind or net * num_steps > behind_sec * doubt):
+        if net > 0 and net * num_steps >= behind_sec * doubt:
             return True
         if known.back_off is None:
             first = min(_FIRST_TRIALS * costs.draft_sec, step_sec)
-            most = _MOST_TRIALS * (costs.draft_sec + behind_sec)
-            known.back_off = BackOff(_SHARE_OF_TRIALS, first, most)
+            known.back_off = BackOff(_SHARE_OF_TRIALS, first, _MOST_TRIALS * asking_sec)
         left = known.back_off.left
         if known.gain.num < _FIRST_TRIALS:  # these may take what all of the call would save up
-            left += _SHARE_OF_TRIALS * num_to_come * self.token_sec
-        return left >= costs.draft_sec + behind_sec
+            left += _SHARE_OF_TRIALS * num_to_come * self._token_sec
+        return left >= asking_sec
 
-    def record_asking(self, source: int, sec: float, num_behind: int = 0) -> None:
-        """Learn how long a source took to draft, and how many tokens it had to run before that."""
-        self._sources[source].costs.record(sec, num_behind)
-
-    def record_gain(self, source: int, level: int, num_added: float, sec: float) -> None:
+    def record_gain(self, source: int, num_expected: float, num_added: float, sec: float) -> None:
         """Learn what a source that was asked has added to what cheaper ones proposed.
 
         Args:
-            source: the source.
-            level: of how sure cheaper sources were.
+            source, num_expected: as for `is_worth_asking`.
             num_added: emitted tokens that would not have been without it.
             sec: seconds of asking it, this time.
         """
         known = self._sources[source]
         known.gain.add(num_added)
-        known.gains[level].add(num_added)
-        lost = sec - num_added * self.token_sec
-        if known.back_off is not None and lost > 0 and self.net_gain(source, level) <= 0:
+        known.gains[bisect_right(_LEVELS, num_expected)].add(num_added)
+        lost = sec - num_added * self._token_sec
+        if known.back_off is not None and lost > 0 and self._net_gain(known, num_expected) <= 0:
             known.back_off.spent(lost)
 
     def record_step(self, sec: float, num_tokens: int, num_steps: float = 1.0) -> None:
         """Learn what steps took, drafting included, and how many tokens all rows emitted."""
         if self._num_steps >= 2:
             sec = min(sec, _OUTLIER * num_steps * self._step_sec / self._num_steps)
-        memory = 1 - 1 / _MEMORY_OF_STEPS
-        self._step_sec = memory * self._step_sec + sec
-        self._num_tokens = memory * self._num_tokens + num_tokens
-        self._num_steps = memory * self._num_steps + num_steps
+        self._step_sec = _MEMORY_OF_STEPS * self._step_sec + sec
+        self._num_tokens = _MEMORY_OF_STEPS * self._num_tokens + num_tokens
+        self._num_steps = _MEMORY_OF_STEPS * self._num_steps + num_steps
         for source in self._sources:
             if source.back_off is not None:
                 source.back_off.passed(sec)

@@ -1,8 +1,8 @@
 """The target's own first layers as a drafter."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,18 +163,8 @@ class EarlyRunner:
         return logits
 
 
-@dataclass
-class _Known:
-    """What is known of the exits of a model; kept with its profile."""
-
-    layers: Layers
-    flaws: dict[int, str | None] = field(default_factory=dict)  # by number of layers
-    of_early: dict[tuple[int, str | None], str | None] = field(default_factory=dict)
-    views: dict[int, tuple[Model, VerificationPlan]] = field(default_factory=dict)
-
-
 class Exits:
-    """The ways to use the first layers of a model, each checked once.
+    """The ways to use the first layers of a model, each checked once; kept with its profile.
 
     Args:
         model: the target's model.
@@ -187,15 +177,7 @@ class Exits:
         refuse_encoder_decoder(model)
         self._model = model
         self._profile = profile_of(model)
-        known = self._profile.of_drafters
-        if "first_layers" not in known:
-            known["first_layers"] = _Known(layers_of(model, self._profile))
-        self._known: _Known = known["first_layers"]
-
-    @property
-    def layers(self) -> Layers:
-        """The layers of the model."""
-        return self._known.layers
+        self.layers: Layers = self._known("layers", partial(layers_of, model, self._profile))
 
     def check(self, num_layers: int) -> None:
         """Raise if so many first layers cannot draft.
@@ -209,22 +191,21 @@ class Exits:
                 f"expected num_layers from 1 to {len(self.layers) - 1} for "
                 f"{type(self._model).__name__}, got {num_layers}"
             )
-        flaws = self._known.flaws
-        if num_layers not in flaws:
-            flaws[num_layers] = why_not_cut(self._model, self._profile, self.layers, num_layers)
-            if self._profile.draws:
-                flaws[num_layers] = "its forwards draw random numbers"
-        if (reason := flaws[num_layers]) is not None:
+        find = partial(why_not_cut, self._model, self._profile, self.layers, num_layers)
+        reason: str | None = self._known(("flaw", num_layers), find)
+        if self._profile.draws:
+            reason = "its forwards draw random numbers"
+        if reason is not None:
             raise UnsupportedModelError(refusal(self._model, reason))
 
     def why_not_early(self, target: TreeTarget, num_layers: int) -> str | None:
         """Return why the verification cannot go on from what the first layers ran, or None."""
         if target.why_not_early is not None:
             return target.why_not_early
-        known, key = self._known.of_early, (num_layers, target.attention)
-        if key not in known:
-            known[key] = why_not_early(self._model, self._profile, self.layers, *key)
-        return known[key]
+        key = num_layers, target.attention
+        find = partial(why_not_early, self._model, self._profile, self.layers, *key)
+        reason: str | None = self._known(("early", *key), find)
+        return reason
 
     def view(self, num_layers: int) -> tuple[Model, VerificationPlan]:
         """Return a model of the first layers, and how to run it with a cache of its own.
@@ -232,11 +213,20 @@ class Exits:
         Raises:
             UnsupportedModelError: no cache of its own can go back.
         """
-        known = self._known.views
-        if num_layers not in known:
+
+        def find() -> tuple[Model, VerificationPlan]:
             view = self.layers.exit_view(self._model, num_layers)
-            known[num_layers] = view, plan_for(view)
-        return known[num_layers]
+            return view, plan_for(view)
+
+        found: tuple[Model, VerificationPlan] = self._known(("view", num_layers), find)
+        return found
+
+    def _known(self, key: object, find: Callable[[], Any]) -> Any:
+        """Return what is known, after it was found the first time."""
+        known = self._profile.of_drafters.setdefault("first_layers", {})
+        if key not in known:
+            known[key] = find()
+        return known[key]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from lade.budget.levels import Paying, Rule
+from lade.budget.levels import Rule
 from lade.budget.sources import Mean
 
 LengthName = Literal["measured", "confidence"]
@@ -64,4 +64,4 @@ class Growth:
         most = self.max_draft_tokens or _MAX_LEVELS
         if self._length == "confidence" or step_sec is None:
             return Rule(most, self._confidence)
-        return Paying(most, self._confidence, step_sec, self.forward_sec)
+        return Rule(most, self._confidence, step_sec, self.forward_sec)

@@ -50,7 +50,6 @@ class _Asked(NamedTuple):
     """A part that was asked for a draft, and what was known by then."""
 
     source: int
-    level: int  # of how sure the cheaper ones were
     before: Draft  # what they proposed
     after: Draft  # the same with the part's own
     draft: Draft  # its own
@@ -88,6 +87,7 @@ class MergedDrafter(Drafter):
         asks_all: bool = False,
     ) -> None:
         self._parts = parts
+        self._costs = costs
         self._sources = Sources(costs)
         self._calibrations = [Calibration() for _ in parts]
         self._draws = call.rngs is not None
@@ -144,13 +144,13 @@ class MergedDrafter(Drafter):
         emitted = [*token_ids[known.num_forced :]]
         # Of a draft that was not drawn from, nobody knows how much would have been verified.
         most = len(emitted) - (0 if self._draws else 1)
-        for source, level, before, after, draft, sec in known.asked if emitted else ():
+        for source, before, after, draft, sec in known.asked if emitted else ():
             if not self._draws:
                 self._calibrations[source].record([Outcome(0, draft, emitted)])
             self._parts[source].stats.num_accepted_tokens += matched_depth(draft, emitted)
             num_added = min(most, matched_depth(after, emitted))
             num_added -= min(most, matched_depth(before, emitted))
-            self._sources.record_gain(source, level, num_added, sec)
+            self._sources.record_gain(source, float(before.probs.sum()), num_added, sec)
         known.asked = []
 
     # --- drafts -------------------------------------------------------------------------------
@@ -169,11 +169,10 @@ class MergedDrafter(Drafter):
         drafts: list[Draft] = []
         draft = Draft.empty()
         for source in self._order():
-            level = self._sources.level_of(float(draft.probs.sum()))
             part = self._parts[source]
             if self._draws and drafts and (self._asks_all or part.is_pool):
                 continue
-            if not self._pays(source, level, known):
+            if not self._pays(source, float(draft.probs.sum()), known):
                 continue
             start, before = perf_counter(), draft
             handle = known.handles.get(source)
@@ -186,7 +185,7 @@ class MergedDrafter(Drafter):
                 drafts.append(self._calibrated(source, found))
                 draft = joined(drafts, max_draft_tokens)
             sec = perf_counter() - start
-            known.asked.append(_Asked(source, level, before, draft, found, sec))
+            known.asked.append(_Asked(source, before, draft, found, sec))
             self._count(source, known, found, sec)
             if self._draws and part.is_made:
                 break
@@ -202,12 +201,12 @@ class MergedDrafter(Drafter):
             working.sort(key=lambda source: self._parts[source].is_made)
         return working
 
-    def _pays(self, source: int, level: int, known: _Sequence) -> bool:
+    def _pays(self, source: int, num_expected: float, known: _Sequence) -> bool:
         if self._asks_all or self._parts[source].is_pool:
             return True
         num_to_come = max(0, self._max_length - len(known.text))
         return self._sources.is_worth_asking(
-            source, level, self._num_behind(source, known), num_to_come
+            source, num_expected, self._num_behind(source, known), num_to_come
         )
 
     def _num_behind(self, source: int, known: _Sequence) -> int:
@@ -216,7 +215,7 @@ class MergedDrafter(Drafter):
         return len(known.text) - known.num_run.get(source, 0) if is_model else 0
 
     def _count(self, source: int, known: _Sequence, draft: Draft, sec: float) -> None:
-        self._sources.record_asking(source, sec, self._num_behind(source, known))
+        self._costs[source].record(sec, self._num_behind(source, known))
         known.num_run[source] = len(known.text)
         stats = self._parts[source].stats
         stats.num_asked += 1

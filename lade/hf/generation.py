@@ -16,7 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
 from lade.batch import Batch, Limits, Text
-from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget
+from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.closeness import is_exact_in
 from lade.compat import Model, decode_plainly, may_be_users, mesh_of, placeholders_of
 from lade.decoder import Decoder, VerificationError
@@ -239,9 +239,9 @@ class Generation:
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
             most = verification.widths[0] - 1 - num_beside
             asked = config.max_draft_tokens
-            return FixedBudget(most if asked is None else min(asked, most))
+            return Budget(most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None:
-            return FixedBudget(config.max_draft_tokens)
+            return Budget(config.max_draft_tokens)
         if config.step_costs is not None:
             return PricedBudget(config.step_costs)
         temperature = (
@@ -257,7 +257,7 @@ class Generation:
             return MeasuredBudget(costs, temperature if self._call.options.do_sample else 0.0)
         what = f"the costs of steps cannot be learned ({attempt.failure})"
         self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
-        return FixedBudget(0)
+        return Budget(0)
 
     def _prompt_harvester(
         self, proposer: Proposer, target: Target, max_length: int

@@ -11,6 +11,7 @@ import pytest
 
 import ngram_pool.state
 from ngram_pool import NGramPool, ReadOnlyPoolError, SuccessorTable
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
 from tests.ngram_pool.threads import in_threads
 
@@ -111,7 +112,7 @@ def test_tokens_observed_in_one_call_are_those_observed_one_by_one(capacity: int
         ]
         assert chains.tolist() == [ids for ids, _ in expected]
         known = lengths
-    one.check()
+    check_pool(one)
     assert [text.tolist() for text in one.texts()] == [text.tolist() for text in other.texts()]
     assert (one._state.weights == other._state.weights).all()
 
@@ -154,7 +155,7 @@ def test_weights_learn_from_as_many_tokens_as_they_may() -> None:
         texts = [[*TEXT[i * 50 : i * 50 + 30], 1] for i in range(4)]
         before = pool._state.weights.copy()
         pool.draft_chains(*padded(texts), 3, rows, [10] * 4, max_learned=most)
-        pool.check()
+        check_pool(pool)
         weights[most] = float(np.abs(pool._state.weights - before).sum())
         assert pool._sequences[rows[0]]().state[2] < 2**62  # type: ignore[union-attr]
     assert weights[None] == weights[40] > weights[7] > weights[1] > 0
@@ -190,7 +191,7 @@ def test_pools_beside_each_other_are_drafted_from_in_one_call() -> None:
         for i, text in enumerate(texts):
             assert got.tolist()[i] == by_tree(alone[order[i]], text, 5, alone_by_row[i])[0]
     for one, other in zip(mine, alone, strict=True):
-        one.check()
+        check_pool(one)
         assert [t.tolist() for t in one.texts()] == [t.tolist() for t in other.texts()]
 
 
@@ -282,7 +283,7 @@ def test_positions_are_lowered_before_they_overflow(monkeypatch: pytest.MonkeyPa
         )
         other.observe(TEXT[end - 4 : end], theirs, is_answer=True)
         assert got.tolist()[0] == by_tree(other, TEXT[:end], 4, theirs)[0]
-    pool.check()
+    check_pool(pool)
     assert pool._state.counts[1] > 0
 
 
@@ -331,5 +332,5 @@ def test_threads_draft_chains_beside_each_other_and_those_that_observe() -> None
             pool.draft_chains(rows, lengths, 4, sequences, [1] * len(texts))
 
     assert in_threads(read, write, partial(pool.observe, TEXT), read, write) == []
-    pool.check()
+    check_pool(pool)
     assert len(pool) == 2 * len(TEXT) + 2 * 20 * len(texts)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, SuccessorTable
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -103,8 +104,8 @@ def test_a_copy_is_a_pool_of_its_own(way: str) -> None:
         one.harvest([[-1, t] for t in range(12)], [[3]] * 12, [[0.9]] * 12)
         assert drafts(one) != before
         assert drafts(other) == others
-        one.check()
-        other.check()
+        check_pool(one)
+        check_pool(other)
     assert drafts(copied) == drafts(pool)
 
 
@@ -144,9 +145,9 @@ def test_what_others_are_using_is_copied_whole(way: str) -> None:
     with used(pool, table):
         for _ in range(2 if JIT_IS_OFF else 8):
             copied = WAYS[way](pool)
-            copied.check()
+            check_pool(copied)
             copied.observe(TEXT, is_answer=True)
-            copied.check()
+            check_pool(copied)
             of_table = WAYS[way](table)
             assert len(of_table.arrays()["keys"]) == len(of_table)
             of_table.put(*KNOWN)
@@ -163,9 +164,9 @@ def test_a_child_goes_on_with_what_others_were_using() -> None:
             if child == 0:
                 is_sound = False
                 try:
-                    pool.check()
+                    check_pool(pool)
                     use(pool, table, random.Random(0))
-                    pool.check()
+                    check_pool(pool)
                     is_sound = len(table.arrays()["keys"]) == len(table)
                 finally:
                     os._exit(0 if is_sound else 1)

@@ -28,6 +28,7 @@ from ngram_pool import (
     SuccessorTable,
     _kernels,
 )
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.test_pool import noisy_text
 
@@ -89,7 +90,7 @@ def test_a_delta_has_what_was_observed_to_draft_chains() -> None:
     assert beside.merge(pool.delta())
     assert texts_of(beside) == [ONE, THREE, TWO, ONE[:30]]
     assert texts_of(beside.delta()) == [THREE]
-    beside.check()
+    check_pool(beside)
 
 
 def test_a_delta_has_what_was_harvested_since_the_stamp_once() -> None:
@@ -153,8 +154,8 @@ def test_positions_may_be_lowered_between_stamps(monkeypatch: pytest.MonkeyPatch
     assert pool._state.counts[_kernels.LOWERED] > 0
     assert tokens_of(other) == [*range(420)]
     assert len(texts_of(other)) < 10  # one, but for where positions were lowered
-    pool.check()
-    other.check()
+    check_pool(pool)
+    check_pool(other)
 
 
 # --- what comes of merging it -------------------------------------------------------------------
@@ -256,7 +257,7 @@ def test_a_pool_smaller_than_a_delta_keeps_the_newest(capacity: int) -> None:
     assert not other.delta()
     other.observe([1])
     assert texts_of(other.delta()) == [[1]]
-    other.check()
+    check_pool(other)
 
 
 # --- stamps -------------------------------------------------------------------------------------
@@ -364,7 +365,7 @@ def test_what_is_remembered_of_others_is_bounded(monkeypatch: pytest.MonkeyPatch
     assert [len(origins._until), len(origins._continued), len(origins.stretches)] == [3, 4, 5]
     # Of the text among what came first, nobody knows any more that it is not others'.
     assert texts_of(pool.delta(first)) == [[7], [8], [9], [10], [11]]
-    pool.check()
+    check_pool(pool)
 
 
 # --- bytes --------------------------------------------------------------------------------------
@@ -501,7 +502,7 @@ def test_forged_arrays_are_refused_or_sound(noise: bytes, at: int) -> None:
     except PoolDeltaError:
         return
     other.merge(delta)
-    other.check()
+    check_pool(other)
 
 
 def test_a_fingerprint_that_is_too_long_is_refused() -> None:
@@ -581,7 +582,7 @@ def test_in_the_end_every_pool_has_every_text_once(
     run(exchange, actions)
     for pool in exchange.pools:
         assert sorted(texts_of(pool)) == sorted(exchange.written.values())
-        pool.check()
+        check_pool(pool)
     assert all(successors_of(pool) == successors_of(exchange.pools[0]) for pool in exchange.pools)
     sent = Counter(
         token_id for _, data in exchange.log for text in texts_of(PoolDelta.from_bytes(data))
@@ -605,7 +606,7 @@ def test_small_pools_send_their_own_text_alone(actions: list[tuple[str, int, int
             sent.update(text)
     assert all(number == 1 for number in sent.values())
     for pool in exchange.pools:
-        pool.check()
+        check_pool(pool)
 
 
 # --- interrupts ---------------------------------------------------------------------------------
@@ -626,13 +627,13 @@ def test_wherever_it_is_interrupted_nothing_is_taken_or_sent_twice() -> None:
         if not interrupted(lambda pool=pool: pool.merge(delta), line):  # type: ignore[misc]
             break
         line += 1
-        pool.check()
+        check_pool(pool)
         got = tokens_of(pool)
         assert got[60:] == tokens_of(delta)[: len(got) - 60]
         pool.merge(delta)
         pool.merge(delta)
         pool.observe(THREE)
-        pool.check()
+        check_pool(pool)
         assert all(token_id < 100 for text in texts_of(pool.delta(since)) for token_id in text)
         counts = Counter(tokens_of(pool))
         assert all(counts[t] <= n for t, n in Counter(tokens_of(delta)).items())

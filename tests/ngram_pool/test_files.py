@@ -31,6 +31,7 @@ from ngram_pool import (
     files,
     writing,
 )
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import used
 from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
@@ -88,7 +89,7 @@ def test_a_loaded_pool_goes_on_like_the_saved_one(
     pool = used_pool(capacity, max_ngram_size, num_tokens)
     pool.save(path)
     loaded = NGramPool.load(path)
-    loaded.check()
+    check_pool(loaded)
     assert (loaded.capacity_tokens, loaded.max_ngram_size) == (capacity, max_ngram_size)
     assert (loaded.tokenizer, loaded.model) == ("tokenizer A", 'model "A"')
     assert (len(loaded), loaded.num_open_sequences) == (len(pool), 0)
@@ -98,7 +99,7 @@ def test_a_loaded_pool_goes_on_like_the_saved_one(
         for each in (pool, loaded):
             each.observe(TEXT[50:90], is_answer=True)
             each.harvest([[-1, t] for t in range(40)], [[t] for t in range(40)], [[0.9]] * 40)
-            each.check()
+            check_pool(each)
 
 
 def test_positions_lowered_before_are_kept_as_they_are(
@@ -110,7 +111,7 @@ def test_positions_lowered_before_are_kept_as_they_are(
         pool.observe(TEXT, is_answer=True)
     pool.save(path)
     loaded = NGramPool.load(path)
-    loaded.check()
+    check_pool(loaded)
     assert everything_said_by(loaded) == everything_said_by(pool)
 
 
@@ -132,7 +133,7 @@ def test_what_is_learned_after_loading_is_in_no_file_until_saved(
     assert everything_said_by(other) == everything_said_by(pool)
     path.unlink()
     other.observe(TEXT)
-    other.check()
+    check_pool(other)
 
 
 def test_a_pool_may_be_saved_to_the_file_it_was_loaded_from(path: Path, small_blocks: None) -> None:
@@ -203,7 +204,7 @@ def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
     with used(pool, SuccessorTable(1000)):
         for _ in range(2 if JIT_IS_OFF else 10):
             pool.save(path)
-            NGramPool.load(path).check()
+            check_pool(NGramPool.load(path))
 
 
 def stored_and_written(pool: NGramPool, line: int) -> tuple[files.StoredPool, bool]:
@@ -269,7 +270,7 @@ def test_what_another_model_found_likely_is_left_out_and_said(path: Path) -> Non
     with pytest.warns(UserWarning, match="they are of the model 'model \"A\"', not 'B'; the text"):
         loaded = NGramPool.load(path, model="B")
     assert loaded.model == "B"
-    loaded.check()
+    check_pool(loaded)
     found, fresh, saved = arrays_of(loaded), arrays_of(NGramPool(500, 4)), arrays_of(pool)
     for name in found:
         is_of_text = name in ("text", "links", "heads", "sequence")

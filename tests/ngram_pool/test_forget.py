@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import ngram_pool.state
 from ngram_pool import NGramPool, ReadOnlyPoolError, _kernels
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
 from tests.oracle import OraclePool
 
@@ -70,7 +71,7 @@ def test_a_secret_is_in_no_array_afterwards() -> None:
     assert {"int32", "int64"} <= kinds  # the search finds it where it is
     assert pool.forget(SECRET) == 2
     assert places_of(pool, SECRET) == []
-    pool.check()
+    check_pool(pool)
     assert pool._state.harvested.get(1, 2)[0].tolist() == [7, 6]  # type: ignore[index]
     assert len(pool.draft(SECRET[:2], 30)) == 0
 
@@ -93,7 +94,7 @@ def test_tokens_that_other_text_has_stay_there() -> None:
     for context in ([-1, 1], [-1, 2], [1, 2], [2, 3], [3, 4]):  # it could have taught these
         assert pool._state.harvested.get(*context) is None
     assert pool._state.harvested.get(9, 8)[0].tolist() == [2, 1]  # type: ignore[index]
-    pool.check()
+    check_pool(pool)
 
 
 def test_the_two_across_an_end_of_it_are_dropped() -> None:
@@ -130,7 +131,7 @@ def test_an_occurrence_runs_along_its_own_sequence_alone() -> None:
     assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8]]
     pool.observe([4], one)  # whose last token is gone
     assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8], [4]]
-    pool.check()
+    check_pool(pool)
 
 
 def test_a_part_whose_rest_is_no_longer_held_goes_too() -> None:
@@ -170,7 +171,7 @@ def test_what_is_left_is_what_a_plain_search_leaves(
         for _ in range(2):
             assert pool.forget(sought) == oracle.forget(sought)
             assert [text.tolist() for text in pool.texts()] == oracle.texts()
-            pool.check()
+            check_pool(pool)
             pool.observe(more)
             oracle.observe(more)
 

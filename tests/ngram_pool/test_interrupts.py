@@ -21,6 +21,7 @@ import pytest
 import ngram_pool.pool
 import ngram_pool.state
 from ngram_pool import NGramPool, SuccessorTable, _kernels
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
 JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -112,7 +113,6 @@ CALLS: dict[str, tuple[Callable[[Use], Any], Callable[[Use], Any]]] = {
     "close 0": (Use.full, lambda use: use.pool.close_sequence(0)),
     "copy": (Use.full, lambda use: copy.copy(use.pool)),
     "pickle": (Use.full, lambda use: pickle.loads(pickle.dumps(use.pool))),
-    "check": (Use.open, lambda use: use.pool.check()),
 }
 
 
@@ -178,11 +178,11 @@ def test_interrupted_at_any_line_all_is_as_before_or_as_after(
         use = Use()
         prepare(use)
         came = interrupted(lambda use=use: call(use), line)  # type: ignore[misc]
-        use.pool.check()
+        check_pool(use.pool)
         assert is_pool_free(use.pool), f"line {line}"
         assert is_free(use.table._lock), f"line {line}"
         assert use.findings() in expected, f"line {line}"
-        use.pool.check()
+        check_pool(use.pool)
         if not came:
             break
         line += 5 if JIT_IS_OFF else 1  # the same lines, and slow
@@ -232,10 +232,10 @@ def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
     pool.observe([4], idle, is_answer=True)
     for num_tokens in (30, 300):  # its tail is held yet; it is forgotten
         pool.observe(np.arange(num_tokens) + 10)
-        pool.check()
+        check_pool(pool)
         pool.observe([5, 6], idle, is_answer=True)
         pool.observe([7], idle)
-        pool.check()
+        check_pool(pool)
         assert pool.draft([5], 2, sequence=idle).token_ids.tolist() == [6, 7]
 
 
@@ -272,7 +272,7 @@ def test_a_pool_is_sound_after_asynchronous_exceptions(monkeypatch: pytest.Monke
         thread.join(10)
         assert not thread.is_alive()
         assert is_pool_free(pool)
-        pool.check()
+        check_pool(pool)
     del thread
     gc.collect()
     assert pool.num_open_sequences == 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, ReadOnlyPoolError
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import noisy_text
 
 ONE, TWO = noisy_text(200, seed=1, alphabet=8), noisy_text(200, seed=2, alphabet=8)
@@ -29,7 +30,7 @@ def test_text_is_drafted_from_as_if_it_had_been_observed() -> None:
     assert [text.tolist() for text in pool.texts()] == [ONE, TWO, ONE[:50]]
     assert list(drafts_of(pool)) == list(drafts_of(pool_of(ONE, TWO, ONE[:50])))
     assert [text.tolist() for text in other.texts()] == [TWO, ONE[:50]]
-    pool.check()
+    check_pool(pool)
 
 
 def test_successors_of_both_are_known_those_of_the_other_where_both_know() -> None:

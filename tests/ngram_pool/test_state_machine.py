@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 import ngram_pool.state
 from ngram_pool import NGramPool, SuccessorTable
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.oracle import OraclePool
 
@@ -217,7 +218,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def arrays_are_sound(self) -> None:
-        self.pool.check()
+        check_pool(self.pool)
         assert len(self.pool) == len(self.oracle.held())
 
     @precondition(lambda self: hasattr(self, "pool"))

@@ -29,6 +29,7 @@ from ngram_pool import (
     StoreStats,
 )
 from ngram_pool.store import _name_of, stem_of
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import JIT_IS_OFF, status_of
 from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.threads import in_threads
@@ -51,7 +52,7 @@ def observe(store: PoolStore, name: str, *texts: list[int]) -> None:
 
 def texts_of(store: PoolStore, name: str) -> list[list[int]]:
     with store.open(name) as pool:
-        pool.check()
+        check_pool(pool)
         return [text.tolist() for text in pool.texts()]
 
 
@@ -184,11 +185,11 @@ def test_the_pool_that_was_used_longest_ago_leaves_memory_first(tmp_path: Path) 
     with store_at(tmp_path, memory_bytes=3 * ONE_POOL) as store:
         for name in ("a", "b", "c", "a", "d"):
             observe(store, name, [ord(name)])
-        assert {entry.name for entry in store._order} == {"a", "c", "d"}
+        assert {entry.name for entry in store._entries.values()} == {"a", "c", "d"}
         assert store.stats.num_evicted == 1
         assert store.stats.memory_bytes <= 3 * ONE_POOL
         assert texts_of(store, "b") == [[ord("b")]]  # it was saved before it went
-        assert {entry.name for entry in store._order} == {"a", "d", "b"}
+        assert {entry.name for entry in store._entries.values()} == {"a", "d", "b"}
 
 
 def test_tokens_that_a_pool_saved_let_it_stay(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_tokens_that_a_pool_saved_let_it_stay(tmp_path: Path) -> None:
             observe(store, name, [1])
             with store.open(name):
                 store.named(name).credit(1000 if name == "a" else 0)
-        assert {entry.name for entry in store._order} == {"a", "d"}
+        assert {entry.name for entry in store._entries.values()} == {"a", "d"}
         store.credit("nobody", 5)
         with pytest.raises(ValueError, match="expected num_tokens of at least 0"):
             store.credit("a", -1)
@@ -425,7 +426,7 @@ def test_idle_pools_let_go_of_what_another_process_forgot(tmp_path: Path) -> Non
     assert texts_of(two, "a") == [[1, *SECRET, 2]]
     one.forget("a", SECRET)
     two.save()
-    (entry,) = two._order
+    (entry,) = two._entries.values()
     assert entry.pool is not None
     assert [text.tolist() for text in entry.pool.texts()] == [[1], [2]]
 
@@ -690,7 +691,6 @@ def test_threads_lose_nothing_under_pressure(tmp_path: Path) -> None:
     stats = store.stats
     assert stats.num_in_use == 0
     assert stats.memory_bytes <= 2 * ONE_POOL
-    assert sum(entry.nbytes for entry in store._order) == store._idle_bytes
     store.close()
     store = store_at(tmp_path)
     texts = [tuple(text) for i in range(4) for text in texts_of(store, f"name {i}")]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, SuccessorTable, _kernels
+from tests.ngram_pool.checking import check_pool
 
 OFFSET = _kernels._UNSEEN_UNIGRAMS
 FACTOR = _kernels._WORTH_OF_UNKNOWN
@@ -70,7 +71,7 @@ def test_counts_of_rare_tokens_give_way_and_nothing_grows() -> None:
     for start in range(0, 40_000, 8):
         rare = np.arange(start, start + 8)[None] + 1000
         pool.harvest([[-1, start], [-1, 5]], [rare[0], often[0]], np.full((2, 8), [[0.01], [0.1]]))
-    pool.check()
+    check_pool(pool)
     nbytes = pool.nbytes
     pool.harvest([[-1, 1]], [[123_456]], [[0.5]])
     assert pool.nbytes == nbytes

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ngram_pool import NGramPool
+from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_interrupts import is_pool_free
 from tests.stress.uses import Use
 
@@ -90,7 +91,7 @@ def damage_of_pool(pool: NGramPool) -> list[str]:
     if not is_pool_free(pool):
         return [*found, "the lock of the pool is taken"]
     try:
-        pool.check()
+        check_pool(pool)
     except AssertionError as error:
         found.append(f"the pool is not sound: {error!r}")
     return found

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import lade
 from lade.budget import _kernels
-from lade.budget.budget import Budget, FixedBudget, MeasuredBudget, PricedBudget, Probs, _ranking
+from lade.budget.budget import Budget, MeasuredBudget, PricedBudget, Probs
 from lade.budget.calibration import Outcome
 from lade.budget.costs import Costs, ForwardCosts
 from lade.config import Config
@@ -211,7 +211,7 @@ def best_fixed(costs: dict[int, float], *texts: Text) -> float:
     return max(map(float, map(np.mean, found)))
 
 
-class FixedUpTo(FixedBudget):
+class FixedUpTo(Budget):
     """Verify so many nodes of drafts that are longer."""
 
     def num_nodes(self, probs: Probs, num_pending: int) -> int:
@@ -546,7 +546,9 @@ def test_the_choice_has_the_best_ratio_of_tokens_to_time() -> None:
         budget._calibration.worth[:] = rng.uniform(0.3, 1.5, _kernels.NUM_INTERVALS)
         costs, turns = budget._costs_of(num_rows)
         turns[_kernels.STEPS] = 0  # no trial is due
-        doubts = 0.2 / np.maximum(1, costs.num) ** 2 * (costs.num > 0)
+        doubts = (
+            0.2 / np.maximum(1, costs._costs[_kernels.NUM]) ** 2 * (costs._costs[_kernels.NUM] > 0)
+        )
         best, best_rate = 0, 0.0
         longest = max(map(len, probs))
         for num_nodes in range(longest + 1):
@@ -657,8 +659,7 @@ def test_what_came_is_told_of_nodes_that_were_not_verified() -> None:
             draft.depths,
             draft.probs,
             np.array(token_ids),
-            came=came,
-            sums=np.zeros((2, _kernels.NUM_INTERVALS)),
+            came,
         )
         found: list[float] = came.tolist()
         return found
@@ -688,7 +689,7 @@ def test_sampled_calls_begin_with_less_calibration_and_win_it_back(
 
 
 def test_fixed_budget_verifies_the_whole_draft() -> None:
-    budget = FixedBudget(5)
+    budget = Budget(5)
     assert budget.max_draft_tokens == 5
     assert budget.num_nodes([[0.1], [0.1, 0.1, 0.1]], 0) == 3
     budget.record(2, 3, 1.0, [], {})
@@ -724,15 +725,13 @@ def test_rows_without_padding_get_what_their_own_nodes_are_worth() -> None:
     assert budget.nums_of_nodes([[0.9, 0.6], [0.05], []]) == [2, 0, 0]
     assert budget.nums_of_nodes([[0.05], []]) == [0, 0]
     assert budget.nums_of_nodes([[], []]) == [0, 0]
-    assert FixedBudget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
+    assert Budget(5).nums_of_nodes([[0.1], [], [0.1] * 3]) == [1, 0, 3]
 
 
 def test_a_node_is_not_verified_before_the_one_above_it() -> None:
     """Corrected probabilities may rise on the way down; the first nodes alone are a tree."""
     budget = PricedBudget({1: 1.0, 11: 1.0})
     assert budget.nums_of_nodes([[0.1, 0.9], [0.5]]) == [2, 1]
-    worths = [np.array([0.1, 0.9]), np.array([0.5])]
-    assert [_ranking(worths).first(num) for num in range(4)] == [[0, 0], [0, 1], [1, 1], [2, 1]]
 
 
 def test_measured_budget_gives_sure_rows_more() -> None:

@@ -456,4 +456,4 @@ def _text_is_kept(name: str) -> str:
     assert name not in REFUSED
     assert num_asked > 0
     known = profile.of_drafters["first_layers"]
-    return "own cache" if known.views else "early"
+    return "own cache" if any(key[0] == "view" for key in known) else "early"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lade.budget.levels import Level, Paying, Rule
+from lade.budget.levels import Level, Rule
 from lade.budget.sources import Mean
 from lade.drafters.growth import Growth
 
@@ -65,7 +65,7 @@ def test_measured_drafts_are_as_long_as_is_fastest(
     """Where levels are as likely, whatever is promised, the best length is found by trying all."""
     forward_sec = Mean()
     forward_sec.add(forward)
-    rule = Paying(20, 0.4, lambda num_nodes: 0.1 + 0.002 * num_nodes, forward_sec)
+    rule = Rule(20, 0.4, lambda num_nodes: 0.1 + 0.002 * num_nodes, forward_sec)
     rng = np.random.default_rng(0)
     lengths = []
     for _ in range(600):
@@ -79,7 +79,7 @@ def test_measured_drafts_are_as_long_as_is_fastest(
 
 
 def test_drafts_end_by_confidence_until_costs_are_known() -> None:
-    rule = Paying(20, 0.4, lambda num_nodes: 0.1, Mean())
+    rule = Rule(20, 0.4, lambda num_nodes: 0.1, Mean())
     assert grown(rule, [0.9, 0.5, 0.39, 0.9]) == 3
     assert grown(Growth("measured").rule(None), [0.9, 0.1, 0.9]) == 2
 

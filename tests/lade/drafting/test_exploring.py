@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import lade
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import Budget
 from lade.budget.calibration import Outcome
 from lade.drafting.drafts import draft_of, exploring
 from lade.drafting.pool_drafter import PoolDrafter
@@ -210,11 +210,11 @@ def test_nothing_is_learned_of_a_drafters_trust_from_what_it_explores(
     model = tiny_model("llama", seed=2)
     recorded: list[Outcome] = []
 
-    class Recording(FixedBudget):
+    class Recording(Budget):
         def record(self, *args: Any, **kwargs: Any) -> None:
             recorded.extend(kwargs["outcomes"])
 
-    monkeypatch.setattr(generation, "FixedBudget", Recording)
+    monkeypatch.setattr(generation, "Budget", Recording)
     config = lade.Config(max_draft_tokens=4)
     prompt = torch.tensor([[5, 6, 7]])
     lade.generate(model, prompt, drafter=Explorer(named(3)), config=config, **GREEDY)

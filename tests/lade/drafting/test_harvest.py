@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, ElectraConfig
 
 import lade
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import Budget
 from lade.drafting.drafts import draft_of
 from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import PromptHarvester, Successors, first_of_highest, rank, with_probs
@@ -150,7 +150,7 @@ def test_steps_that_rest_have_no_draft_and_teach_the_drafter_all_the_same(
     model = tiny_model("llama")
     prompt = torch.arange(2, 12)[None]
 
-    class Tired(FixedBudget):
+    class Tired(Budget):
         num_recorded = 0
 
         @property

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import lade
-from lade.budget.budget import FixedBudget, Probs
+from lade.budget.budget import Budget, Probs
 from lade.drafting.drafts import draft_of
 from lade.drafting.lookahead import Window
 from lade.drafting.pool_drafter import PoolDrafter
@@ -25,6 +25,7 @@ from tests.grids import thinned
 from tests.lade.both import THREE, same_as_generate
 from tests.lade.recorder import Overlapping
 from tests.lade.tiny import VOCAB_SIZE, ScriptedDrafter, random_prompt, tiny_model
+from tests.ngram_pool.checking import check_pool
 
 FAMILIES = ["llama", "gpt2", "mistral", "gemma3_text", "llama4_text", "deepseek_v3"]
 SIZES = [(1, 3), (5, 4), (7, 5), (2, 6)]
@@ -274,7 +275,7 @@ def test_a_pool_learns_each_ngram_apart() -> None:
     sequence = drafter.open([1, 2, 3])
     drafter.observe_ngrams(sequence, np.array([[5, 6, 7], [7, 8, 9]], np.int32))
     drafter.observe(sequence, [4])
-    pool.check()
+    check_pool(pool)
     assert drafter.draft(sequence, [5, 6], 4).token_ids.tolist()[0] == 7
     assert drafter.draft(sequence, [6, 7], 4).token_ids.tolist() == [8, 9]  # not the second's 7
     assert drafter.draft(sequence, [9], 4).token_ids.tolist() == []
@@ -333,7 +334,7 @@ def test_text_with_a_window_is_that_of_generate(family: str) -> None:
         )
         _, got = same_as_generate(model, prompt, pool=pool, config=config, seed=number, **options)
         total.add(got.stats)
-    pool.check()
+    check_pool(pool)
     assert pool.num_open == 0
     # The comparison means nothing unless windows ran, and drafts were accepted and rejected.
     assert total.num_lookahead_tokens > 600
@@ -454,7 +455,7 @@ def test_rows_that_are_finished_run_no_window() -> None:
 # --- the budget, and other processes -------------------------------------------------------
 
 
-class KeepingBudget(FixedBudget):
+class KeepingBudget(Budget):
     """Keeps what it is told."""
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from lade.engines.exchange import Collector, Cursor, Exchanged, Joined, PoolExchange
 from ngram_pool import NGramPool, PoolDelta, PoolDeltaError, PoolStamp
+from tests.ngram_pool.checking import check_pool
 
 _T = TypeVar("_T")
 
@@ -367,7 +368,7 @@ def test_pools_that_learn_meanwhile_lose_and_repeat_nothing() -> None:
     assert texts_of(collector.join().pool) == everything
     for each in exchanges:
         assert texts_of(each.pool) == everything
-        each.pool.check()
+        check_pool(each.pool)
         assert each.stats().num_failures == 0
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import lade
-from lade.budget.budget import FixedBudget
+from lade.budget.budget import Budget
 from lade.compat import MARKS_CACHES
 from lade.drafting.drafts import chain
 from ngram_pool import Draft
 from tests.lade.both import EIGHT, THREE, ListStreamer, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import VOCAB_SIZE, BatchDrafter, random_prompt, tiny_model
+from tests.ngram_pool.checking import check_pool
 
 # An output of parts returns its cache, in which finished rows stay.
 TOKENS: dict[str, Any] = {"return_dict_in_generate": False}
@@ -59,7 +60,7 @@ def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: 
             mine = got[row, ids.shape[1] :]
             assert mine[: len(answer)].tolist() == answer.tolist()
             assert mine[len(answer) :].tolist() == [0] * (len(mine) - len(answer))
-    pool.check()
+    check_pool(pool)
     assert list(pool._sequences) == [0]
 
 
@@ -172,7 +173,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
 
     asked: list[int] = []
 
-    class Watching(FixedBudget):
+    class Watching(Budget):
         def num_nodes(self, probs: Any, num_pending: int) -> int:
             asked.append(len(probs))
             return super().num_nodes(probs, num_pending)
