@@ -1,10 +1,9 @@
 """An online n-gram pool: learns token sequences as they are written, drafts how they go on.
 
-It needs numpy and numba, and filelock for stores, never torch, and is usable alone: an engine's
-draft proposer needs no more than `NGramPool.observe` and `NGramPool.draft_chains`.
-
-Reading order: `draft.py`, `chains.py`, `pool.py`, `state.py`, `table.py`, `_kernels.py`; then
-`delta.py`, `origins.py`, `files.py`, `store.py`.
+It needs numpy and numba, and sortedcontainers and filelock for stores, never torch, and is usable
+alone: an engine's draft proposer needs no more than `NGramPool.observe` and
+`NGramPool.draft_chains`. Reading order: `draft.py`, `chains.py`, `pool.py`, `state.py`,
+`table.py`, `_kernels.py`; then `delta.py`, `origins.py`, `files.py`, `store.py`.
 """
 
 from ngram_pool.chains import DraftChains

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+from sortedcontainers import SortedKeyList
 
 from ngram_pool._kernels import Int64Array
 from ngram_pool.checks import positive, token_ids_of
@@ -99,7 +100,7 @@ class _Entry:
     epoch: str = ""  # differs once something was forgotten elsewhere
     is_behind: bool = False  # the file has text of others that the pool, being in use, has not
     num_saved_tokens: float = 0.0
-    nbytes: int = 0  # of the pool, when it was last closed or exchanged
+    nbytes: int = 0  # when it was last closed
     worth: float = 0.0  # seconds since the epoch: when it was last used, and later for its merits
 
     def alone(self, call: Callable[[], _T]) -> _T:
@@ -202,7 +203,9 @@ class PoolStore:
         """Begin with nothing open, as a forked child does too."""
         self._lock = threading.RLock()  # of all below; nobody waits for anything else holding it
         self._entries: dict[str, _Entry] = {}
-        self._in_use: set[_Entry] = set()  # those that were, since it was last looked
+        self._in_use: set[_Entry] = set()
+        self._order: SortedKeyList[_Entry, float] = SortedKeyList(key=_worth_of)  # not in use
+        self._idle_bytes = 0  # of those in the order
         self._disk_bytes = self.disk_bytes + 1  # that are taken, or more; not known yet
         self._counted = dict.fromkeys(("loaded", "saved", "failed", "evicted", "dropped"), 0)
         self._done = threading.Event()
@@ -337,6 +340,8 @@ class PoolStore:
     @alone
     def _let_go_of_all(self) -> None:
         self._entries = {entry.path.stem: entry for entry in self._in_use if entry.users}
+        self._order.clear()
+        self._idle_bytes = 0
 
     @property
     def stats(self) -> StoreStats:
@@ -367,6 +372,7 @@ class PoolStore:
         entry.users.add(user)
         self._entries[stem] = entry
         self._in_use.add(entry)
+        self._take_from_order(entry)
         self._start_saver()
         return entry
 
@@ -424,23 +430,20 @@ class PoolStore:
 
     @alone
     def _next_victim(self) -> _Entry | None:
-        """Weigh what is no longer in use; return what is to leave memory, if anything.
+        """Put what is no longer in use into the order; return what is to leave, if anything.
 
-        That counts as in use from then on, so that it is weighed again if it stays.
+        That counts as in use from then on, so that it is in the order again if it stays.
         """
         for entry in [entry for entry in self._in_use if not entry.users]:
-            if entry.pool is None or not self._is_current(entry):  # not loaded, or deleted
-                self._let_go(entry)
-                continue
             stay = _STAY_SEC * math.log2(1.0 + entry.num_saved_tokens)
             entry.worth = max(_time_of(entry.path), time.time() + stay)
-            entry.nbytes = entry.pool.nbytes
             self._in_use.discard(entry)
-        idle = [entry for entry in self._entries.values() if entry not in self._in_use]
+            self._put_into_order(entry)
         in_use = [entry.pool.nbytes for entry in self._in_use if entry.pool is not None]
-        if not idle or sum(in_use) + sum(entry.nbytes for entry in idle) <= self.memory_bytes:
+        if self._idle_bytes + sum(in_use) <= self.memory_bytes or not self._order:
             return None
-        victim = min(idle, key=lambda entry: entry.worth)
+        victim: _Entry = self._order[0]
+        self._take_from_order(victim)
         self._in_use.add(victim)
         return victim
 
@@ -453,11 +456,25 @@ class PoolStore:
         if self._let_go(entry, is_idle=True):
             self._count("evicted")
 
+    def _put_into_order(self, entry: _Entry) -> None:
+        if entry.pool is None or not self._is_current(entry):  # could not be loaded, or is deleted
+            self._let_go(entry)
+            return
+        entry.nbytes = entry.pool.nbytes
+        self._order.add(entry)
+        self._idle_bytes += entry.nbytes
+
+    def _take_from_order(self, entry: _Entry) -> None:
+        if entry in self._order:
+            self._order.remove(entry)
+            self._idle_bytes -= entry.nbytes
+
     @alone
     def _let_go(self, entry: _Entry, is_idle: bool = False) -> bool:
         """Let go of a pool, or only if nobody has it open; return whether it was let go of."""
         if is_idle and entry.users:
             return False
+        self._take_from_order(entry)
         self._in_use.discard(entry)
         if self._is_current(entry):
             del self._entries[entry.path.stem]
@@ -539,7 +556,6 @@ class PoolStore:
             entry.pool._keeper = None
         pool._keeper = partial(_forget_for, weakref.ref(self), entry, weakref.ref(pool))
         entry.pool, entry.mark, entry.is_behind = pool, _mark_of(pool), False
-        entry.nbytes = pool.nbytes
 
     def _read_or_new(self, entry: _Entry) -> NGramPool:
         pool = self._read(entry)
@@ -668,6 +684,14 @@ class PoolStore:
             return
         if _mark_of(entry.pool) != entry.mark or self._epoch(entry) != entry.epoch:
             self._sync(entry)
+            self._weigh_anew(entry)
+
+    @alone
+    def _weigh_anew(self, entry: _Entry) -> None:
+        """Put an entry into its place in the order: its pool may be another one now."""
+        if entry in self._order:
+            self._take_from_order(entry)
+            self._put_into_order(entry)
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Return the files that count: what each is worth, its size, and its path."""
@@ -782,6 +806,10 @@ def _name_of(path: Path) -> str | None:
 
 def _name_path(path: Path) -> Path:
     return path.with_suffix(".name")
+
+
+def _worth_of(entry: _Entry) -> float:
+    return entry.worth
 
 
 def _mark_of(pool: NGramPool) -> _Mark:
