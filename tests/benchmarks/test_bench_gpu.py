@@ -788,10 +788,11 @@ def test_stages_run_and_are_written(tmp_path: Path) -> None:
 
 def test_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    assert run_tiny("--json", str(path), "--stages", "bandwidth,plain").exit_code == 0
-    stages = stages_in(path)
-    assert all(stage["rows"] and stage["failure"] is None for stage in stages.values())
-    assert stages["plain"]["model"]["num_parameters"] > 0
+    assert run_tiny("--json", str(path), "--stages", "plain").exit_code == 0
+    (stage,) = stages_in(path).values()
+    assert stage["rows"]
+    assert stage["failure"] is None
+    assert stage["model"]["num_parameters"] > 0
 
 
 @pytest.mark.exhaustive
