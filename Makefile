@@ -22,7 +22,7 @@ help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
 	@echo "make chat         chat with the default model in the terminal"
 	@echo "make test         run the tests in a few minutes, without the long grids"
-	@echo "make test-all     run all tests, the pool's also without compilation"
+	@echo "make test-all     run all tests, those of the pool's kernels also without compilation"
 	@echo "make test-oldest  run the quick tests of decoding on the oldest supported transformers"
 	@echo "make test-oldest-all  run all tests of lade on it, as before a release"
 	@echo "make check        format, lint and strict types"

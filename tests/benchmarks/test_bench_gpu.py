@@ -575,9 +575,6 @@ def test_turns_there_is_no_time_for_are_left_out(known: KnownModel) -> None:
     assert stage.left_out == {"turn 2": NO_TIME}
 
 
-# --- vLLM -----------------------------------------------------------------------------------
-
-
 # --- processes ------------------------------------------------------------------------------
 
 # Tells one row, as `work.py` does, and then goes on as each test says.
@@ -934,13 +931,6 @@ def test_a_cuda_device_is_chosen_without_touching_it(monkeypatch: pytest.MonkeyP
         choose_device("cuda:2", shapes)
     with pytest.raises(ValueError, match="expected a CUDA device or cpu, got 'gpu'"):
         choose_device("gpu", shapes)
-
-
-def test_help_names_what_is_measured() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    for word in ("--shapes", "--stages", "--minutes"):
-        assert word in result.output
 
 
 def test_counts_of_an_answer_have_the_recorded_mean() -> None:

