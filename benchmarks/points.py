@@ -1,4 +1,4 @@
-"""Results of replays and arenas: a curve over draft sizes for each method, as table and JSON."""
+"""Results of an arena: a curve over draft sizes for each method, as table and JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +17,11 @@ _COLUMNS = (
 
 
 class Point(NamedTuple):
-    """One method with one draft size, over the answers of one group, in one pass."""
+    """One method with one draft size, over the answers of one group."""
 
     group: str  # a category, `OVERALL` (all answers without loops) or `LOOPS`
     method: str
     max_draft_tokens: int
-    num_pass: int
     num_answers: int
     num_tokens: int
     mean_accepted_tokens: float
@@ -31,19 +30,14 @@ class Point(NamedTuple):
     correction_rate: float
     draft_sec_per_step: float
 
-    def label(self, num_passes: int) -> str:
-        """Return the method's name, with the pass if there are several."""
-        return self.method if num_passes == 1 else f"{self.method}, pass {self.num_pass + 1}"
-
 
 def points(measured: Sequence[Any]) -> list[Point]:
-    """Sum up answers of replays or of the arena by group, in the order of their methods."""
+    """Sum up answers by group, in the order of their methods."""
     made = []
     for group, part in groups(measured).items():
-        by_run: dict[tuple[str, int, int], list[Any]] = {}
+        by_run: dict[tuple[str, int], list[Any]] = {}
         for each in part:
-            run = (each.method, each.max_draft_tokens, each.num_pass)
-            by_run.setdefault(run, []).append(each)
+            by_run.setdefault((each.method, each.max_draft_tokens), []).append(each)
         for run, of_run in by_run.items():
             stats = DecodeStats()
             for each in of_run:
@@ -64,15 +58,14 @@ def points(measured: Sequence[Any]) -> list[Point]:
     return made
 
 
-def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay") -> Sheet:
+def table(made: Sequence[Point]) -> Sheet:
     """Return a table of all answers without loops and, in a section apart, of those with loops."""
-    num_passes = num_passes_of(made)
     sections = [
-        [_cells(point, num_passes) for point in made if point.group == group]
-        for group in (OVERALL, LOOPS)
+        [_cells(point) for point in made if point.group == group] for group in (OVERALL, LOOPS)
     ]
-    title = f"{what}, every step verifying as many draft tokens as it may, loops apart"
+    title = "Live, every step verifying as many draft tokens as it may, loops apart"
     headings = ("answers", "method", *_COLUMNS)
+    caption = "All methods write the texts of generate."
     return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
 
 
@@ -87,12 +80,11 @@ def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
 
 def plot(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
     """Plot MAT against draft tokens, one line per method; return the files."""
-    num_passes = num_passes_of(points)
     lines: dict[str, list[Point]] = {}
     for point in points:
         if point.group in (OVERALL, LOOPS):
             note = ", loops" if point.group == LOOPS else ""
-            lines.setdefault(point.label(num_passes) + note, []).append(point)
+            lines.setdefault(point.method + note, []).append(point)
     figure, axes = new_figure(width=6.0)
     for label, line in lines.items():
         in_order = sorted(line, key=lambda point: point.max_draft_tokens)
@@ -105,15 +97,10 @@ def plot(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
     return save(figure, axes, folder, name)
 
 
-def num_passes_of(made: Sequence[Point]) -> int:
-    """Return the number of passes."""
-    return 1 + max(point.num_pass for point in made)
-
-
-def _cells(point: Point, num_passes: int) -> tuple[str, ...]:
+def _cells(point: Point) -> tuple[str, ...]:
     return (
         f"{point.group} ({point.num_answers})",
-        point.label(num_passes),
+        point.method,
         str(point.max_draft_tokens),
         f"{point.mean_accepted_tokens:.2f}",
         f"{point.draft_tokens_per_step:.1f}",
