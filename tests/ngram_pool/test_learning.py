@@ -61,6 +61,7 @@ def test_a_tree_is_harvested_as_its_pairs_and_single_tokens_most_likely_last() -
     for _ in range(300):
         num_nodes = int(rng.integers(1, 20))
         nodes = rng.integers(0, NUM_TOKENS, num_nodes)
+        parents = np.array([rng.integers(-1 if i == 0 else 0, max(1, i)) for i in range(num_nodes)])
         parents = np.array([-1, *(rng.integers(0, node) for node in range(1, num_nodes))])
         previous = int(rng.integers(-1, NUM_TOKENS))
         ids = np.stack([rng.permutation(NUM_TOKENS)[:4] for _ in nodes])
