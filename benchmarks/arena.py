@@ -3,7 +3,7 @@
 In half precision the texts of two methods soon differ, and with them what can be drafted. So
 `generate` writes each answer first, and every method then has to write just that. What it drafts,
 and what it learns from the logits of draft tokens, rejected ones too, is all its own. Next file:
-`points.py`.
+`replay_report.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +55,7 @@ class Entry(NamedTuple):
     method: str
     max_draft_tokens: int
     stats: DecodeStats
+    num_pass: int = 0
 
     @property
     def category(self) -> str:
@@ -119,6 +120,25 @@ def run_arena(
         entries += done
 
 
+def steps_by_prompt(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return for each prompt its tokens and the steps of every method, ready for JSON."""
+    by_prompt: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        known = by_prompt.setdefault(
+            entry.prompt.id,
+            {
+                "id": entry.prompt.id,
+                "category": entry.category,
+                "loops": entry.loops,
+                "num_tokens": entry.stats.num_tokens,
+                "num_steps": {},
+            },
+        )
+        of_method = known["num_steps"].setdefault(entry.method, {})
+        of_method[str(entry.max_draft_tokens)] = entry.stats.num_steps
+    return [*by_prompt.values()]
+
+
 def run(
     loaded: LoadedModel,
     chosen: Chosen,
@@ -151,7 +171,8 @@ def run(
     }
     measured = points(entries)
     stopped.tell(f"stopped after {len(entries)} of {num_answers} answers")
-    files.show(as_json(measured, described), table(measured))
+    content = {**as_json(measured, described), "prompts": steps_by_prompt(entries)}
+    files.show(content, table(measured, "All methods write the texts of generate.", "Live"))
     if files.plot is not None:
         say_written(plot(files.plot, "arena", measured))
     stopped.pass_on()

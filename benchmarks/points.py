@@ -1,4 +1,4 @@
-"""Results of an arena: a curve over draft sizes for each method, as table and JSON."""
+"""Results of replays and arenas: a curve over draft sizes for each method, as table and JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +17,12 @@ _COLUMNS = (
 
 
 class Point(NamedTuple):
-    """One method with one draft size, over the answers of one group."""
+    """One method with one draft size, over the answers of one group, in one pass."""
 
     group: str  # a category, `OVERALL` (all answers without loops) or `LOOPS`
     method: str
     max_draft_tokens: int
+    num_pass: int
     num_answers: int
     num_tokens: int
     mean_accepted_tokens: float
@@ -30,14 +31,19 @@ class Point(NamedTuple):
     correction_rate: float
     draft_sec_per_step: float
 
+    def label(self, num_passes: int) -> str:
+        """Return the method's name, with the pass if there are several."""
+        return self.method if num_passes == 1 else f"{self.method}, pass {self.num_pass + 1}"
+
 
 def points(measured: Sequence[Any]) -> list[Point]:
-    """Sum up answers by group, in the order of their methods."""
+    """Sum up answers of replays or of the arena by group, in the order of their methods."""
     made = []
     for group, part in groups(measured).items():
-        by_run: dict[tuple[str, int], list[Any]] = {}
+        by_run: dict[tuple[str, int, int], list[Any]] = {}
         for each in part:
-            by_run.setdefault((each.method, each.max_draft_tokens), []).append(each)
+            run = (each.method, each.max_draft_tokens, each.num_pass)
+            by_run.setdefault(run, []).append(each)
         for run, of_run in by_run.items():
             stats = DecodeStats()
             for each in of_run:
@@ -58,14 +64,15 @@ def points(measured: Sequence[Any]) -> list[Point]:
     return made
 
 
-def table(made: Sequence[Point]) -> Sheet:
+def table(made: Sequence[Point], caption: str | None = None, what: str = "Replay") -> Sheet:
     """Return a table of all answers without loops and, in a section apart, of those with loops."""
+    num_passes = num_passes_of(made)
     sections = [
-        [_cells(point) for point in made if point.group == group] for group in (OVERALL, LOOPS)
+        [_cells(point, num_passes) for point in made if point.group == group]
+        for group in (OVERALL, LOOPS)
     ]
-    title = "Live, every step verifying as many draft tokens as it may, loops apart"
+    title = f"{what}, every step verifying as many draft tokens as it may, loops apart"
     headings = ("answers", "method", *_COLUMNS)
-    caption = "All methods write the texts of generate."
     return Sheet(title, headings, 2, [rows for rows in sections if rows], caption)
 
 
@@ -80,11 +87,12 @@ def as_json(made: Sequence[Point], settings: dict[str, Any]) -> dict[str, Any]:
 
 def plot(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
     """Plot MAT against draft tokens, one line per method; return the files."""
+    num_passes = num_passes_of(points)
     lines: dict[str, list[Point]] = {}
     for point in points:
         if point.group in (OVERALL, LOOPS):
             note = ", loops" if point.group == LOOPS else ""
-            lines.setdefault(point.method + note, []).append(point)
+            lines.setdefault(point.label(num_passes) + note, []).append(point)
     figure, axes = new_figure(width=6.0)
     for label, line in lines.items():
         in_order = sorted(line, key=lambda point: point.max_draft_tokens)
@@ -97,10 +105,15 @@ def plot(folder: Path, name: str, points: Sequence[Point]) -> list[Path]:
     return save(figure, axes, folder, name)
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def num_passes_of(made: Sequence[Point]) -> int:
+    """Return the number of passes."""
+    return 1 + max(point.num_pass for point in made)
+
+
+def _cells(point: Point, num_passes: int) -> tuple[str, ...]:
     return (
         f"{point.group} ({point.num_answers})",
-        point.method,
+        point.label(num_passes),
         str(point.max_draft_tokens),
         f"{point.mean_accepted_tokens:.2f}",
         f"{point.draft_tokens_per_step:.1f}",

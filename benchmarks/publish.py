@@ -30,6 +30,7 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
             made["prompts"] = [_total(prompts)]
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
+        made.pop("prompts", None)
     if isinstance(made.get("settings", {}).get("methods"), dict):  # what each is stands in the code
         made["settings"] = {**made["settings"], "methods": [*made["settings"]["methods"]]}
     as_is = ("environment", "settings")

@@ -9,7 +9,7 @@ import torch
 
 import lade
 from benchmarks import arena
-from benchmarks.arena import Entry, SameText, run_arena
+from benchmarks.arena import Entry, SameText, run_arena, steps_by_prompt
 from benchmarks.fit import Lesson, as_source, crude_weights, fit, record_lessons
 from benchmarks.points import points
 from benchmarks.prompts import Half, choose
@@ -50,6 +50,10 @@ def test_all_methods_write_the_texts_of_generate_with_every_size(loaded: LoadedM
         assert entry.stats.num_tokens == entries[0].stats.num_tokens
         assert entry.stats.draft_tokens_per_step <= entry.max_draft_tokens
     assert len({entry.stats.num_steps for entry in entries}) > 1
+    by_prompt = steps_by_prompt(entries)
+    assert [each["num_steps"]["lade"]["8"] for each in by_prompt] == [
+        e.stats.num_steps for e in entries if e.method == "lade" and e.max_draft_tokens == 8
+    ]
     assert {point.num_answers for point in points(entries)} <= {1, 2, 3}
 
 

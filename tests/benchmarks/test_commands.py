@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import forwards, memory, methods, pool
 from benchmarks.__main__ import app
 from benchmarks.memory import Peak
+from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
 from lade.cli.bench import ResultFiles
 from lade.models.loading import LoadedModel
@@ -38,7 +39,7 @@ def options(folder: str, prompts: Path) -> list[Any]:
 
 def test_every_command_has_help() -> None:
     names = [command.name for command in app.registered_commands]
-    assert len(names) == 13
+    assert len(names) == 15
     for name in names:
         assert "Usage" in run(name, "--help").stdout
 
@@ -144,9 +145,49 @@ def test_the_arena_writes_its_points(options: list[Any], tmp_path: Path) -> None
     run("arena", *options, "--json", path, "--plot", tmp_path)
     content = json.loads(path.read_text())
     assert {run["method"] for run in content["runs"]} == {"lade", "rival_sam"}
+    assert content["prompts"][0]["num_steps"]["lade"]["4"] <= 7
     assert (tmp_path / "arena.png").exists()
     with pytest.raises(ValueError, match="expected different ones of lade, lade_untabled"):
         run("arena", *options, "--methods", "plain")
+
+
+def test_answers_are_recorded_and_replayed(options: list[Any], tmp_path: Path) -> None:
+    traces, path, markdown = (tmp_path / name for name in ("traces", "replay.json", "replay.md"))
+    result = run("record", *options, "--out", traces, "--limit", 2)
+    assert "2 answers, 16 tokens" in result.stderr
+    files = ["--json", path, "--markdown", markdown, "--plot", tmp_path]
+    asked = ["--max-draft-tokens", "4,8", "--passes", 2, "--methods", "lade,lade_fresh"]
+    assert "lade, pass 2" in run("replay", traces, *asked, *files).stdout
+    assert "| lade, pass 2 | 8 |" in markdown.read_text()
+    assert (tmp_path / "mat.svg").exists()
+    content = json.loads(path.read_text())
+    assert content["settings"]["traces"]["name"] == "traces"
+    assert content["settings"]["recorded"]["settings"]["num_successors"] == 16
+    assert len(content["runs"]) % 8 == 0  # two methods, two sizes, two passes a group
+    with pytest.raises(ValueError, match=r"expected different ones of lade, .* got 'plain'"):
+        run("replay", traces, "--methods", "plain")
+
+
+def test_an_interrupted_recording_keeps_what_it_has(
+    options: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import record
+
+    whole, calls = record.successors_of, list[int]()
+
+    def interrupting(model: Any, token_ids: Any, num_successors: int) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return whole(model, token_ids, num_successors)
+
+    monkeypatch.setattr(record, "successors_of", interrupting)
+    result = run("record", *options, "--out", tmp_path / "traces")
+    assert result.exit_code == 130
+    assert "stopped after 2 of 3 prompts" in result.stderr
+    recorded = read_traces(tmp_path / "traces")
+    assert [trace.id for trace in recorded.traces] == ["1", "2"]
+    assert recorded.settings["interrupted"] is True
 
 
 def test_weights_are_fitted_and_printed(options: list[Any], tmp_path: Path) -> None:

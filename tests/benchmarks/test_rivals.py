@@ -9,6 +9,7 @@ import torch
 
 import lade
 from benchmarks.methods import METHODS
+from benchmarks.replay import DRAFTERS
 from benchmarks.rivals.catalogue import RIVALS
 from benchmarks.rivals.goose import GooseDrafter
 from benchmarks.rivals.growing import ROOT, GrowingDraft
@@ -455,3 +456,4 @@ def test_descriptions_name_source_and_budget() -> None:
         description = METHODS[name].description
         assert "arXiv" in description or "Saxena 2023" in description
         assert f"{rival.max_draft_tokens} draft tokens" in description
+        assert (name not in DRAFTERS) == (name == "rival_lookahead_window")
