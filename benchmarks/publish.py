@@ -3,25 +3,36 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lade.bench.report import write_json
 
 _OVERALL = "overall"
+_OF_CATEGORIES = ("num_prompts", "tokens_per_sec", "speedup")
 
 
 def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result without the answers that its summary is of.
 
-    Of answers to prompts, what each method spent in all is kept, apart for those that end in a
-    loop, and the share of each that was lade's own; of runs at several numbers of draft tokens,
-    those of all prompts together. Numbers are rounded to six digits.
+    Of answers to prompts, the median share of a step that was lade's own is kept and, where
+    assistants were compared, what each method spent in all, loops left out; of categories, the
+    speeds; of runs at several numbers of draft tokens, those of all prompts together. Numbers are
+    rounded to six digits.
     """
     made = {name: value for name, value in content.items() if name != "replies"}
     if "summary" in made and "prompts" in made:
-        made["prompts"] = _totals(made["prompts"])
+        made["summary"] = shown(_with_overheads(made["summary"], made["prompts"]))
+        prompts = made.pop("prompts")
+        if made["settings"].get(
+            "assistant"
+        ):  # the formula of assisted generation is held against it
+            made["prompts"] = [_total(prompts)]
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
+        made.pop("prompts", None)
+    if isinstance(made.get("settings", {}).get("methods"), dict):  # what each is stands in the code
+        made["settings"] = {**made["settings"], "methods": [*made["settings"]["methods"]]}
     as_is = ("environment", "settings")
     return {name: v if name in as_is else _rounded(v) for name, v in made.items()}
 
@@ -31,23 +42,48 @@ def publish(source: Path, out: Path) -> None:
     write_json(out, summarised(json.loads(source.read_text("utf-8"))))
 
 
-def _totals(prompts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    totals = []
-    for loops in (False, True):
-        chosen = [prompt for prompt in prompts if prompt.get("loops", False) == loops]
-        if not chosen:
-            continue
-        total: dict[str, Any] = {"loops": loops, "num_prompts": len(chosen)}
-        for method in (name for name, value in chosen[0].items() if isinstance(value, dict)):
-            entries = [prompt[method] for prompt in chosen]
-            names = [name for name, value in entries[0].items() if _is_sum(name, value)]
-            total[method] = {
-                name: round(sum(entry.get(name, 0) for entry in entries), 4) for name in names
+def shown(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is known of each method, and of categories nothing but speeds."""
+    return {
+        group: {
+            method: {
+                name: value
+                for name, value in entry.items()
+                if (group == _OVERALL or name in _OF_CATEGORIES) and not _says_nothing(name, value)
             }
-            if "overhead" in entries[0]:
-                total[method]["overheads"] = [entry["overhead"] for entry in entries]
-        totals.append(total)
-    return totals
+            for method, entry in methods.items()
+        }
+        for group, methods in summary.items()
+    }
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return value is None or (name == "speedup_of_each_pass" and len(value) == 1)
+
+
+def _with_overheads(
+    summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    def told(method: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        found = [prompt[method].get("overhead") for prompt in prompts if method in prompt]
+        shares = [share for share in found if share is not None]
+        return {**entry, "overhead": median(shares)} if shares else {**entry}
+
+    overall = {method: told(method, entry) for method, entry in summary[_OVERALL].items()}
+    return {**summary, _OVERALL: overall}
+
+
+def _total(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what each method spent on prompts whose answers end in no loop, if there are any."""
+    chosen = [prompt for prompt in prompts if not prompt.get("loops", False)] or [*prompts]
+    total: dict[str, Any] = {"loops": chosen[0].get("loops", False), "num_prompts": len(chosen)}
+    for method in (name for name, value in chosen[0].items() if isinstance(value, dict)):
+        entries = [prompt[method] for prompt in chosen]
+        names = [name for name, value in entries[0].items() if _is_sum(name, value)]
+        total[method] = {
+            name: round(sum(entry.get(name, 0) for entry in entries), 4) for name in names
+        }
+    return total
 
 
 def _is_sum(name: str, value: Any) -> bool:

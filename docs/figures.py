@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,12 +98,16 @@ def main(arguments: Sequence[str]) -> int:
     if is_check and found:
         print("run: python docs/figures.py", file=sys.stderr)
     if older := of_older_code():
-        print(f"of other code than this, or of code that was not recorded: {', '.join(older)}")
+        print(f"of other code than this: {', '.join(older)}")
     return int(is_check and bool(found))
 
 
 def of_older_code() -> list[str]:
-    """Return the result files that are not of the present code, or do not say what they are of."""
+    """Return the result files that are not of the present code.
+
+    Each names the digest of its code (`code`) or, where it was made before there was one, the
+    commit of this repository that stored it first (`stored_in`).
+    """
     files = sorted(
         path for part in ("results", "support") for path in (DOCS / part).rglob("*.json")
     )
@@ -114,8 +117,9 @@ def of_older_code() -> list[str]:
 
 def _made(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a result says of its making; the fuzzer's files say it themselves."""
-    made: Mapping[str, Any] = content.get("environment", content)
-    return made if "date" in made else next(iter(content.values()))
+    found: Mapping[str, Any] = content.get("environment", content)
+    made = found if "date" in found else next(iter(content.values()))
+    return {**made.get("versions", {}), **made}
 
 
 def outdated() -> Iterator[tuple[Path, str]]:
@@ -205,8 +209,7 @@ def value(file: str, path: str, form: str = "") -> str:
 @_figure
 def overhead(file: str, method: str = "lade") -> str:
     """Return the median over prompts of the share of a step that is not the model's forward."""
-    totals = _read(file)["prompts"]
-    return f"{median(share for total in totals for share in total[method]['overheads']):.1%}"
+    return f"{_read(file)['summary'][OVERALL][method]['overhead']:.1%}"
 
 
 @_figure
@@ -310,8 +313,8 @@ def drafters(file: str) -> str:
     rows, sources = [], []
     for method, entry in _read(file)["summary"][OVERALL].items():
         name = _NAMES.get(method, f"`{method}`")
-        shares = (share_text(entry[key]) for key in ("acceptance_rate", "correction_rate"))
-        times = (msec_text(entry[f"{key}_sec_per_step"]) for key in ("draft", "target"))
+        shares = (share_text(entry.get(key)) for key in ("acceptance_rate", "correction_rate"))
+        times = (msec_text(entry.get(f"{key}_sec_per_step")) for key in ("draft", "target"))
         speed = (f"{entry['tokens_per_sec']:.1f}", speedup_text(entry["speedup"]))
         mat, cores = f"{entry['mean_accepted_tokens']:.2f}", f"{entry['busy_cores']:.2f}"
         rows.append((name, *speed, mat, *shares, *times, cores, share_text(entry["same_text"])))
@@ -598,7 +601,7 @@ def support() -> str:
     rows = []
     for path in files:
         content = _read(f"support/{path.stem}")
-        if "rows" not in content:  # it is of weight formats
+        if "formats" in content:
             continue
         label = f"transformers {content['environment']['transformers']}"
         if content["settings"].get("execution", "eager") != "eager":
@@ -647,13 +650,15 @@ def source(*files: str) -> str:
             num = sum(each["num"] for each in (prompts if isinstance(prompts, list) else [prompts]))
             parts.append(f"{num} prompts, {times} {'pass' if times == 1 else 'passes'}{kept}")
     made = _made(content)
-    if "versions" in made:
-        made = {**made["versions"], "date": made["date"], "code": made.get("code")}
-    else:
+    if "versions" not in made:
         parts.append(_hardware(files[0]))
     known = ("python", "torch", "transformers", *(["vllm"] if "vllm" in made else []))
     parts.append(", ".join(f"{'Python' if n == 'python' else n} {made[n]}" for n in known))
-    at = f"code {made['code']}" if made.get("code") else "code not recorded"
+    at = (
+        f"code {made['code']}"
+        if made.get("code")
+        else f"code of commit {made['stored_in']} or before"
+    )
     return f"*{names}: {'; '.join(parts)}; {made['date'].split()[0]}, {at}.*"
 
 

@@ -71,9 +71,12 @@ def test_no_speed_up_is_typed_by_hand(figures: ModuleType) -> None:
 
 
 def test_results_say_what_code_they_are_of_and_are_small(figures: ModuleType) -> None:
-    files = [*(DOCS / "results").rglob("*.json")]
+    files = [path for part in ("results", "support") for path in (DOCS / part).rglob("*.json")]
     for path in files:
-        assert "code" in figures._made(json.loads(path.read_text())), path.name
+        made = figures._made(json.loads(path.read_text()))
+        of = made["code"] if "code" in made else made["stored_in"]
+        assert re.fullmatch("[0-9a-f]{7,12}", of), path.name
+        assert made["lade"], path.name
     assert sum(path.stat().st_size for path in files) <= 200_000  # `python -m benchmarks publish`
     print("of other code:", *figures.of_older_code(), sep="\n")
 

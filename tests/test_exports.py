@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import venv
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -237,31 +236,27 @@ def test_the_wheel_carries_both_packages_and_their_types(tmp_path: Path) -> None
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("lade_decoding-*.whl")
-    environment = tmp_path / "env"
-    venv.create(environment, with_pip=True)
-    python = environment / "bin" / "python"
-    install: list[str | Path] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run(install, check=True)
+    folder = tmp_path / "installed"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--target", str(folder), str(wheel)], check=True)
     with zipfile.ZipFile(wheel) as archive:
         roots = {name.split("/")[0] for name in archive.namelist()}
     assert roots == {"lade", "ngram_pool", f"lade_decoding-{lade.__version__}.dist-info"}
     program = (
-        "import importlib.metadata as m, pathlib, lade\n"
-        "root = pathlib.Path(lade.__file__).parents[1]\n"
+        "import importlib.metadata as m, pathlib, sys, lade\n"
+        "root = pathlib.Path(sys.argv[1])\n"
+        "assert pathlib.Path(lade.__file__).is_relative_to(root), lade.__file__\n"
         "for name in ('lade/py.typed', 'ngram_pool/py.typed', 'lade/cli/app.py',\n"
         "             'lade/bench/run.py', 'lade/chat/web.css', 'lade/chat/web.js',\n"
         "             'ngram_pool/_kernels.py'):\n"
         "    assert (root / name).is_file(), name\n"
         "print(m.version('lade-decoding'), lade.__version__)"
     )
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.stdout.split() == [lade.__version__] * 2, done.stderr

@@ -26,14 +26,15 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 QUESTION = [{"role": "user", "content": "What-is-a-pool?"}]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights, as `transformers serve` loads it."""
+    folder = tmp_path_factory.mktemp("served") / "tiny"
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    tiny_model(vocab_size=94, eos_token_id=None).save_pretrained(tmp_path / "tiny")
-    return tmp_path / "tiny"
+    tokenizer.save_pretrained(folder)
+    tiny_model(vocab_size=94, eos_token_id=None).save_pretrained(folder)
+    return folder
 
 
 class InThread(Serve):  # type: ignore[misc]
@@ -94,34 +95,42 @@ class LadeServe(InThread):
         super().start_server()
 
 
-def test_a_wrapped_model_streams_the_plain_text(folder: Path) -> None:
-    with running(LadeServe, folder) as (client, model):
-        expected = plain_text(model)
-        assert len(expected) == 60
-        forwards: list[object] = []
-        model.register_forward_hook(lambda *_: forwards.append(None))
-        assert text_of(stream(client, folder)) == expected
-        assert len(model.generate.pool) >= 60
-        forwards.clear()
-        assert text_of(stream(client, folder)) == expected  # drafted from the first answer
-        assert len(forwards) < 40
+@pytest.fixture(scope="module")
+def wrapped(folder: Path) -> Iterator[tuple[openai.OpenAI, Any]]:
+    with running(LadeServe, folder) as served:
+        yield served
 
 
-def test_a_client_that_leaves_does_not_disturb_the_next(folder: Path) -> None:
-    with running(LadeServe, folder) as (client, model):
-        expected = plain_text(model)
-        leaving = stream(client, folder, max_tokens=400)
-        assert len(text_of(next(leaving) for _ in range(3))) > 0
-        leaving.close()
-        assert text_of(stream(client, folder)) == expected
-        whole = client.chat.completions.create(
-            model=str(folder), messages=QUESTION, max_tokens=60, temperature=0
-        )
-        assert whole.choices[0].message.content == expected
+def test_a_wrapped_model_streams_the_plain_text(folder: Path, wrapped: Any) -> None:
+    client, model = wrapped
+    expected = plain_text(model)
+    assert len(expected) == 60
+    forwards: list[object] = []
+    hook = model.register_forward_hook(lambda *_: forwards.append(None))
+    assert text_of(stream(client, folder)) == expected
+    assert len(model.generate.pool) >= 60
+    forwards.clear()
+    assert text_of(stream(client, folder)) == expected  # drafted from the first answer
+    assert len(forwards) < 40
+    hook.remove()
+
+
+def test_a_client_that_leaves_does_not_disturb_the_next(folder: Path, wrapped: Any) -> None:
+    client, model = wrapped
+    expected = plain_text(model)
+    leaving = stream(client, folder, max_tokens=400)
+    assert len(text_of(next(leaving) for _ in range(3))) > 0
+    leaving.close()
+    assert text_of(stream(client, folder)) == expected
+    whole = client.chat.completions.create(
+        model=str(folder), messages=QUESTION, max_tokens=60, temperature=0
+    )
+    assert whole.choices[0].message.content == expected
 
 
 @pytest.mark.usefixtures("own_remote_code")
-def test_a_model_folder_can_bring_lade_along(folder: Path) -> None:
+def test_a_model_folder_can_bring_lade_along(folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(folder, tmp_path / "tiny")
     shutil.copytree(EXAMPLES / "custom_generate" / "custom_generate", folder / "custom_generate")
     with running(InThread, folder, trust_remote_code=True) as (client, model):
         expected = plain_text(model)
@@ -130,18 +139,18 @@ def test_a_model_folder_can_bring_lade_along(folder: Path) -> None:
         assert hasattr(model, "_lade_profiles")  # lade has measured the model
 
 
-def test_sampling_through_the_server_is_that_of_plain_generate(folder: Path) -> None:
-    with running(LadeServe, folder) as (client, model):
-        sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30}
-        torch.manual_seed(3)
-        expected = plain_text(model, **sampling)
-        answer = client.chat.completions.create(
-            model=str(folder),
-            messages=QUESTION,
-            seed=3,
-            extra_body={"generation_config": json.dumps(sampling)},
-        )
-        assert answer.choices[0].message.content == expected
+def test_sampling_through_the_server_is_that_of_plain_generate(folder: Path, wrapped: Any) -> None:
+    client, model = wrapped
+    sampling = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30}
+    torch.manual_seed(3)
+    expected = plain_text(model, **sampling)
+    answer = client.chat.completions.create(
+        model=str(folder),
+        messages=QUESTION,
+        seed=3,
+        extra_body={"generation_config": json.dumps(sampling)},
+    )
+    assert answer.choices[0].message.content == expected
 
 
 def test_the_example_serves_and_asks(

@@ -575,9 +575,6 @@ def test_turns_there_is_no_time_for_are_left_out(known: KnownModel) -> None:
     assert stage.left_out == {"turn 2": NO_TIME}
 
 
-# --- vLLM -----------------------------------------------------------------------------------
-
-
 # --- processes ------------------------------------------------------------------------------
 
 # Tells one row, as `work.py` does, and then goes on as each test says.
@@ -788,10 +785,11 @@ def test_stages_run_and_are_written(tmp_path: Path) -> None:
 
 def test_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    assert run_tiny("--json", str(path), "--stages", "bandwidth,plain").exit_code == 0
-    stages = stages_in(path)
-    assert all(stage["rows"] and stage["failure"] is None for stage in stages.values())
-    assert stages["plain"]["model"]["num_parameters"] > 0
+    assert run_tiny("--json", str(path), "--stages", "plain").exit_code == 0
+    (stage,) = stages_in(path).values()
+    assert stage["rows"]
+    assert stage["failure"] is None
+    assert stage["model"]["num_parameters"] > 0
 
 
 @pytest.mark.exhaustive
@@ -933,13 +931,6 @@ def test_a_cuda_device_is_chosen_without_touching_it(monkeypatch: pytest.MonkeyP
         choose_device("cuda:2", shapes)
     with pytest.raises(ValueError, match="expected a CUDA device or cpu, got 'gpu'"):
         choose_device("gpu", shapes)
-
-
-def test_help_names_what_is_measured() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    for word in ("--shapes", "--stages", "--minutes"):
-        assert word in result.output
 
 
 def test_counts_of_an_answer_have_the_recorded_mean() -> None:

@@ -40,6 +40,7 @@ def test_the_summary_takes_medians_and_holds_them_against_plain() -> None:
     assert memory.summarise(peaks[3:], "lade")["peak_ratio"] is None
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_measures_plain_holds_nothing_of_lade(work: Work) -> None:
     program = (
         "import runpy, sys\nrunpy.run_module('benchmarks.memory', run_name='__main__')\n"

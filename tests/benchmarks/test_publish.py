@@ -12,26 +12,41 @@ def test_totals_stand_for_the_answers_of_a_result(tmp_path: Path) -> None:
     entries += [{**entries[0], "num_steps": 4, "overhead": 0.3}]
     prompts = [{"id": str(i), "loops": False, "lade": entry} for i, entry in enumerate(entries)]
     prompts += [{"id": "2", "loops": True, "lade": entries[0]}]
-    result = {"environment": {"gpu": None}, "summary": {"x": 1 / 3}, "prompts": prompts}
+    given = {"assistant": "self:int8", "methods": {"lade": "lade, with one pool"}}
+    speeds = {"num_prompts": 3, "tokens_per_sec": 1 / 3, "speedup": 1.5}
+    summary = {
+        group: {"lade": {**speeds, "steps": 10, "acceptance_rate": None}}
+        for group in ("writing", "overall")
+    }
+    result = {
+        "environment": {"gpu": None},
+        "settings": given,
+        "summary": summary,
+        "prompts": prompts,
+    }
     source, out = tmp_path / "result.json", tmp_path / "published.json"
     source.write_text(json.dumps(result))
     publish(source, out)
     assert json.loads(out.read_text()) == {
         "environment": {"gpu": None},
-        "summary": {"x": 0.333333},
+        "settings": {"assistant": "self:int8", "methods": ["lade"]},
+        "summary": {
+            "writing": {"lade": {**speeds, "tokens_per_sec": 0.333333}},
+            "overall": {
+                "lade": {**speeds, "tokens_per_sec": 0.333333, "steps": 10, "overhead": 0.1}
+            },
+        },
         "prompts": [
             {
                 "loops": False,
                 "num_prompts": 2,
-                "lade": {"num_steps": 7, "sec": 0.5, "overheads": [0.1, 0.3]},
-            },
-            {
-                "loops": True,
-                "num_prompts": 1,
-                "lade": {"num_steps": 3, "sec": 0.25, "overheads": [0.1]},
-            },
+                "lade": {"num_steps": 7, "sec": 0.5},
+            }
         ],
     }
+    source.write_text(json.dumps({**result, "settings": {}}))
+    publish(source, out)
+    assert "prompts" not in json.loads(out.read_text())
 
 
 def test_the_digest_is_of_the_source_alone(tmp_path: Path) -> None:

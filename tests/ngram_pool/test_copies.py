@@ -18,7 +18,6 @@ from ngram_pool import NGramPool, SuccessorTable
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
-JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
 TEXT = noisy_text(300, alphabet=12)
 KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
 _T = TypeVar("_T", NGramPool, SuccessorTable)
@@ -143,7 +142,7 @@ def test_a_copy_takes_its_own_memory_and_no_more_for_a_moment(
 def test_what_others_are_using_is_copied_whole(way: str) -> None:
     pool, table = NGramPool(2000), SuccessorTable(1000)
     with used(pool, table):
-        for _ in range(2 if JIT_IS_OFF else 8):
+        for _ in range(6):
             copied = WAYS[way](pool)
             check_pool(copied)
             copied.observe(TEXT, is_answer=True)
@@ -159,7 +158,7 @@ def test_a_child_goes_on_with_what_others_were_using() -> None:
     pool, table = NGramPool(2000), SuccessorTable(1000)
     pool.observe(TEXT)
     with used(pool, table):
-        for _ in range(2 if JIT_IS_OFF else 12):
+        for _ in range(8):
             child = os.fork()
             if child == 0:
                 is_sound = False

@@ -36,7 +36,6 @@ from tests.ngram_pool.test_copies import used
 from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
-JIT_IS_OFF = os.environ.get("NUMBA_DISABLE_JIT") == "1"
 ROOT = Path(__file__).parents[2]
 TEXT = noisy_text(900, alphabet=12)
 KNOWN = [[t % 60 - 1, t % 7] for t in range(200)], [[t % 9] for t in range(200)], [[0.5]] * 200
@@ -202,7 +201,7 @@ def test_a_copy_of_a_loaded_pool_is_independent(path: Path, small_blocks: None) 
 def test_a_pool_in_use_is_saved_whole(path: Path) -> None:
     pool = NGramPool(2000)
     with used(pool, SuccessorTable(1000)):
-        for _ in range(2 if JIT_IS_OFF else 10):
+        for _ in range(10):
             pool.save(path)
             check_pool(NGramPool.load(path))
 
@@ -230,7 +229,6 @@ def stored_and_written(pool: NGramPool, line: int) -> tuple[files.StoredPool, bo
         sys.settrace(before)
 
 
-@pytest.mark.skipif(JIT_IS_OFF, reason="the lines of kernels that are not compiled are traced, too")
 @pytest.mark.parametrize("capacity", [500, 10_000])  # text is overwritten, or the arrays grow
 def test_a_handler_that_writes_while_a_pool_is_copied_tears_nothing(capacity: int) -> None:
     """A signal handler of the same thread may write wherever it interrupts."""
@@ -650,12 +648,11 @@ def test_what_is_forged_is_refused_or_serves(content: bytes, path: Path, num: in
         except PoolFileError:
             num_refused += 1
             continue
-        if seed % (20 if JIT_IS_OFF else 1) == 0:
-            use(pool)
-            draft = pool.draft(TEXT[:9], 50)
-            assert (draft.token_ids >= 0).all()
-            next_position = pool._state.counts.item(_kernels.NEXT_POSITION)
-            assert _kernels.find_unsound(*pool._state.held, next_position) == (-1, -1)
+        use(pool)
+        draft = pool.draft(TEXT[:9], 50)
+        assert (draft.token_ids >= 0).all()
+        next_position = pool._state.counts.item(_kernels.NEXT_POSITION)
+        assert _kernels.find_unsound(*pool._state.held, next_position) == (-1, -1)
     assert 0.2 * num < num_refused < num
 
 
@@ -762,7 +759,7 @@ for is_shortened in (True, False):
 def test_pools_go_on_when_their_file_is_changed_in_place(path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHANGED_IN_PLACE, str(path)],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "0", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,

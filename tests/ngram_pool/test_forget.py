@@ -113,13 +113,6 @@ def test_what_is_no_longer_in_the_text_is_forgotten_of_the_harvest() -> None:
     assert places_of(pool, SECRET) == []
 
 
-def test_overlapping_occurrences_are_counted_each_and_removed_whole() -> None:
-    pool = NGramPool(100)
-    pool.observe([9, 1, 2, 1, 2, 1, 8])
-    assert pool.forget([1, 2, 1]) == 2
-    assert [text.tolist() for text in pool.texts()] == [[9], [8]]
-
-
 def test_an_occurrence_runs_along_its_own_sequence_alone() -> None:
     pool = NGramPool(100)
     one, two = pool.open_sequence(), pool.open_sequence()
@@ -132,13 +125,6 @@ def test_an_occurrence_runs_along_its_own_sequence_alone() -> None:
     pool.observe([4], one)  # whose last token is gone
     assert [text.tolist() for text in pool.texts()] == [[1], [6, 7, 8], [4]]
     check_pool(pool)
-
-
-def test_a_part_whose_rest_is_no_longer_held_goes_too() -> None:
-    pool = NGramPool(6)
-    pool.observe([1, 2, 3, 4, 7, 8, 1, 2])  # 1 and 2 are overwritten by the last two
-    assert pool.forget([1, 2, 3, 4]) == 0
-    assert [text.tolist() for text in pool.texts()] == [[7, 8]]
 
 
 def test_what_is_observed_later_is_learned_anew() -> None:

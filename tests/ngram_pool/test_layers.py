@@ -46,15 +46,6 @@ def test_no_layer_is_starved_by_frequent_text_elsewhere() -> None:
     assert set(draft.token_ids[draft.parents == -1].tolist()) == {10, 20, 30}
 
 
-def test_a_longer_match_in_a_layer_decides_before_a_shorter_one_in_the_own_text() -> None:
-    pool = NGramPool()
-    pool._state.weights[:] = 0.0
-    pool._state.weights[: _kernels.MATCH_ROWS, _kernels.TEXT] = 1.0  # the text and no more
-    pool.observe([9, 3, 100] * 5)
-    sequence = pool.open_sequence(layers=[frozen([1, 2, 3, 200])])
-    assert pool.draft([1, 2, 3], 1, sequence=sequence).token_ids.tolist() == [200]
-
-
 @pytest.mark.parametrize("max_ngram_size", [1, 3, 9])
 @pytest.mark.parametrize("capacity", [60, 700, 5000])
 def test_a_layer_may_have_any_size(capacity: int, max_ngram_size: int) -> None:
@@ -90,12 +81,6 @@ def test_a_token_that_a_layer_knows_is_not_worth_exploring_more() -> None:
     token_ids, worths = pool.explore(2, sequence=sequence)
     assert token_ids.tolist() == [7, 6]
     assert worths.tolist() == [5 * 0.25 / 16.75, 0.5 / 16.75]
-
-
-def test_an_exchanged_token_is_found_in_a_layer() -> None:
-    pool = NGramPool()
-    sequence = pool.open_sequence(layers=[frozen([1, 2, 3, 4, 5, 6])])
-    assert 5 in pool.draft([1, 2, 3, 99], 4, sequence=sequence).token_ids.tolist()
 
 
 def test_answers_teach_which_layer_to_trust() -> None:
@@ -197,15 +182,6 @@ def test_layers_live_as_long_as_their_sequence_and_no_longer() -> None:
     del sequence
     gc.collect()
     assert alive() is None
-
-
-def test_a_copy_of_a_pool_has_no_sequences_with_layers() -> None:
-    pool = NGramPool()
-    sequence = pool.open_sequence(layers=[frozen(TEXT)])
-    pool.observe(TEXT[:50], sequence, is_answer=True)
-    for copied in (copy.copy(pool), pickle.loads(pickle.dumps(pool))):
-        assert copied.num_open_sequences == 0
-        assert as_tuple(copied.draft(TEXT[:4], 9)) == as_tuple(pool.draft(TEXT[:4], 9))
 
 
 def test_many_threads_draft_from_one_layer_while_their_own_pools_learn() -> None:

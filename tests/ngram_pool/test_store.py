@@ -30,7 +30,7 @@ from ngram_pool import (
 )
 from ngram_pool.store import _name_of, stem_of
 from tests.ngram_pool.checking import check_pool
-from tests.ngram_pool.test_copies import JIT_IS_OFF, status_of
+from tests.ngram_pool.test_copies import status_of
 from tests.ngram_pool.test_interrupts import interrupted
 from tests.ngram_pool.threads import in_threads
 
@@ -590,7 +590,7 @@ def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Pat
             except OSError:
                 return
 
-    rounds = 9 if JIT_IS_OFF else 40
+    rounds = 25
     threads = [
         threading.Thread(target=read, args=each) for each in zip(workers, lines, strict=True)
     ]
@@ -669,7 +669,7 @@ def test_interrupted_anywhere_a_store_goes_on_and_loses_nothing_else(
             assert c in (set(), {(3,)}), f"line {line}"
             assert d in (set(), {(4,)}), f"line {line}"
         assert came or found == [[[5]], [[2]], [[3]], []]
-        line += step * (4 if JIT_IS_OFF else 1)
+        line += step
     assert line > 100
 
 
@@ -677,7 +677,7 @@ def test_interrupted_anywhere_a_store_goes_on_and_loses_nothing_else(
 
 
 def test_threads_lose_nothing_under_pressure(tmp_path: Path) -> None:
-    num_threads, num_rounds = 6, 4 if JIT_IS_OFF else 25
+    num_threads, num_rounds = 6, 25
     store = store_at(tmp_path, memory_bytes=2 * ONE_POOL, save_every_sec=0.05)
 
     def work(number: int) -> None:
@@ -732,13 +732,11 @@ def memory_of_this_process() -> int:
 @pytest.mark.parametrize(
     "num_generations",
     [
-        pytest.param(60 if JIT_IS_OFF else 400, id="quick"),
+        pytest.param(250, id="quick"),
         pytest.param(3000, marks=pytest.mark.exhaustive, id="all"),
     ],
 )
 def test_memory_stays_flat_under_pressure(tmp_path: Path, num_generations: int) -> None:
-    if JIT_IS_OFF and num_generations > 1000:
-        pytest.skip("takes hours without compilation")
     rng = random.Random(0)
     used: list[int] = []
     # Fewer files than the names that are drawn, so that some must be dropped.

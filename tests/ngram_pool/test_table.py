@@ -88,45 +88,6 @@ def test_a_table_knows_what_the_oracle_knows(
     assert sorted(table.arrays()["counts"].tolist()) == counts
 
 
-def test_where_a_bucket_is_full_the_context_not_put_for_longest_goes() -> None:
-    table = SuccessorTable(64)
-    *first, newcomer = contexts_of_one_bucket(64, 9)
-    for context in first:
-        put_one(table, context, 1)
-    put_one(table, first[0], 1)  # no longer the one not put for longest
-    assert len(table) == 8
-    put_one(table, newcomer, 2)
-    assert len(table) == 8
-    assert [context for context in first if table.get(*context) is None] == [first[1]]
-    assert table.get(*newcomer) is not None
-
-
-def test_growing_keeps_who_was_not_put_for_longest() -> None:
-    table = SuccessorTable(128)
-    of_bucket = contexts_of_one_bucket(128, 9)
-    others = [context for context in ALL_CONTEXTS if context not in of_bucket]
-    for context in [*of_bucket[:8], of_bucket[0]]:
-        put_one(table, context, 1)
-    before = table.nbytes
-    oracle = OracleTable(1)
-    oracle.num_rows = 128
-    for context in [c for c in others if oracle.bucket(c) != 0][:30]:
-        put_one(table, context, 1)
-    assert table.nbytes == 2 * before
-    put_one(table, of_bucket[8], 1)
-    assert [context for context in of_bucket if table.get(*context) is None] == [of_bucket[1]]
-
-
-def test_one_token_and_two_are_different_contexts() -> None:
-    table = SuccessorTable(64)
-    table.put([[-1, 5], [0, 5]], [[6], [7]], [[0.5], [0.5]])
-    for previous, token_id in ((-1, 6), (0, 7)):
-        known = table.get(previous, 5)
-        assert known is not None
-        assert known[0].tolist() == [token_id]
-    assert table.get(5, -1) is table.get(1, 5) is table.get(-1, 6) is None
-
-
 def test_the_largest_token_ids_are_held() -> None:
     table = SuccessorTable(64)
     put_one(table, (2**31 - 1, 2**31 - 1), 2**31 - 1)
@@ -178,17 +139,6 @@ def test_a_table_that_averages_gives_every_put_its_share() -> None:
     assert known is not None
     assert known[0].tolist()[:2] == [3, 6]
     np.testing.assert_allclose(known[1][:2], [0.9, 0.1], rtol=2e-3)  # a tenth, not 1 / 103
-
-
-def test_a_table_that_replaces_knows_the_last_put_alone() -> None:
-    table = SuccessorTable(64, averages=False)
-    table.put([[1, 2]], [[3, 4]], [[0.75, 0.25]])
-    table.put([[1, 2]], [[5, -1]], [[0.25, 0.0]])
-    known = table.get(1, 2)
-    assert known is not None
-    assert known[0].tolist() == [5]
-    np.testing.assert_allclose(known[1], [0.25], rtol=1e-3)
-    assert table.arrays()["counts"].tolist() == [1]
 
 
 def test_what_get_returns_is_the_callers_own() -> None:

@@ -119,20 +119,22 @@ def read_json(path: Path) -> report.Results[FormatRow]:
 
 
 def _entry_of(row: FormatRow) -> dict[str, Any]:
-    """Return the non-empty fields of a row, and its verdict."""
+    """Return the non-empty fields of a row that the page shows."""
     entry = {name: value for name, value in asdict(row).items() if value not in (None, {})}
     if row.check is not None:
         entry["check"] = as_json(row.check)
+        if row.check.name == row.name:
+            del entry["check"]["name"]
     if row.sec is not None:
         # Not rounded: a table of these numbers must say what the first one said.
         entry["sec"], entry["costs"] = row.sec, {**row.costs}
-    return {**entry, "verdict": row.verdict}
+    return entry
 
 
 def _row_of(entry: dict[str, Any]) -> FormatRow:
     known = {one.name: entry[one.name] for one in fields(FormatRow) if one.name in entry}
     if "check" in known:
-        known["check"] = row_of(known["check"])
+        known["check"] = row_of({"name": known["name"], **known["check"]})
     known["costs"] = {int(width): cost for width, cost in known.get("costs", {}).items()}
     return FormatRow(**known)
 

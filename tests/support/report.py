@@ -1,7 +1,7 @@
 """Rows as JSON for a file, and several runs as one Markdown document."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -17,6 +17,11 @@ _KINDS: tuple[Kind, ...] = (
     *("not a text model", "cannot build"),
 )
 _HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
+_ALL = [case.name for case in CASES]
+_REASONS = ("reasons", "batch_reasons")
+_NOT_SHOWN = ("speculated", "num_drafted", "num_accepted", "sec")
+#: Fields of a row that a file has only where they are not those of another field.
+_USUAL = {"model_type": "name", "batch_verification": "kind", "batch_reasons": "reasons"}
 _TOLD: tuple[Verdict, ...] = ("exact", "tie", "wrong", "failed")
 _MAX_REASON = 120  # characters; the JSON has all of it
 _INTRODUCTION = """\
@@ -199,11 +204,13 @@ def content_of(results: Results[Row]) -> dict[str, Any]:
         "architectures": counts(row for row in results.rows if not row.is_variant),
         "variants": counts(row for row in results.rows if row.is_variant),
     }
+    # Of steps of fixed shape the pages show the counts, and a row only where lade is at fault.
+    is_shown = results.settings.get("execution", "eager") == "eager"
     return {
         "environment": results.environment,
         "settings": results.settings,
         "summary": summary,
-        "rows": [*map(as_json, results.rows)],
+        "rows": [as_json(row) for row in results.rows if is_shown or row.is_bad],
     }
 
 
@@ -215,18 +222,47 @@ def read_json(path: Path) -> Results[Row]:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Return the non-empty fields of a row, and its verdict."""
+    """Return what the page shows of a row: non-empty fields that are not as others have them."""
     entry = {name: value for name, value in asdict(row).items() if value not in (None, [], {})}
-    entry |= {"verdict": row.verdict, "sec": round(row.sec, 2)}
+    for name in _NOT_SHOWN:
+        entry.pop(name, None)
+    for name, usual in _USUAL.items():
+        entry[name] = getattr(row, name)
+        if entry[name] == getattr(row, usual):
+            del entry[name]
+    entry["compared"] = row.compared
+    if row.compared == (_ALL if row.is_built else []):
+        del entry["compared"]
+    if row.in_float32 and row.in_float32 == row.compared:
+        entry["in_float32"] = "all"
+    for name in _REASONS:
+        if name in entry:
+            entry[name] = _by_reason(entry[name])
     if row.mat is not None:
         entry["mat"] = round(row.mat, 4)
     return entry
 
 
+def _by_reason(reasons: Mapping[Verification, str]) -> dict[str, list[Verification]]:
+    found: dict[str, list[Verification]] = {}
+    for verification, reason in reasons.items():
+        found.setdefault(reason, []).append(verification)
+    return found
+
+
 def row_of(entry: dict[str, Any]) -> Row:
-    """Return the row that `as_json` made an entry of."""
+    """Return the row that `as_json` made an entry of, as far as the page shows it."""
     known = {one.name: entry[one.name] for one in fields(Row) if one.name in entry}
     known["differences"] = [Difference(**each) for each in entry.get("differences", ())]
+    for name in _REASONS:
+        if name in known:
+            known[name] = {each: why for why, found in known[name].items() for each in found}
+    for name, usual in _USUAL.items():
+        if usual in known:
+            known.setdefault(name, known[usual])
+    known.setdefault("compared", [*_ALL] if known["batch_verification"] is not None else [])
+    if known.get("in_float32") == "all":
+        known["in_float32"] = [*known["compared"]]
     return Row(**known)
 
 

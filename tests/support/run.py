@@ -134,7 +134,7 @@ class Row:
     @property
     def speculates(self) -> bool:
         """Whether drafts were verified, and some of them accepted."""
-        return self.num_accepted > 0
+        return self.mat is not None and self.mat > 1
 
     @property
     def should_speculate(self) -> bool:

@@ -193,7 +193,6 @@ def _rows() -> list[Row]:
             "tree",
             batch_verification="tree",
             compared=names,
-            num_accepted=9,
             mat=2,
         ),
         Row(
@@ -203,7 +202,6 @@ def _rows() -> list[Row]:
             batch_reasons={"tree": "a state", "rows": "a list", "chain": "a list", "snapshot": "x"},
             compared=names,
             in_float32=names[5:],
-            num_accepted=3,
             mat=1.234,
         ),
         Row("blt", "blt", "C", "not a text model", why_not="it reads | bytes"),
@@ -243,12 +241,19 @@ def test_cells_say_each_reason_once_and_shortly() -> None:
 
 def test_files_of_several_versions_make_one_document(tmp_path: Path) -> None:
     results = results_of(_rows(), 7, stopped=False)
+    fixed = results_of(_rows(), 7, stopped=False, execution="fixed")
     path = tmp_path / "x.json"
     write_json(path, content_of(results))
     assert read_json(path) == results
     content = json.loads(path.read_text())
     assert content["summary"]["architectures"]["tree"] == 1
-    assert content["rows"][3]["verdict"] == "wrong"
+    assert content["rows"][0] == {
+        "name": "llama",
+        "model": "A",
+        "kind": "tree",
+        "mat": 2.0,
+    }
+    assert [row["name"] for row in content_of(fixed)["rows"]] == ["llama-x"]  # the wrong one
     older = Results({**results.environment, "transformers": "4.9.1"}, results.settings, _rows())
     text = markdown([older, results])
     headings = re.findall(r"^## transformers (.*)$", text, re.MULTILINE)

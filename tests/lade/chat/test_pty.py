@@ -169,6 +169,7 @@ def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) ->
     assert "Traceback" not in window.text
 
 
+@pytest.mark.exhaustive
 def test_a_chat_in_a_narrow_window(open_window: Callable[..., Window]) -> None:
     window = open_window("--max-new-tokens", "50", width=20, height=8)
     window.wait_for("leaves")

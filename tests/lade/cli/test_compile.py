@@ -61,6 +61,7 @@ with open(sys.argv[1], "w") as file:
 """
 
 
+@pytest.mark.exhaustive
 def test_after_it_the_first_answer_compiles_nothing(folder: str, tmp_path: Path) -> None:
     def kernels(*arguments: str) -> set[tuple[str, ...]]:
         command = [sys.executable, "-c", _LISTING, str(tmp_path / "kernels"), *arguments]

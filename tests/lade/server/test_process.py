@@ -71,6 +71,7 @@ def num_accepted(client: openai.OpenAI) -> int:
     return number
 
 
+@pytest.mark.exhaustive
 def test_pools_outlive_a_kill_and_a_stop_ends_well(folder: Path, tmp_path: Path) -> None:
     """One test, for each start of a process takes seconds."""
     pools, log = tmp_path / "pools", tmp_path / "log"
