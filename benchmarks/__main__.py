@@ -361,8 +361,8 @@ def run_memory(
     from benchmarks.memory import Work, run
     from benchmarks.methods import METHODS, named
     from lade.bench.settings import BenchSettings
-    from lade.cli.loading import fetch_with_progress, find_model
-    from lade.models.loading import device_of, native_dtype
+    from lade.cli.loading import fetch_with_progress
+    from lade.models.loading import device_of, find_model, native_dtype
 
     known = [name for name, info in METHODS.items() if info.takes is None]
     names, files = named(methods, known), files_of(json)

@@ -16,13 +16,13 @@ from benchmarks.engines.process import run_job
 from benchmarks.engines.report import as_json, draws_table, rows_of, table, what_differs
 from lade.bench.environment import environment
 from lade.cli.bench import Chosen
-from lade.cli.loading import fetch_with_progress, find_model, load_tokenizer
+from lade.cli.loading import fetch_with_progress, load_tokenizer
 from lade.cli.options import Dtype
 from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.engines.options import PoolOptions
 from lade.errors import LadeError
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, embedded_model
-from lade.models.loading import device_of, encode, native_dtype
+from lade.models.loading import device_of, encode, find_model, native_dtype
 
 
 def choose_dtype(dtype: Dtype | None, checks: bool) -> str:

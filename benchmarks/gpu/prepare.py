@@ -63,8 +63,10 @@ def make_environment(folder: Path, wheels: Path | None) -> None:
     python = folder / "bin" / "python"
     if wheels is not None or _has_cuda_torch():
         # The old release that Python 3.11 brings would hide the one that torch needs.
-        uninstall = [python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"]
-        subprocess.run(uninstall, capture_output=True)
+        subprocess.run(
+            [python, "-m", "pip", "uninstall", "--quiet", "--yes", "setuptools"],
+            capture_output=True,
+        )
         # Also where this Python's packages are those of another virtual environment.
         there = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         code = "import sysconfig; print(sysconfig.get_path('purelib'))"

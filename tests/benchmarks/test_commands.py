@@ -14,7 +14,6 @@ from benchmarks.memory import Peak
 from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
 from lade.cli.results import ResultFiles
-from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 from tests.lade.tiny import tiny_model

@@ -118,7 +118,11 @@ def both(
 
 def answered(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
     """Return lade's output, of parts: greedy unless options say else; 0 is padding."""
-    given = {"attention_mask": (prompt != 0).long(), "do_sample": False, "pad_token_id": 0}
+    given: dict[str, Any] = {
+        "attention_mask": (prompt != 0).long(),
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     return lade.generate(model, prompt, **given | {"return_dict_in_generate": True} | options)
 
 

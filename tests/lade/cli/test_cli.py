@@ -25,10 +25,10 @@ from lade.cli.comparison import Difference, Row, find_difference, verdict, why_d
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.failures import line_of
-from lade.cli.loading import find_model
 from lade.cli.options import Verification
 from lade.config import VERIFICATIONS
 from lade.errors import UnsupportedModelError
+from lade.models.loading import find_model
 from lade.prewarming import tables
 from lade.probing.report import Probe
 from lade.stats import Step
