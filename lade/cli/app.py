@@ -27,6 +27,7 @@ from lade.cli.options import (
     ModelOption,
     PlotOption,
     PoolsOption,
+    PredictionOption,
     PrewarmOption,
     PromptsOption,
     SavePoolOption,
@@ -125,6 +126,7 @@ def generate(
     verification: VerificationOption = None,
     assistant: AssistantOption = None,
     first_layers: FirstLayersOption = None,
+    prediction: PredictionOption = None,
     pools: PoolsOption = None,
     save_pool: SavePoolOption = None,
     learns: LearnOption = True,
@@ -133,7 +135,8 @@ def generate(
     from lade.chat.settings import Settings
     from lade.cli.prompting import AskedPrompt, new_seed
 
-    asked = AskedPrompt.read(prompt, system=system, is_raw=raw, stops=stop or [])
+    stops = stop or []
+    asked = AskedPrompt.read(prompt, system=system, is_raw=raw, stops=stops, prediction=prediction)
     seed = new_seed() if seed is None else seed
     check_top_p(temperature, top_p)
     settings = Settings(max_new_tokens, temperature, top_p, seed)
@@ -613,6 +616,7 @@ def bench(
     verification: VerificationOption = None,
     assistant: AssistantOption = None,
     first_layers: FirstLayersOption = None,
+    prediction: PredictionOption = None,
     pools: PoolsOption = None,
     json: JsonOption = None,
     markdown: MarkdownOption = None,
@@ -622,8 +626,8 @@ def bench(
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
     prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool, --assistant and --first-layers add lade with those. The columns of
-    the table:
+    lade's own products; --pool, --prediction (of every answer), --assistant and --first-layers add
+    lade with those. The columns of the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
@@ -635,6 +639,7 @@ def bench(
     """
     from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, ResultFiles, compare
+    from lade.cli.prompting import read_prediction
 
     settings = BenchSettings(max_new_tokens, temperature, top_p, seed or 0)
     config = make_config(max_draft_tokens, verification)
@@ -643,8 +648,9 @@ def bench(
     files = ResultFiles(json, markdown, plot)
     files.check()
     chosen = Chosen.read(prompts, limit)
+    predicted = None if prediction is None else read_prediction(prediction)
     loaded = load(model, device, dtype, threads, trust_remote_code)
-    compare(loaded, chosen, settings, config, drafting, pools or [], files)
+    compare(loaded, chosen, settings, config, drafting, pools or [], files, predicted)
 
 
 @app.command(rich_help_panel=_INSPECT)

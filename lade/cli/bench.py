@@ -56,16 +56,21 @@ def compare(
     drafting: "Drafting",
     pool_paths: Sequence[Path],
     files: "ResultFiles",
+    prediction: str | None = None,
 ) -> None:
     """Run every method of `lade bench` for which there is what it takes."""
     from lade.bench.baselines import Given
     from lade.bench.methods import METHODS
+    from lade.hf.predictions import predicted_ids
 
     given = Given(config, num_layers=drafting.first_layers)
     if drafting.assistant is not None:
         given = with_assistant(given, loaded, drafting.assistant, drafting.trust_remote_code)
+    if prediction is not None:
+        given = given._replace(prediction=predicted_ids(prediction, loaded.tokenizer))
     has = {
         "pools": bool(pool_paths),
+        "prediction": bool(given.prediction),
         "assistant": drafting.assistant is not None,
         "num_layers": drafting.first_layers is not None,
     }

@@ -18,6 +18,7 @@ from lade.cli.prewarm import learn_after
 from lade.cli.prompting import AskedPrompt, encode_prompt, room_for
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
 
 
@@ -37,6 +38,9 @@ def run(
     options = replace(settings, max_new_tokens=room).options()
     if asked.stops:
         options |= {"stop_strings": [*asked.stops], "tokenizer": loaded.tokenizer}
+    prediction = None
+    if asked.prediction is not None:
+        prediction = predicted_ids(asked.prediction, loaded.tokenizer)
     check_verification(loaded.model, inputs, config, drafter)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     with open_pools(loaded, pool_paths, save_path) as pools:
@@ -51,6 +55,7 @@ def run(
                 pool=pools,
                 drafter=drafter,
                 config=config,
+                prediction=prediction,
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:

@@ -189,6 +189,18 @@ SavePoolOption = Annotated[
         rich_help_panel=DRAFTING,
     ),
 ]
+PredictionOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--prediction",
+        metavar="FILE",
+        help="Draft from this text, which the answer will probably be like, such as the file that "
+        "is to be edited. The answer is the same without.",
+        exists=True,
+        dir_okay=False,
+        rich_help_panel=DRAFTING,
+    ),
+]
 AssistantOption = Annotated[
     str | None,
     typer.Option(

@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lade.cli.loading import note
@@ -27,18 +28,26 @@ class AskedPrompt:
     system: str | None = None  # a prompt that chat templates place before it
     is_raw: bool = False  # whether to leave out the chat template
     stops: Sequence[str] = ()  # the answer ends with the first of these found in it
+    prediction: str | None = None  # what the answer will probably be
 
     @classmethod
     def read(
-        cls, prompt: str, *, system: str | None, is_raw: bool, stops: Sequence[str]
+        cls,
+        prompt: str,
+        *,
+        system: str | None,
+        is_raw: bool,
+        stops: Sequence[str],
+        prediction: Path | None = None,
     ) -> "AskedPrompt":
-        """Read the arguments, and standard input where the prompt is `-`.
+        """Read the arguments, a file with a prediction, and standard input where the prompt is `-`.
 
         Raises:
             ValueError: a text is not UTF-8, or as for the constructor.
         """
         system = None if system is None else read_typed(system)
-        return cls(read_prompt(prompt), system, is_raw, [*map(read_typed, stops)])
+        predicted = None if prediction is None else read_prediction(prediction)
+        return cls(read_prompt(prompt), system, is_raw, [*map(read_typed, stops)], predicted)
 
     def __post_init__(self) -> None:
         if self.system is not None and self.is_raw:
@@ -61,6 +70,16 @@ def read_prompt(argument: str) -> str:
     if argument == "-":
         return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
     return read_typed(argument)
+
+
+def read_prediction(path: Path) -> str:
+    """Return what an answer will probably be, without the line break at the end of its file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    return _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
 
 
 def read_typed(argument: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lade.hosts import is_known
+from lade.server.drafting import config_for
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
 from lade.server.exchange import Endpoint, Exchange, current
 from lade.server.grammars import Grammars
@@ -265,6 +266,7 @@ class Gate:
         run = partial(self._workers.run, exchange.of_whom)
         request = await run(self._reader.read, ENDPOINTS.get(path), data)
         exchange.asked, user, salt = request.asked, request.asked.user, request.asked.salt
+        exchange.config = config_for(request.asked, exchange.config)
         exchange.pools, exchange.is_private = self._pools.of(exchange.key, user, salt)
         if request.schema is not None:
             tenant = "" if exchange.is_private else self._pools.tenant(exchange.key, user, salt)

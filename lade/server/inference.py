@@ -101,6 +101,7 @@ def _answer(
             pool=exchange.pools,
             drafter=exchange.drafter,
             config=config,
+            prediction=exchange.prediction,
             token_streamer=relay,
             **prepared,
         )

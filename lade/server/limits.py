@@ -64,12 +64,23 @@ class RequestLimits:
         if most is not None and num_tokens > most:
             raise _too_long(most, num_tokens)
 
-    def check_texts(self, tokenizer: Any, message: Any) -> None:
+    def predicted_ids(self, tokenizer: Any, text: str | None) -> list[int]:
+        """Return the tokens of a prediction, which may have as many as a prompt.
+
+        Raises:
+            ApiError: it is too long.
+        """
+        self.check_texts(tokenizer, text, "prediction")
+        ids: list[int] = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def check_texts(self, tokenizer: Any, message: Any, what: str = "prompt") -> None:
         """Refuse texts of many more tokens than a prompt may have, without making them all.
 
         Args:
             tokenizer: of the model.
             message: texts, in lists and dicts of any depth.
+            what: the texts are.
 
         Raises:
             ApiError: they are too long.
@@ -85,7 +96,7 @@ class RequestLimits:
                 # A cut may make tokens of one: never as many.
                 num_tokens += max(len(encoded.ids) - _MOST_BY_CUTS, 0)
                 if num_tokens > most:
-                    raise _too_long(most, num_tokens)
+                    raise _too_long(most, num_tokens, what)
 
     def _room(self, num_prompt: int) -> int:
         if self._num_positions is None:
@@ -101,9 +112,10 @@ def _texts(message: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _too_long(most: int, num_tokens: int) -> ApiError:
+def _too_long(most: int, num_tokens: int, what: str = "prompt") -> ApiError:
     return ApiError(
         400,
-        f"expected a prompt of at most {most} tokens, got {num_tokens}",
+        f"expected a {what} of at most {most} tokens, got {num_tokens}",
+        param=None if what == "prompt" else what,
         code="context_length_exceeded",
     )

@@ -80,6 +80,18 @@ class _Message(_Loose):
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
 
 
+class _Prediction(_Strict):
+    """What the answer will probably be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: _False = None
@@ -141,6 +153,9 @@ class _Any(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: _Int64 | None = None
     user: str | None = None
+    # Ours: whether anything is drafted, and how much a step verifies at most.
+    speculation: bool | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     # Of vLLM and transformers.
     cache_salt: str | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -165,6 +180,7 @@ class _Sampled(_Any):
 class _Chat(_Sampled):
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    prediction: _Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     response_format: _Format | None = None
@@ -357,6 +373,8 @@ class Reader:
                 extra["max_new_tokens"] = valid.max_completion_tokens
             if valid.top_logprobs is not None and not valid.logprobs:
                 raise ApiError(400, "expected top_logprobs with logprobs", param="top_logprobs")
+            if valid.prediction is not None:
+                extra["prediction"] = valid.prediction.text()
             if valid.logprobs:
                 extra["num_logprobs"] = valid.top_logprobs or 0
         elif isinstance(valid, _Completion):
@@ -377,6 +395,8 @@ class Reader:
             sampling=sampling,
             user=valid.user,
             salt=valid.cache_salt,
+            speculates=valid.speculation is not False,
+            max_draft_tokens=valid.max_draft_tokens,
             **extra,
         )
 
