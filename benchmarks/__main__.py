@@ -446,6 +446,22 @@ def run_pool_requests(
     run(max_requests, files_of(json))
 
 
+@app.command("predictions")
+def run_predictions(
+    rounds: PassesOption = 3,
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Time edits of a text with the text as the prediction, without, and by prompt lookup."""
+    from benchmarks.predictions import run
+
+    files = files_of(json)
+    run(load(model, device, dtype, threads, False), rounds, files)
+
+
 @app.command("gpu")
 def run_gpu(
     shapes: Annotated[

@@ -2,11 +2,13 @@
 
 The default model is too small to edit well, so a logits processor makes it give the answer that one
 would want, an edited copy: what is measured is how soon the answer comes, not how good it is. The
-processor is the same for all methods. The prompt asks for the edit; with "text", it has the text as
-well, as an editor sends it and as prompt lookup needs it. Methods take turns, call by call.
+processor is the same for all methods. The prompt asks for the edit ("request"), or has the text
+besides ("text"), as an editor sends it and as prompt lookup needs it. Methods take turns, call by
+call. Prompt lookup may run more tokens than are given; these count as the last one.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -15,6 +17,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
+from lade.bench.environment import environment
+from lade.cli.bench import ResultFiles, describe_model
+from lade.cli.loading import console
 from lade.models.loading import LoadedModel, encode
 
 CODE = '''\
@@ -83,19 +88,19 @@ EDITS = (
         CODE.replace("self.items", "self.stock_by_name"),
     ),
     Edit(
-        "fix of one line",
+        "fix",
         "A count of zero is allowed in `add`.",
         CODE,
         CODE.replace("if count <= 0:", "if count < 0:"),
     ),
     Edit(
-        "added function",
+        "function",
         "Add a method `merge` that takes everything out of another store.",
         CODE,
         CODE.replace(_TOTAL, _TOTAL + _MERGE),
     ),
     Edit(
-        "translation updated",
+        "translation",
         "Update the German translation: the museum closes at eight in the evening, and guided "
         "tours begin at noon and take ninety minutes.",
         GERMAN,
@@ -115,80 +120,102 @@ class Given(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Raise the score of the next token of each row."""
-        scores[:, self._ids[input_ids.shape[1] - self._num_prompt]] += 1e4
+        place = min(input_ids.shape[1] - self._num_prompt, len(self._ids) - 1)
+        scores[:, self._ids[place]] += 1e4
         return scores
 
 
-def measure(loaded: LoadedModel, num_rounds: int) -> list[dict[str, Any]]:
-    """Return what each method took, by edit; times are medians of the rounds."""
-    found = []
+class Call(NamedTuple):
+    """What one call took."""
+
+    num_steps: int
+    sec: float
+    draft_sec: float  # of asking drafters; 0 where that is not known
+
+
+def run(loaded: LoadedModel, num_rounds: int, files: ResultFiles) -> None:
+    """Measure all edits; print and write what was found."""
+    settings = {**describe_model(loaded), "rounds": num_rounds}
+    content: dict[str, Any] = {"environment": environment(), "settings": settings, "edits": {}}
     for edit in EDITS:
-        for has_text in (False, True):
-            found += _measured(loaded, edit, has_text, num_rounds)
-    return found
+        content["edits"][edit.name] = found = measured(loaded, edit, num_rounds)
+        console.print(edit.name, found)
+    files.show(content)
 
 
-def _measured(
-    loaded: LoadedModel, edit: Edit, has_text: bool, num_rounds: int
-) -> list[dict[str, Any]]:
-    model, tokenizer, _ = loaded
-    shown = f"{edit.request}\n\n{edit.text}" if has_text else edit.request
-    inputs = encode(tokenizer, shown, model.device)
+def measured(loaded: LoadedModel, edit: Edit, num_rounds: int) -> dict[str, Any]:
+    """Return what each method took for an edit, without the text in the prompt and with it."""
+    tokenizer = loaded.tokenizer
     answer, text, wrong = (
         tokenizer(each, add_special_tokens=False)["input_ids"]
         for each in (edit.answer, edit.text, _WRONG[edit.text])
     )
+    predictions = {"lade": None, "prediction": text}
+    alone = {**predictions, "wrong_prediction": wrong}
+    asked = {"request": edit.request, "text": f"{edit.request}\n\n{edit.text}"}
+    found: dict[str, Any] = {"num_tokens": len(answer)}
+    for name, prompt in asked.items():
+        inputs = encode(tokenizer, prompt, loaded.model.device)
+        methods = {
+            method: partial(_by_lade, prediction=prediction)
+            for method, prediction in (alone if name == "request" else predictions).items()
+        }
+        if name == "text":
+            methods["prompt_lookup"] = _by_prompt_lookup
+        calls: dict[str, list[Call]] = {method: [] for method in methods}
+        for _ in range(num_rounds):
+            for method, call in methods.items():
+                calls[method].append(call(loaded.model, inputs, answer))
+        found[name] = {
+            method: {
+                "num_steps": of_method[0].num_steps,
+                "mat": round((len(answer) - 1) / of_method[0].num_steps, 2),
+                "sec": round(median(each.sec for each in of_method), 2),
+                "draft_sec": round(median(each.draft_sec for each in of_method), 3),
+                "against_lade": round(
+                    median(a.sec / b.sec for a, b in zip(calls["lade"], of_method, strict=True)), 2
+                ),
+            }
+            for method, of_method in calls.items()
+        }
+    return found
+
+
+def _by_lade(
+    model: Any,
+    inputs: dict[str, Any],
+    answer: Sequence[int],
+    prediction: Sequence[int] | None,
+) -> Call:
+    start = perf_counter()
+    output = lade.generate(model, prediction=prediction, **_options(inputs, answer))
+    sec = perf_counter() - start
+    _check(output, inputs, answer)
+    return Call(output.stats.num_steps, sec, output.stats.draft_sec)
+
+
+def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int]) -> Call:
+    num_forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    hook = model.register_forward_hook(count)
+    start = perf_counter()
+    output = type(model).generate(model, prompt_lookup_num_tokens=10, **_options(inputs, answer))
+    sec = perf_counter() - start
+    hook.remove()
+    _check(output, inputs, answer)
+    return Call(num_forwards - 1, sec, 0.0)
+
+
+def _options(inputs: dict[str, Any], answer: Sequence[int]) -> dict[str, Any]:
+    processors = LogitsProcessorList([Given(inputs["input_ids"].shape[1], answer)])
     options = {"do_sample": False, "max_new_tokens": len(answer), "eos_token_id": None}
     options |= {"pad_token_id": 0, "return_dict_in_generate": True}
-    calls: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "lade": {"prediction": None},
-        "prediction": {"prediction": text},
-        "wrong prediction": {"prediction": wrong},
-    }
-    if has_text:
-        calls["prompt lookup"] = {"prompt_lookup_num_tokens": 10}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    steps: dict[str, int] = {}
-    for _ in range(num_rounds):
-        for name, more in calls.items():
-            num_forwards = 0
-
-            def count(*_: Any) -> None:
-                nonlocal num_forwards
-                num_forwards += 1
-
-            processors = LogitsProcessorList([Given(inputs["input_ids"].shape[1], answer)])
-            given = {**inputs, **options, **more, "logits_processor": processors}
-            hook = None
-            if "prediction" not in more:
-                hook = model.register_forward_hook(count)
-            start = perf_counter()
-            if "prediction" in more:
-                output = lade.generate(model, **given)
-            else:
-                output = type(model).generate(model, **given)
-            times[name].append(perf_counter() - start)
-            if hook is not None:
-                hook.remove()
-                steps[name] = num_forwards - 1
-            else:
-                steps[name] = output.stats.num_steps
-            assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == answer
-    return [
-        {
-            "edit": edit.name,
-            "has_text": has_text,
-            "method": name,
-            "num_tokens": len(answer),
-            "num_steps": steps[name],
-            "sec": round(median(times[name]), 3),
-            "speedup": round(median(map(_ratio, times["plain"], times[name])), 3),
-            "against_lade": round(median(map(_ratio, times["lade"], times[name])), 3),
-        }
-        for name in calls
-    ]
+    return {**inputs, **options, "logits_processor": processors}
 
 
-def _ratio(a: float, b: float) -> float:
-    return a / b
+def _check(output: Any, inputs: dict[str, Any], answer: Sequence[int]) -> None:
+    assert output.sequences[0, inputs["input_ids"].shape[1] :].tolist() == [*answer]
