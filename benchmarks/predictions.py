@@ -7,7 +7,7 @@ besides ("text"), as an editor sends it and as prompt lookup needs it. Methods t
 call. Prompt lookup may run more tokens than are given; these count as the last one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -156,7 +156,7 @@ def measured(loaded: LoadedModel, edit: Edit, num_rounds: int) -> dict[str, Any]
     found: dict[str, Any] = {"num_tokens": len(answer)}
     for name, prompt in asked.items():
         inputs = encode(tokenizer, prompt, loaded.model.device)
-        methods = {
+        methods: dict[str, Callable[..., Call]] = {
             method: partial(_by_lade, prediction=prediction)
             for method, prediction in (alone if name == "request" else predictions).items()
         }

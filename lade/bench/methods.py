@@ -29,8 +29,8 @@ class Lade:
         drafter: Drafter | None = None,
         prediction: Sequence[int] | None = None,
     ) -> None:
-        self._options = {"config": config, "pool": pool, "on_step": on_step, "drafter": drafter}
-        self._options["prediction"] = prediction
+        self._options: dict[str, Any] = {"config": config, "pool": pool, "on_step": on_step}
+        self._options |= {"drafter": drafter, "prediction": prediction}
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`."""

@@ -255,8 +255,8 @@ class _WrappedGenerate:
             ):
                 # Which would never know of it.
                 drafter = take_assistant(self._model, drafter, generate_kwargs)
-            mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
-            mine["prediction"] = prediction
+            given = Arguments(pool, drafter, config, on_step, prediction)
+            mine: dict[str, Any] = given._asdict()
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self._model)(*args, **generate_kwargs)
         if pool is None and drafter is None:

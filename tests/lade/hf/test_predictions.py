@@ -2,6 +2,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ import lade
 from ngram_pool import NGramPool
 from tests.lade.both import EIGHT, ONE, THREE, same_as_generate
 from tests.lade.shared import shared_model
-from tests.lade.tiny import ScriptDrafter, tiny_model
+from tests.lade.tiny import BatchDrafter, tiny_model
 
 FAMILY = "llama"
 PRICED = lade.Config(step_costs={1: 10, 8: 12, 16: 14, 32: 20})
@@ -37,7 +38,7 @@ def edited(answer: list[int], how: str) -> list[int]:
 
 
 HOWS = ("right", "wrong", "shifted", "inserted", "deleted", "replaced", "outside", "empty")
-SAMPLED = {"do_sample": True, "temperature": 1.3}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3}
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -98,7 +99,7 @@ def test_rejection_sampling_drafts_from_it() -> None:
 def test_a_drafter_drafts_besides() -> None:
     model = shared_model(FAMILY)
     answer = answer_of(model)
-    drafter = ScriptDrafter([*ONE[0].tolist(), *answer])
+    drafter = BatchDrafter([[*ONE[0].tolist(), *answer]], np.random.default_rng(0), 0.5)
     output = lade.generate(
         model,
         ONE,
@@ -109,7 +110,7 @@ def test_a_drafter_drafts_besides() -> None:
         return_dict_in_generate=True,
     )
     assert output.sequences[0, 7:].tolist() == answer
-    assert output.stats.sources.keys() == {"ScriptDrafter", "prediction"}
+    assert output.stats.sources.keys() == {"BatchDrafter", "prediction"}
 
 
 def test_nothing_of_it_is_learned_or_kept() -> None:
@@ -186,6 +187,9 @@ def test_what_is_no_prediction_is_refused(
     model = shared_model(FAMILY)
     with pytest.raises(error, match=message):
         lade.generate(model, ONE, prediction=prediction, max_new_tokens=4)
-    if error is ValueError:
-        with pytest.raises(TypeError, match="got a tensor"):
-            model.generate(ONE, prediction=torch.tensor(1), custom_generate=lade.decode)
+
+
+def test_a_tensor_is_refused_where_transformers_would_repeat_it() -> None:
+    options: dict[str, Any] = {"custom_generate": lade.decode, "max_new_tokens": 4}
+    with pytest.raises(TypeError, match="got a tensor"):
+        shared_model(FAMILY).generate(ONE, prediction=torch.tensor([1, 2]), **options)
