@@ -16,9 +16,12 @@ from ngram_pool import Draft
 
 # Expected acceptance of a next token, by how many tokens before it were those of the place: none,
 # 1, 2, 3 to 4, 5 to 8, 9 to 16, more. Where it was lost, a guess; the call knows better soon.
-_FIRST_PROBS = (0.3, 0.6, 0.75, 0.9, 0.95, 0.97, 0.98)
-_FIRST_RUN = 5  # matched tokens that the beginning counts as
-_WEIGHT_AT_FIRST = 4.0  # observations that the first probabilities count as
+_FIRST_PROBS = (0.2, 0.5, 0.75, 0.9, 0.95, 0.97, 0.98)
+_FIRST_RUN = 2  # matched tokens that the beginning counts as
+# A path has at most so many tokens, and so many more for each matched token before it: at a place
+# that is wrong, a wide step is lost.
+_LEAST_PATH, _PATH_PER_MATCH = 4, 4
+_WEIGHT_AT_FIRST = 2.0  # observations that the first probabilities count as
 _MEMORY = 32.0  # observations that a probability goes back to
 _SURE_RUN = 3  # matched tokens from which a place is believed, and what lies between is an edit
 _LONGEST_MATCH = 16
@@ -92,12 +95,13 @@ class Prediction(Drafter):
         starts = self._starts(row)
         if forced:
             starts = [place for each in starts if (place := self._after(row, each, forced))]
+        most = min(max_draft_tokens, _LEAST_PATH + _PATH_PER_MATCH * row.run)
         nodes: list[tuple[float, int, int, int]] = []  # probability, path, depth, token
         for path, start in enumerate(starts):
             prob = 1.0 / len(starts)
             for depth, (token_id, _) in enumerate(self._ahead(row, start)):
                 prob *= self._prob(row.run + len(forced) + depth)
-                if depth == max_draft_tokens or prob < _LEAST_PROB:
+                if depth == most or prob < _LEAST_PROB:
                     break
                 nodes.append((-prob, path, depth, token_id))
         nodes = sorted(nodes)[:max_draft_tokens]
