@@ -443,6 +443,22 @@ def run_pool_requests(
     run(max_requests, files_of(json))
 
 
+@app.command("predictions")
+@grouped
+def run_predictions(
+    *,
+    rounds: PassesOption = 3,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Time edits of a text with the text as the prediction, without, and by prompt lookup."""
+    from benchmarks.predictions import run
+
+    files = files_of(json)
+    run(loading.load(model), rounds, files)
+
+
 @app.command("gpu")
 @grouped
 def run_gpu(

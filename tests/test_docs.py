@@ -166,6 +166,19 @@ def test_the_drafter_of_the_guide_drafts() -> None:
     assert output.stats.num_draft_tokens > output.stats.num_accepted_tokens > 0
 
 
+def test_the_guide_to_predictions_shows_calls_that_work() -> None:
+    import torch
+
+    blocks = _CODE.finditer((DOCS / "guides" / "predicted_outputs.md").read_text())
+    in_process, _ = (block["code"] for block in blocks if block["language"] == "python")
+    ids = torch.tensor([[5, 6]])
+    names: dict[str, Any] = {"model": tiny_model("llama"), "text": "abcdef"}
+    names["inputs"] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names["tokenizer"] = lambda text, add_special_tokens: {"input_ids": [*map(ord, text[:3])]}
+    exec(compile(in_process, "predicted_outputs.md", "exec"), names)
+    assert names["output"].stats.sources["prediction"].num_asked > 0
+
+
 # --- PyPI -----------------------------------------------------------------------------------
 
 

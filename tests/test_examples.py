@@ -69,6 +69,14 @@ class TestWithTheDefaultModel:
         empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert filled > empty
 
+    def test_predicted_output(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Budget(16))
+        without, predicted, *_ = run("predicted_output.py", capsys).splitlines()
+        assert without.split()[0] == predicted.split()[0]
+        assert int(predicted.split()[-2]) <= int(without.split()[-2])
+
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20
 

@@ -59,6 +59,7 @@ class Given(NamedTuple):
     tokenizer: Any = None  # of the assistant, where it has another vocabulary
     target_tokenizer: Any = None  # beside that
     num_layers: int | None = None  # first layers that draft
+    prediction: Sequence[int] = ()  # of every answer, as token ids
 
 
 class MethodInfo(NamedTuple):
@@ -68,7 +69,7 @@ class MethodInfo(NamedTuple):
     description: str
     is_default: bool = True  # else run only when named
     is_single_row: bool = False  # cannot decode a batch or several sequences per prompt
-    takes: str | None = None  # "pools", "assistant" or "num_layers" of `Given`
+    takes: str | None = None  # "pools", "prediction", "assistant" or "num_layers" of `Given`
     keeps_pool: bool = False  # one pool for all prompts, which may be `Given.own`
     verification: Verification | None = None  # if the method fixes one
 

@@ -27,8 +27,10 @@ class Lade:
         pool: NGramPool | Sequence[NGramPool] | None = None,
         on_step: Callable[[Step], None] | None = None,
         drafter: Drafter | None = None,
+        prediction: Sequence[int] | None = None,
     ) -> None:
-        self._options = {"config": config, "pool": pool, "on_step": on_step, "drafter": drafter}
+        self._options: dict[str, Any] = {"config": config, "pool": pool, "on_step": on_step}
+        self._options |= {"drafter": drafter, "prediction": prediction}
 
     def __call__(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Answer:
         """Answer the rows of `inputs`."""
@@ -88,6 +90,11 @@ METHODS: dict[str, MethodInfo] = {
         lambda given: Lade(given.config, given.pools),
         "as lade_fresh, drafting from the files of --pool as well",
         takes="pools",
+    ),
+    "lade_prediction": MethodInfo(
+        lambda given: Lade(given.config, prediction=given.prediction),
+        "as lade_fresh, drafting from the text of --prediction as well",
+        takes="prediction",
     ),
     "pool+assistant": MethodInfo(
         beside_pool(assistant_of),

@@ -20,6 +20,7 @@ from lade.cli.options import (
     ModelOption,
     PageOptions,
     PoolOptions,
+    PredictionOption,
     PromptsOption,
     SamplingOptions,
     SystemOption,
@@ -100,10 +101,11 @@ def generate(
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: PoolOptions,
+    prediction: PredictionOption = None,
     learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import encode_prompt, read_prompt, read_typed
+    from lade.cli.prompting import encode_prompt, read_prediction, read_prompt, read_typed
 
     if system is not None and raw:
         raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
@@ -111,13 +113,14 @@ def generate(
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
     if "" in stops:
         raise ValueError("expected each --stop to be a text of one character or more, got ''")
+    predicted = None if prediction is None else read_prediction(prediction)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
 
     inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
     drafter = drafting.drafter(loaded, loading)
-    run(inputs, stops, loaded, settings, drafting, drafter, learns)
+    run(inputs, stops, loaded, settings, drafting, drafter, learns, predicted)
 
 
 @app.command(rich_help_panel=_USE)
@@ -261,14 +264,15 @@ def bench(
     loading: LoadOptions,
     sampling: SamplingOptions,
     drafting: DraftOptions,
+    prediction: PredictionOption = None,
     files: ResultFiles,
 ) -> None:
     """Compare lade with plain generate and with transformers' prompt lookup, on your prompts.
 
     All answer each prompt in turn, with the same options and seeds. lade has one pool for all
     prompts, lade_fresh an empty one for each, and no_drafts decodes one token a step, on a CPU with
-    lade's own products; --pool, --assistant and --first-layers add lade with those. The columns of
-    the table:
+    lade's own products; --pool, --prediction (of every answer), --assistant and --first-layers add
+    lade with those. The columns of the table:
 
     - tokens/s: tokens up to the end of the answer, over the time of the whole call.
     - MAT: mean accepted tokens, those that a step adds; plain decoding is 1.00.
@@ -280,13 +284,15 @@ def bench(
     """
     from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, compare
+    from lade.cli.prompting import read_prediction
 
     settings = BenchSettings(
         max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed or 0
     )
     files.check()
     chosen = Chosen.read(prompts, limit)
-    compare(loading.load(model), chosen, settings, drafting, loading, files)
+    predicted = None if prediction is None else read_prediction(prediction)
+    compare(loading.load(model), chosen, settings, drafting, loading, files, predicted)
 
 
 @app.command(rich_help_panel=_INSPECT)

@@ -46,16 +46,21 @@ def compare(
     drafting: DraftOptions,
     loading: LoadOptions,
     files: ResultFiles,
+    prediction: str | None = None,
 ) -> None:
     """Run every method of `lade bench` for which there is what it takes."""
     from lade.bench.baselines import Given
     from lade.bench.methods import METHODS
+    from lade.hf.predictions import predicted_ids
 
     given = Given(drafting.config, num_layers=drafting.first_layers)
     if drafting.assistant is not None:
         given = with_assistant(given, loaded, drafting.assistant, loading.trust_remote_code)
+    if prediction is not None:
+        given = given._replace(prediction=predicted_ids(prediction, loaded.tokenizer))
     has = {
         "pools": drafting.pools,
+        "prediction": given.prediction,
         "assistant": drafting.assistant,
         "num_layers": drafting.first_layers,
     }

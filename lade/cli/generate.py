@@ -17,6 +17,7 @@ from lade.cli.prewarm import learn_after
 from lade.cli.prompting import room_for
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats
 
@@ -29,6 +30,7 @@ def run(
     drafting: PoolOptions,
     drafter: Drafter | None,
     learns: bool,
+    prediction: str | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error.
 
@@ -40,11 +42,13 @@ def run(
         drafting: how to draft, and from which pools.
         drafter: drafts beside the pools.
         learns: whether to add to the model's table afterwards.
+        prediction: what the answer will probably be.
     """
     room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
     options = replace(settings, max_new_tokens=room).options()
     if stops:
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
+    predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
     check_verification(loaded.model, inputs, drafting.config, drafter)
     streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
     with drafting.open_pools(loaded) as pools:
@@ -59,6 +63,7 @@ def run(
                 pool=pools,
                 drafter=drafter,
                 config=drafting.config,
+                prediction=predicted,
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:

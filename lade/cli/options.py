@@ -203,6 +203,17 @@ LearnOption = Annotated[
         help="Whether to add to the model's table for a few seconds after the answer.",
     ),
 ]
+PredictionOption = Annotated[
+    Path | None,
+    of_drafting(
+        "--prediction",
+        metavar="FILE",
+        help="Draft from this text, which the answer will probably be like, such as the file that "
+        "is to be edited. The answer is the same without.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 FirstLayersOption = Annotated[
     int | None,
     of_drafting(

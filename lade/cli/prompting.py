@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lade.cli.loading import note
@@ -22,6 +23,16 @@ def read_prompt(argument: str) -> str:
     if argument == "-":
         return _decoded(sys.stdin.buffer.read(), "on standard input").replace("\r\n", "\n")
     return read_typed(argument)
+
+
+def read_prediction(path: Path) -> str:
+    """Return what an answer will probably be, without the line break at the end of its file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8.
+    """
+    return _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
 
 
 def read_typed(argument: str) -> str:

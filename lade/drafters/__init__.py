@@ -4,7 +4,7 @@
 is in `model_drafter.py`: how far a draft goes is in `growth.py`, its tree in `expansion.py`.
 `runner.py` runs a model with a cache of its own, `translated.py` in another vocabulary, through the
 text of `vocabularies.py`; `exits.py` cuts a model in two. `Merged` is several drafters as one;
-`check` finds what is wrong with a drafter.
+`prediction.py` is the argument `prediction` as one, `check` finds what is wrong with a drafter.
 """
 
 from importlib import import_module

@@ -17,6 +17,7 @@ from lade.budget.calibration import Calibration, Outcome
 from lade.budget.sources import SourceCosts, Sources
 from lade.compat import mesh_of
 from lade.drafters.joining import joined
+from lade.drafters.prediction import Prediction
 from lade.drafting.drafter import Abilities, Drafter, DraftingCall, sources_of
 from lade.drafting.drafts import matched_depth
 from lade.drafting.guard import Guard
@@ -43,7 +44,12 @@ class Part:
     @property
     def is_pool(self) -> bool:
         """Whether it is asked at every step: what pools know comes and goes too fast to measure."""
-        return isinstance(self.drafter, PoolDrafter)
+        return isinstance(self.drafter, PoolDrafter | Prediction)
+
+    @property
+    def is_prediction(self) -> bool:
+        """Whether it knows what the answer will probably be, or that it does not."""
+        return isinstance(self.drafter, Prediction)
 
 
 class _Asked(NamedTuple):
@@ -177,7 +183,7 @@ class MergedDrafter(Drafter):
             start, before = perf_counter(), draft
             handle = known.handles.get(source)
             found = part.guard.draft(handle, committed, max_draft_tokens)
-            if found is None:
+            if found is None or (self._draws and part.is_prediction and not len(found)):
                 continue
             if self._draws:
                 drafts, draft = [found], found
@@ -197,8 +203,10 @@ class MergedDrafter(Drafter):
         working = [s for s, part in enumerate(self._parts) if not part.guard.has_failed]
         if not self._asks_all and len(working) > 1:
             working = self._sources.by_cost(working)
-        if self._draws:  # those that are not drawn from yet come first
-            working.sort(key=lambda source: self._parts[source].is_made)
+        if self._draws:  # those that are not drawn from yet come first, before them a prediction
+            working.sort(
+                key=lambda s: (not self._parts[s].is_prediction, self._parts[s].is_made),
+            )
         return working
 
     def _pays(self, source: int, num_expected: float, known: _Sequence) -> bool:

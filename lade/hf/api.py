@@ -33,6 +33,7 @@ from lade.hf.options import (
     take_stop_strings,
 )
 from lade.hf.pools import Pools, pools_of
+from lade.hf.predictions import Predicted
 from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -50,6 +51,7 @@ def generate(
     drafter: Drafter | None = None,
     config: Config | None = None,
     on_step: OnStep | None = None,
+    prediction: Predicted | None = None,
     **generate_kwargs: Any,
 ) -> Any:
     """Generate as `model.generate(input_ids, **generate_kwargs)` does, with fewer forwards.
@@ -65,6 +67,9 @@ def generate(
         drafter: drafts instead of a pool, or makes a drafter for the call.
         config: overrides what is automatic otherwise.
         on_step: called with a `lade.stats.Step` after each step, once for each row.
+        prediction: what the answer will probably be, such as the file that is being edited: text,
+            with `tokenizer=`, or token ids [num_tokens]. It is drafted from in this call alone, for
+            all its rows, and no pool learns it. The text is the same, however wrong it is.
         generate_kwargs: anything that `model.generate` takes, including `streamer`. With
             `assistant_model` or `assistant_early_exit`, the pool and that model, or the first
             layers, draft together (`lade.drafters`).
@@ -78,7 +83,7 @@ def generate(
         UnsupportedModelError: the model cannot verify drafts by the method that `config` asks for.
         UnsupportedOptionError: an option is not supported; nothing was generated.
     """
-    arguments = Arguments(pool, drafter, config, on_step)
+    arguments = Arguments(pool, drafter, config, on_step, prediction)
     if input_ids is not None:
         _check_ids(input_ids)
     inner = _generating(model)
@@ -115,18 +120,23 @@ def decode(
     config: Config | None = None,
     on_step: OnStep | None = None,
     token_streamer: BaseStreamer | None = None,
+    prediction: Predicted | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode inside `model.generate(..., custom_generate=lade.decode)`.
 
-    `pool`, `drafter`, `config` and `on_step` are as for `lade.generate`, and are passed to
-    `model.generate`; so is `token_streamer`, which gets the emitted tokens and the end. A
-    `streamer` passed to `model.generate` gets only the prompt, and an `assistant_model` is not
-    used, which nobody can tell here: transformers drops both before it calls a custom function.
+    `pool`, `drafter`, `config`, `on_step` and, as a list of token ids, `prediction` are as for
+    `lade.generate`, and are passed to `model.generate`; so is `token_streamer`, which gets the
+    emitted tokens and the end. A `streamer` passed to `model.generate` gets only the prompt, and an
+    `assistant_model` is not used, which nobody can tell here: transformers drops both before it
+    calls a custom function.
     Pass `drafter=lade.drafters.AssistantModel(…)` instead. `lade.generate` and `lade.wrap` do not
     have this limitation.
     """
-    arguments = Arguments(pool, drafter_of(model, drafter, generation_config), config, on_step)
+    drafter = drafter_of(model, drafter, generation_config)
+    if isinstance(prediction, Tensor):  # transformers repeats tensors for samples of a prompt
+        raise TypeError("expected a list of token ids as the prediction, got a tensor")
+    arguments = Arguments(pool, drafter, config, on_step, prediction).with_ids()
     arguments.check()
     prepared = (logits_processor, stopping_criteria, generation_config)
     return _run(Call(model, input_ids, *prepared, model_kwargs, arguments, token_streamer))
@@ -152,7 +162,8 @@ def wrap(
 ) -> _AnyModel:
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
-    `model.generate` then also takes `pool`, `drafter`, `config` and `on_step`, each for one call.
+    `model.generate` then also takes `pool`, `drafter`, `config`, `on_step` and `prediction`, each
+    for one call.
     Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
 
     Text is private to its call: each call has a pool of its own. The speed of an answer reveals
@@ -233,6 +244,7 @@ class _WrappedGenerate:
         drafter: Drafter | None = None,
         config: Config | None = None,
         on_step: OnStep | None = None,
+        prediction: Predicted | None = None,
         **generate_kwargs: Any,
     ) -> Any:
         """Generate; takes the arguments of `generate`, and those of `lade.generate`."""
@@ -244,16 +256,16 @@ class _WrappedGenerate:
             ):
                 # Which would never know of it.
                 drafter = take_assistant(self.model, drafter, generate_kwargs)
-            mine = {"pool": pool, "drafter": drafter, "config": config, "on_step": on_step}
+            given = Arguments(pool, drafter, config, on_step, prediction)
+            mine: dict[str, Any] = given._asdict()
             generate_kwargs |= {name: each for name, each in mine.items() if each is not None}
             return _generate_of(self.model)(*args, **generate_kwargs)
         if pool is None and drafter is None:
             pool, drafter = self.pool, self.drafter
         config = self.config if config is None else config
         start = perf_counter()
-        output = _generate(
-            self.model, Arguments(pool, drafter, config, on_step), args, generate_kwargs
-        )
+        arguments = Arguments(pool, drafter, config, on_step, prediction)
+        output = _generate(self.model, arguments, args, generate_kwargs)
         if self.learner is not None:
             self.learner.after_call(self.model, perf_counter() - start)
         return output
@@ -296,6 +308,7 @@ def _generate(
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
+    arguments = arguments.with_ids(generate_kwargs.get("tokenizer"))
     Profiles.of(model)  # made here, for a twin of the model to share
     drafter = take_assistant(model, arguments.drafter, generate_kwargs)
     arguments = arguments._replace(drafter=drafter)

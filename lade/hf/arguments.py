@@ -1,13 +1,14 @@
 """Checks of the arguments that lade takes besides those of `generate`."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.drafting.guard import may
 from lade.errors import UnsupportedOptionError
 from lade.hf.pools import Pools, pools_of
+from lade.hf.predictions import Predicted, predicted_ids
 from lade.stats import Step
 
 OnStep = Callable[[Step], None]
@@ -20,6 +21,7 @@ class Arguments(NamedTuple):
     drafter: Drafter | None = None
     config: Config | None = None
     on_step: OnStep | None = None
+    prediction: Predicted | None = None
 
     def check(self) -> None:
         """Raise if an argument has a wrong type, or if arguments contradict each other.
@@ -28,7 +30,7 @@ class Arguments(NamedTuple):
             TypeError: an argument has a wrong type.
             ValueError: arguments contradict each other, or more than one pool would learn.
         """
-        pool, drafter, config, on_step = self
+        pool, drafter, config, on_step, _ = self
         pools_of(pool)
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"expected config to be a lade.Config, got {config!r}")
@@ -36,6 +38,16 @@ class Arguments(NamedTuple):
             raise TypeError(f"expected on_step to be callable, got {on_step!r}")
         if drafter is not None:
             self._check_drafter(drafter, config or Config())
+
+    def with_ids(self, tokenizer: Any = None) -> "Arguments":
+        """Return the same with the prediction as token ids, None if it is empty.
+
+        Raises:
+            TypeError, ValueError: as for `predicted_ids`.
+        """
+        if self.prediction is None:
+            return self
+        return self._replace(prediction=predicted_ids(self.prediction, tokenizer) or None)
 
     def _check_drafter(self, drafter: Drafter, config: Config) -> None:
         if not isinstance(drafter, Drafter):

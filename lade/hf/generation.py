@@ -42,6 +42,7 @@ from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import refuse_lookahead
 from lade.hf.call import Call
 from lade.hf.pools import credit, opened
+from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
@@ -170,7 +171,9 @@ class Generation:
         rngs: Sequence[np.random.Generator] | None,
         budget: Budget,
     ) -> Drafter:
-        given = self._call.arguments.drafter
+        given, prediction = self._call.arguments.drafter, self._call.arguments.prediction
+        if prediction is not None:
+            given = beside_prediction(given, prediction)
         if given is None:
             return self._pool_drafter(target)
 
@@ -223,14 +226,17 @@ class Generation:
         """Return a drafter by the pools of the call and the table of its model."""
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
-        limits = (target.max_candidates, config.max_candidates)
-        max_candidates = min((limit for limit in limits if limit is not None), default=None)
+        max_candidates = self._max_candidates(target)
         with Attempt(even_memory=True) as attempt:  # there may be no memory, or no compiler
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
         text = f"lade drafts nothing, for no pool can be made ({attempt.failure})"
         self._warn_once(text, DrafterWarning)
         return Drafter()
+
+    def _max_candidates(self, target: Target) -> int | None:
+        limits = (target.max_candidates, self._config.max_candidates)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _budget(self, verification: VerificationPlan) -> Budget:
         config = self._config
@@ -298,7 +304,7 @@ class Generation:
         proposer = Proposer(
             drafter,
             target.vocab_size,
-            target.max_candidates,
+            self._max_candidates(target),
             forced_tokens_of(self._call.processors),
             rngs,
             config.strict_drafter,

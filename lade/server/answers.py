@@ -229,9 +229,15 @@ def _complete_usage(exchange: Exchange, body: Json) -> None:
         return
     if exchange.knows_kept:
         usage["prompt_tokens_details"] = cached
+    # Of the prediction, as OpenAI counts: its tokens in the answer, and those that are not.
+    num_predicted = len(exchange.prediction or ())
+    source = stats.sources.get("prediction")
+    num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
     usage["completion_tokens_details"] = {
-        "accepted_prediction_tokens": stats.num_accepted_tokens,
-        "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "accepted_prediction_tokens": num_accepted,
+        "rejected_prediction_tokens": num_predicted - num_accepted,
+        "accepted_draft_tokens": stats.num_accepted_tokens,
+        "rejected_draft_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
     }
 
 

@@ -42,6 +42,9 @@ class Asked:
     includes_usage: bool = False
     user: str | None = None
     salt: str | None = None
+    prediction: str | None = None  # what the answer will probably be
+    speculates: bool = True
+    max_draft_tokens: int | None = None
 
 
 @dataclass(eq=False)
@@ -61,6 +64,7 @@ class Exchange:
     asked: Asked = Asked("chat")  # what it was found to ask for
     grammar: Any = None  # a compiled one, that the answer keeps
     prompt: Any = None  # what its tokenizer makes of it, once known
+    prediction: list[int] | None = None  # its tokens, likewise
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     arrived: float = field(default_factory=perf_counter)

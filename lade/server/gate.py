@@ -19,6 +19,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from lade.hosts import is_known
+from lade.server.drafting import config_for
 from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
 from lade.server.exchange import Exchange, current
 from lade.server.line import Line, Workers
@@ -259,6 +260,7 @@ class Gate:
         run = partial(self._workers.run, exchange.of_whom)
         request = await run(self._reader.read, ENDPOINTS.get(path), data)
         asked = exchange.asked = request.asked
+        exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
         exchange.is_private = not tenant
         if request.schema is not None:

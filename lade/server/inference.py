@@ -81,6 +81,7 @@ def answer(
                 pool=exchange.pools,
                 drafter=exchange.drafter,
                 config=config,
+                prediction=exchange.prediction,
                 token_streamer=relay,
                 **prepared,
             )

@@ -61,12 +61,23 @@ class RequestLimits:
         for name, value in asked.sampling.items():
             setattr(options, name, value)
 
-    def check_texts(self, tokenizer: Any, message: Any) -> None:
+    def predicted_ids(self, tokenizer: Any, text: str | None) -> list[int]:
+        """Return the tokens of a prediction, which may have as many as a prompt.
+
+        Raises:
+            ApiError: it is too long.
+        """
+        self.check_texts(tokenizer, text, "prediction")
+        ids: list[int] = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def check_texts(self, tokenizer: Any, message: Any, what: str = "prompt") -> None:
         """Refuse texts of many more tokens than a prompt may have, without making them all.
 
         Args:
             tokenizer: of the model.
             message: texts, in lists and dicts of any depth.
+            what: the texts are.
 
         Raises:
             ApiError: they are too long.
@@ -80,14 +91,15 @@ class RequestLimits:
                 encoded = tokenizer._tokenizer.encode(piece, add_special_tokens=False)
                 # A cut may make tokens of one: never as many.
                 num_tokens += max(len(encoded.ids) - _MOST_BY_CUTS, 0)
-                self._check_length(num_tokens)
+                self._check_length(num_tokens, what)
 
-    def _check_length(self, num_tokens: int) -> None:
+    def _check_length(self, num_tokens: int, what: str = "prompt") -> None:
         most = self._max_prompt_tokens
         if most is not None and num_tokens > most:
             raise ApiError(
                 400,
-                f"expected a prompt of at most {most} tokens, got {num_tokens}",
+                f"expected a {what} of at most {most} tokens, got {num_tokens}",
+                param=None if what == "prompt" else what,
                 code="context_length_exceeded",
             )
 

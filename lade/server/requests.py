@@ -80,6 +80,18 @@ class _Message(_Loose):
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
 
 
+class _Prediction(_Strict):
+    """What the answer will probably be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
+
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class _StreamOptions(_Strict):
     include_usage: bool | None = None
     include_obfuscation: _False = None
@@ -139,6 +151,9 @@ class _Any(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: _Int64 | None = None
     user: str | None = None
+    # Ours: whether anything is drafted, and how much a step verifies at most.
+    speculation: bool | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     # Of vLLM and transformers.
     cache_salt: str | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -163,6 +178,7 @@ class _Sampled(_Any):
 class _Chat(_Sampled):
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    prediction: _Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     response_format: _Format | None = None
@@ -362,6 +378,7 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
         num_logprobs = fields["top_logprobs"] or 0 if fields["logprobs"] else None
     stop = fields.get("stop") or []
     lengths = map(fields.get, ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    prediction: _Prediction | None = fields.get("prediction")
     sampling = {name: fields[name] for name in ("top_k", "min_p", "repetition_penalty")}
     return Asked(
         endpoint,
@@ -376,6 +393,9 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
         includes_usage=options is not None and bool(options.include_usage),
         user=valid.user,
         salt=valid.cache_salt,
+        prediction=prediction and prediction.text(),
+        speculates=valid.speculation is not False,
+        max_draft_tokens=valid.max_draft_tokens,
     )
 
 

@@ -77,7 +77,16 @@ def build_app(
 
     async def prompts(endpoint: Endpoint, body: bytes) -> Callable[[], Any]:
         make: Callable[[], Any] = await by_endpoint[endpoint].prompt(json.loads(body))
-        return make
+        exchange = current.get()
+        if exchange.asked.prediction is None:
+            return make
+
+        def make_both() -> Any:
+            text = exchange.asked.prediction
+            exchange.prediction = limits.predicted_ids(loaded.tokenizer, text)
+            return make()
+
+        return make_both
 
     return Upstream(app, state.manager, prompts, models.get_gen_models)
 

@@ -29,6 +29,8 @@ SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
 # for some architectures.
 SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
 SHARE_OF_MODELS = 0.5  # of the drafters, those that are models
+SHARE_WITH_PREDICTIONS = 0.15
+PREDICTIONS = ("right", "end", "inserted", "deleted", "replaced", "shuffled", "foreign")
 SHARE_OF_MORE = 0.2  # with what lade is seldom given
 
 
@@ -580,6 +582,10 @@ def _draw_lade(case: Case, hand: _Hand) -> Case:
             given["pool"] = f"lade.NGramPool(1000, max_ngram_size={rng.randint(1, 7)})"
     values = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
     given["config"] = f"lade.Config({values}, strict_drafter=True)"
+    of_prediction = Random(f"{case.seed} {case.rows} prediction")  # other draws stay what they were
+    if of_prediction.random() < SHARE_WITH_PREDICTIONS:
+        how = of_prediction.choice(PREDICTIONS)
+        given["prediction"] = f"predicted(answer, {how!r}, {of_prediction.randrange(99)})"
     again = "pool" in given and rng.random() < 0.1
     returned = case.setting("return_dict_in_generate") == "True"
     follow_up = rng.choice(["plain", "lade"]) if returned and rng.random() < 0.15 else ""

@@ -99,8 +99,9 @@ def call_lade(model: Any, door: str, arguments: dict[str, Any], given: dict[str,
     if door == "generate":
         return lade.generate(model, *place, **arguments | given)
     given = dict(given)
-    if "on_step" in given:  # of one call
-        arguments["on_step"] = given.pop("on_step")
+    for name in ("on_step", "prediction"):  # of one call
+        if name in given:
+            arguments[name] = given.pop(name)
     lade.wrap(model, **given)
     try:
         return model.generate(*place, **arguments)

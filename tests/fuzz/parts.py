@@ -58,6 +58,7 @@ __all__ = [
     "fuzz_model",
     "fuzz_tokenizer",
     "pool_of",
+    "predicted",
     "random_texts",
     "torch",
     "used_pool",
@@ -296,6 +297,23 @@ def pool_of(texts: Sequence[Sequence[int]], **sizes: int) -> lade.NGramPool:
         pool.observe([token_id for token_id in text if token_id >= 0], sequence)  # beams pad by -1
         pool.close_sequence(sequence)
     return pool
+
+
+def predicted(answers: Sequence[Sequence[int]], how: str, seed: int) -> list[int]:
+    """Return what an answer will probably be: a whole one, or one that was changed."""
+    rng = Random(seed)
+    tokens = [token_id for token_id in rng.choice(answers or [[]]) if token_id >= 0]
+    place = rng.randint(0, len(tokens))
+    new = [rng.choice(tokens or [3]) for _ in range(rng.randint(1, 6))]
+    return {
+        "right": tokens,
+        "end": tokens[place:],
+        "inserted": [*tokens[:place], *new, *tokens[place:]],
+        "deleted": [*tokens[:place], *tokens[place + len(new) :]],
+        "replaced": [*tokens[:place], *new, *tokens[place + len(new) :]],
+        "shuffled": rng.sample(tokens, len(tokens)),
+        "foreign": [*tokens[:place], 10**6, *tokens[place:]],
+    }[how]
 
 
 def used_pool(model: Any, prompts: Sequence[Sequence[int]]) -> lade.NGramPool:

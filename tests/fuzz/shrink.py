@@ -215,8 +215,9 @@ def program(case: Case, title: str) -> str:
 
 
 def _door(case: Case, first: str) -> list[str]:
-    others = [name for name in case.lade if name != "on_step"]
-    on_step = "on_step=on_step, " if "on_step" in case.lade else ""
+    of_call = ("on_step", "prediction")
+    others = [name for name in case.lade if name not in of_call]
+    given = "".join(f"{name}={name}, " for name in of_call if name in case.lade)
     return {
         "generate": [f"return lade.generate(model, {first}**a, **given)"],
         "custom_generate": [
@@ -225,7 +226,7 @@ def _door(case: Case, first: str) -> list[str]:
         "wrap": [
             f"lade.wrap(model, {', '.join(f'{name}={name}' for name in others)})",
             "try:",
-            f"    return model.generate({first}{on_step}**a)",
+            f"    return model.generate({first}{given}**a)",
             "finally:",
             "    lade.unwrap(model)",
         ],

@@ -63,7 +63,10 @@ def test_pools_and_models_that_draft_are_methods_where_they_are_given(
     byte_tokenizer().save_pretrained(other)
     tiny_model("qwen3", seed=3, dtype=torch.float32, vocab_size=256).save_pretrained(other)
     NGramPool().save(mine)
-    options += ["--pool", mine, "--assistant", other, "--first-layers", 1, "--json", path]
+    predicted = tmp_path / "predicted.txt"
+    predicted.write_text("abcabcabc\n")
+    options += ["--pool", mine, "--prediction", predicted, "--assistant", other]
+    options += ["--first-layers", 1, "--json", path]
     assert "Sources of drafts" in run(*options).stdout
     content = json.loads(path.read_text())
     assert list(content["settings"]["methods"]) == [*methods.METHODS]

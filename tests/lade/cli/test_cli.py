@@ -106,6 +106,19 @@ def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prewarm, "_FIRST_TO_LEARN", 0.5)
 
 
+def test_a_prediction_is_read_from_a_file(folder: str, tmp_path: Path) -> None:
+    options = ["--model", folder, "--dtype", "float32", *SHORT]
+    without = run("generate", "abcabc", *options)
+    path = tmp_path / "predicted.txt"
+    path.write_bytes(without.stdout.removesuffix("\n").encode() + b"\r\n")
+    predicted = run("generate", "abcabc", *options, "--prediction", str(path))
+    assert predicted.stdout == without.stdout
+    assert "prediction" in predicted.stderr
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="expected UTF-8 in"):
+        run("generate", "abcabc", *options, "--prediction", str(path))
+
+
 def test_version() -> None:
     from lade import __version__
 

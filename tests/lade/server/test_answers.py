@@ -225,7 +225,7 @@ def test_a_schema_is_kept_and_what_it_forces_is_drafted() -> None:
         assert found["name"] in ("ann", "bob")
         assert found["age"] in (1, 2)
         details = answer.usage.completion_tokens_details
-        assert details.accepted_prediction_tokens > 10
+        assert details.accepted_draft_tokens > 10
         assert json.loads(text_of(asked(client, response_format=form, stream=True))) == found
         form = {"type": "json_object"}
         assert asked(client, response_format=form).choices[0].message.content.startswith("{")
@@ -314,7 +314,7 @@ def test_usage_says_what_was_drafted_and_what_was_kept(
     assert [chunk.usage for chunk in streamed[:-1]] == [None] * (len(streamed) - 1)
     assert streamed[-1].choices == []
     usage = streamed[-1].usage
-    assert usage.completion_tokens_details.accepted_prediction_tokens > 20
+    assert usage.completion_tokens_details.accepted_draft_tokens > 20
     assert usage.prompt_tokens_details.cached_tokens >= num_prompt - 1
     assert all(chunk.usage is None for chunk in asked(known, stream=True))
 

@@ -25,8 +25,8 @@ def test_counters_are_those_of_the_answers(loaded: LoadedModel) -> None:
     with serving(loaded) as server, client_of(server) as client:
         assert metric(server, "vllm:spec_decode_num_drafts_total", model_name="tiny") == 0
         details = [asked(client, user="a").usage.completion_tokens_details for _ in range(2)]
-        accepted = sum(each.accepted_prediction_tokens for each in details)
-        rejected = sum(each.rejected_prediction_tokens for each in details)
+        accepted = sum(each.accepted_draft_tokens for each in details)
+        rejected = sum(each.rejected_draft_tokens for each in details)
         assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") == accepted
         assert metric(server, "vllm:spec_decode_num_draft_tokens_total") == accepted + rejected
         by_position = [

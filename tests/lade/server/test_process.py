@@ -67,7 +67,7 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
 
 
 def num_accepted(client: openai.OpenAI) -> int:
-    number: int = ask(client).usage.completion_tokens_details.accepted_prediction_tokens
+    number: int = ask(client).usage.completion_tokens_details.accepted_draft_tokens
     return number
 
 

@@ -38,8 +38,8 @@ def num_accepted(server: Server, key: str, **options: Any) -> int:
     """Ask, and return how many tokens of the answer were drafted."""
     with client_of(server, key) as client:
         usage = asked(client, **options).usage
-    accepted: int = usage.completion_tokens_details.accepted_prediction_tokens
-    rejected = usage.completion_tokens_details.rejected_prediction_tokens
+    accepted: int = usage.completion_tokens_details.accepted_draft_tokens
+    rejected = usage.completion_tokens_details.rejected_draft_tokens
     assert 0 <= accepted <= usage.completion_tokens
     assert rejected >= 0
     return accepted

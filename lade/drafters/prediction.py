@@ -1,0 +1,248 @@
+"""`Prediction`: what an answer will probably be, drafted from where the answer is in it.
+
+A pool would find its place by the last tokens alone, which says nothing right after an edit. Here
+the place is followed: after a token that was not predicted, the text probably goes on behind the
+token in its place, or in front of it, and what was replaced once is probably replaced again.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lade.drafting.drafter import Drafter
+from lade.drafting.drafts import draft_of
+from ngram_pool import Draft
+
+# Expected acceptance of a next token, by how many tokens before it were those of the place: none,
+# 1, 2, 3 to 4, 5 to 8, 9 to 16, more. Where it was lost, a guess; the call knows better soon.
+_FIRST_PROBS = (0.2, 0.5, 0.75, 0.9, 0.95, 0.97, 0.98)
+_FIRST_RUN = 2  # matched tokens that the beginning counts as
+# A path has at most so many tokens, and so many more for each matched token before it: at a place
+# that is wrong, a wide step is lost.
+_LEAST_PATH, _PATH_PER_MATCH = 4, 4
+_WEIGHT_AT_FIRST = 2.0  # observations that the first probabilities count as
+_MEMORY = 32.0  # observations that a probability goes back to
+_SURE_RUN = 3  # matched tokens from which a place is believed, and what lies between is an edit
+_LONGEST_MATCH = 16
+_NEAR = 64  # tokens around the last sure place in which shorter matches count
+_MOST_PLACES = 64  # compared for one token
+_LONGEST_EDIT = 8  # tokens replaced, and in their place
+_LONGEST_GAP = 8  # tokens after which it is no more guessed that as many were replaced
+_LEAST_PROB = 0.02  # of a path, for it to be drafted further
+
+
+class _Place(NamedTuple):
+    """Where a text is in the prediction."""
+
+    next: int  # of the prediction
+    left: tuple[int, ...] = ()  # of an edit's new tokens, to come before
+    edit: tuple[int, ...] = ()  # its old tokens
+
+
+_BEGINNING = _Place(0)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A text, and where it is."""
+
+    text: list[int]  # its last tokens
+    length: int  # of all of it
+    place: _Place | None = _BEGINNING  # None where it is lost
+    run: int = _FIRST_RUN  # matched tokens before
+    #: Last sure place, and the tokens emitted since the text left it.
+    anchor: int = 0
+    since: list[int] = field(default_factory=list)
+    #: New tokens by old ones, and old ones that are not always replaced.
+    edits: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    not_edits: set[tuple[int, ...]] = field(default_factory=set)
+
+
+class Prediction(Drafter):
+    """Drafter from one text, for one call; every row finds its own place in it.
+
+    Args:
+        token_ids: the predicted answer, without the prompt.
+    """
+
+    name = "prediction"
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids = tuple(token_ids)
+        self._places: dict[int, list[int]] = {}  # behind each token
+        for place, token_id in enumerate(self._ids, 1):
+            self._places.setdefault(token_id, []).append(place)
+        self._num_came = [prob * _WEIGHT_AT_FIRST for prob in _FIRST_PROBS]
+        self._num_seen = [_WEIGHT_AT_FIRST] * len(_FIRST_PROBS)
+        self._rows: dict[int, _Row] = {}
+        self._num_opened = 0
+
+    def open(self, prompt_ids: Sequence[int]) -> int:
+        """Begin a text at the beginning of the prediction."""
+        self._num_opened += 1
+        self._rows[self._num_opened] = _Row([*prompt_ids[-_LONGEST_MATCH:]], len(prompt_ids))
+        return self._num_opened
+
+    def close(self, sequence: int) -> None:
+        """Forget the text."""
+        del self._rows[sequence]
+
+    def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
+        """Return how the prediction goes on, in one path, or in two where the place is guessed."""
+        row = self._rows[sequence]
+        forced = committed[row.length :]  # by a grammar, and not observed
+        starts = self._starts(row)
+        if forced:
+            starts = [place for each in starts if (place := self._after(row, each, forced))]
+        most = min(max_draft_tokens, _LEAST_PATH + _PATH_PER_MATCH * row.run)
+        nodes: list[tuple[float, int, int, int]] = []  # probability, path, depth, token
+        for path, start in enumerate(starts):
+            prob = 1.0 / len(starts)
+            for depth, (token_id, _) in enumerate(self._ahead(row, start)):
+                prob *= self._prob(row.run + len(forced) + depth)
+                if depth == most or prob < _LEAST_PROB:
+                    break
+                nodes.append((-prob, path, depth, token_id))
+        nodes = sorted(nodes)[:max_draft_tokens]
+        numbers = {(path, depth): node for node, (_, path, depth, _) in enumerate(nodes)}
+        return draft_of(
+            [token_id for *_, token_id in nodes],
+            [numbers.get((path, depth - 1), -1) for _, path, depth, _ in nodes],
+            [-prob for prob, *_ in nodes],
+        )
+
+    def observe(self, sequence: int, token_ids: Sequence[int]) -> None:
+        """Follow the text."""
+        row = self._rows[sequence]
+        row.length += len(token_ids)
+        for token_id in token_ids:
+            self._follow(row, token_id)
+        del row.text[:-_LONGEST_MATCH]
+
+    # --- how probable -------------------------------------------------------------------------
+
+    def _prob(self, run: int) -> float:
+        level = _level(run)
+        return self._num_came[level] / self._num_seen[level]
+
+    def _count(self, run: int, came: bool) -> None:
+        level = _level(run)
+        kept = min(1.0, (_MEMORY - 1) / self._num_seen[level])
+        self._num_seen[level] = kept * self._num_seen[level] + 1
+        self._num_came[level] = kept * self._num_came[level] + came
+
+    # --- where the text is --------------------------------------------------------------------
+
+    def _starts(self, row: _Row) -> list[_Place]:
+        """Return the places that a text may be at, each with another next token."""
+        if row.place is not None:
+            return [row.place]
+        first: dict[int, _Place] = {}
+        for place in self._guesses(row):
+            for token_id, _ in self._ahead(row, place):
+                first.setdefault(token_id, place)
+                break
+        return [*first.values()]
+
+    def _after(self, row: _Row, place: _Place, token_ids: Sequence[int]) -> _Place | None:
+        """Return the place behind some tokens, None if others come there."""
+        ahead = self._ahead(row, place)
+        for token_id in token_ids:
+            found = next(ahead, None)
+            if found is None or found[0] != token_id:
+                return None
+            place = found[1]
+        return place
+
+    def _ahead(self, row: _Row, place: _Place) -> Iterator[tuple[int, _Place]]:
+        """Yield what comes from a place on, and the place behind it, with what is replaced."""
+        while True:
+            if not place.left:
+                place = self._with_edit(row, place.next)
+            if place.left:
+                token_id, *left = place.left
+                place = _Place(place.next, tuple(left), place.edit if left else ())
+            elif place.next < len(self._ids):
+                token_id, place = self._ids[place.next], _Place(place.next + 1)
+            else:
+                return
+            yield token_id, place
+
+    def _with_edit(self, row: _Row, start: int) -> _Place:
+        """Return a place with the longest edit of what comes there."""
+        for size in range(_LONGEST_EDIT if row.edits else 0, 0, -1):
+            old = self._ids[start : start + size]
+            if len(old) == size and old in row.edits and old not in row.not_edits:
+                return _Place(start + size, row.edits[old], old)
+        return _Place(start)
+
+    def _follow(self, row: _Row, token_id: int) -> None:
+        """Find the place behind the next token of the text."""
+        row.text.append(token_id)
+        if row.place is None:
+            if starts := self._starts(row):
+                self._count(0, any(self._after(row, each, [token_id]) for each in starts))
+            row.since.append(token_id)
+            self._find(row)
+            return
+        behind = self._after(row, row.place, [token_id])
+        if row.place.next < len(self._ids):
+            self._count(row.run, behind is not None)
+        if behind is not None:
+            row.place, row.run = behind, row.run + 1
+            if row.since:
+                row.since.append(token_id)
+            if row.run >= _SURE_RUN:
+                self._settle(row)
+            return
+        if not row.since:  # it was sure
+            row.anchor = row.place.next - len(row.place.edit)
+            row.not_edits.add(row.place.edit or self._with_edit(row, row.anchor).edit)
+        row.since.append(token_id)
+        self._find(row)
+
+    def _settle(self, row: _Row) -> None:
+        """Learn what was replaced, once it is sure where the text goes on."""
+        assert row.place is not None
+        if row.since and not row.place.left:
+            new = tuple(row.since[: -row.run])
+            old = self._ids[row.anchor : max(0, row.place.next - row.run)]
+            if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
+                row.edits[old] = new
+        row.since.clear()
+
+    def _guesses(self, row: _Row) -> list[_Place]:
+        """Return where a lost text may go on: as many tokens were replaced, or none."""
+        if len(row.since) > _LONGEST_GAP:
+            return []
+        places = {row.anchor + len(row.since), row.anchor}
+        return [_Place(each) for each in sorted(places, reverse=True) if each < len(self._ids)]
+
+    def _find(self, row: _Row) -> None:
+        """Find the place by the last tokens: the longest match, of equal ones the nearest."""
+        behind = self._places.get(row.text[-1], [])
+        # Where nothing was replaced, and where as much was.
+        expected = row.anchor + 1, row.anchor + len(row.since)
+        first = max(0, bisect_left(behind, expected[0]) - _MOST_PLACES // 2)
+        best, place = (0, 0), None
+        for each in behind[first : first + _MOST_PLACES]:
+            run, far = self._match(row, each), min(abs(each - near) for near in expected)
+            if (far < _NEAR or run >= _SURE_RUN) and (run, -far) > best:
+                best, place = (run, -far), each
+        row.run = best[0]
+        row.place = None if place is None else _Place(place)
+        if row.run >= _SURE_RUN:
+            self._settle(row)
+
+    def _match(self, row: _Row, place: int) -> int:
+        """Return how many of the last tokens are those before a place."""
+        most = min(place, len(row.text), _LONGEST_MATCH)
+        run = 0
+        while run < most and self._ids[place - 1 - run] == row.text[-1 - run]:
+            run += 1
+        return run
+
+
+def _level(run: int) -> int:
+    return run if run < 3 else min(1 + (run - 1).bit_length(), len(_FIRST_PROBS) - 1)
