@@ -18,8 +18,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import lade
 from lade.bench.environment import environment
-from lade.cli.bench import ResultFiles, describe_model
+from lade.cli.bench import describe_model
 from lade.cli.loading import console
+from lade.cli.results import ResultFiles
 from lade.models.loading import LoadedModel, encode
 
 CODE = '''\

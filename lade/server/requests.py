@@ -393,7 +393,7 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
         includes_usage=options is not None and bool(options.include_usage),
         user=valid.user,
         salt=valid.cache_salt,
-        prediction=prediction and prediction.text(),
+        prediction=None if prediction is None else prediction.text(),
         speculates=valid.speculation is not False,
         max_draft_tokens=valid.max_draft_tokens,
     )
