@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import Heading, Markdown, MarkdownElement
@@ -33,8 +34,19 @@ _REFRESHES_PER_SEC = 12
 _SHARE_OF_DRAWING = 0.1  # of one core's time, at most; long code takes long to draw
 # Characters that would move the cursor or change the terminal: all controls but newline and tab.
 _CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
+
+
+def _keep_line_breaks(state: StateCore) -> None:
+    """Break lines where the model did, which Markdown would join: poems, lists without marks."""
+    for token in state.tokens:
+        for part in token.children or ():
+            if part.type == "softbreak":
+                part.type = "hardbreak"
+
+
 # As rich's own parser, but with HTML as text, which it would leave out.
 _parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_parser.core.ruler.push("line_breaks", _keep_line_breaks)
 
 _Line = list[Segment]
 

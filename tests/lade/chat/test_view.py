@@ -71,6 +71,13 @@ def test_markdown_is_rendered_and_drafted_tokens_are_not_told_apart() -> None:
     assert " • green" in screen.shown()
 
 
+def test_lines_break_where_the_model_broke_them() -> None:
+    console, screen = screen_console(80, 50)
+    shown(console, pieces_of("A cat,\na **cat**,\na hat.\n\nThe end."))
+    lines = [line.strip() for line in screen.shown().splitlines() if line.strip()]
+    assert lines == ["A cat,", "a cat,", "a hat.", "The end."]
+
+
 def test_no_state_on_the_way_shows_a_line_twice_or_loses_one() -> None:
     console, screen = screen_console(40, 8)
     words = [f"word{i:03}" for i in range(60)]
