@@ -251,7 +251,7 @@ class Conversation:
     def _keep(self, turn: Turn) -> None:
         self._num_answers += 1
         self.messages.append({"role": "assistant", "content": _content_of(turn)})
-        if turn.is_plain:
+        if turn.is_plain and not turn.is_interrupted:  # else others would be held against its begin
             self._num_plain_tokens += turn.num_tokens
             self._plain_sec += turn.sec
 
@@ -435,10 +435,10 @@ class _Worker:
                 continue
             self._thread.join()
             self.is_done = True
-            rest = stream.end()
             turn = self._turn
-            turn.pieces += rest
             turn.is_interrupted = self._stop.was_asked or isinstance(taken, BaseException)
+            rest = stream.end(turn.is_interrupted)
+            turn.pieces += rest
             if isinstance(taken, _Done):
                 turn.sec, turn.stats = taken.at - self._begin, taken.stats
                 turn.num_reused_tokens = taken.stats.num_reused_tokens if taken.stats else 0

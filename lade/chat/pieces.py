@@ -63,9 +63,15 @@ class TextStream:
         self._num_done = len(self._token_ids)
         return text
 
-    def end(self) -> str:
-        """Return the rest, and begin anew."""
+    def end(self, is_cut: bool = False) -> str:
+        """Return the rest, and begin anew.
+
+        Args:
+            is_cut: whether more tokens were to come, so that an incomplete character is dropped.
+        """
         rest = self._new_text()
+        if is_cut:
+            rest = rest.rstrip(_INCOMPLETE)
         self._token_ids, self._num_done = [], 0
         return rest
 
@@ -123,9 +129,9 @@ class PieceStream:
             self._hold(self._stream.put(token_id))
         return [*self._released(is_end=False)]
 
-    def end(self) -> list[Piece]:
-        """Return the rest."""
-        self._hold(self._stream.end())
+    def end(self, is_cut: bool = False) -> list[Piece]:
+        """Return the rest; of an answer that was cut, without a character that is incomplete."""
+        self._hold(self._stream.end(is_cut))
         return [*self._released(is_end=True)]
 
     def _hold(self, text: str) -> None:

@@ -140,6 +140,7 @@ def test_an_event_ends_the_answer_and_what_was_said_is_kept(
     turn = conversation.turn
     assert turn is not None
     assert turn.is_interrupted
+    assert conversation.plain_tokens_per_sec is None  # of whole answers alone
     assert 0 < turn.num_tokens < 400
     assert shown == turn.text == conversation.messages[-1]["content"]
     assert (turn.stats is None) == is_plain
@@ -215,16 +216,16 @@ def test_what_was_said_before_an_error_is_kept(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = Conversation(loaded, settings=SHORT)
+    token_ids = loaded.tokenizer("ab")["input_ids"]
 
     def fail(*args: Any, on_step: Callable[[Step], None], **options: Any) -> None:
-        on_step(Step([97, 98], 1, 1))
+        on_step(Step(token_ids, 1, 1))
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("lade.chat.conversation.generate", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         said(conversation, "abc")
-    text = loaded.tokenizer.decode([97, 98])
-    assert [message["content"] for message in conversation.messages] == ["abc", text]
+    assert [message["content"] for message in conversation.messages] == ["abc", "ab"]
     assert conversation.turn is not None
     assert conversation.turn.is_interrupted
 

@@ -73,6 +73,16 @@ def test_parts_are_what_decoding_all_at_once_gives(text: str) -> None:
         assert "".join(streamed(tokenizer, token_ids[:cut])) == expected
 
 
+def test_a_cut_answer_ends_before_the_character_that_was_cut() -> None:
+    tokenizer = byte_tokenizer()
+    token_ids = tokenizer("a€😀")["input_ids"]
+    for num_tokens, text in ((7, "a€"), (5, "a€"), (3, "a"), (len(token_ids), "a€😀")):
+        stream = PieceStream(tokenizer, [])
+        pieces = [piece for each in token_ids[:num_tokens] for piece in stream.put(each, False)]
+        pieces += stream.end(is_cut=True)
+        assert "".join(piece.text for piece in pieces) == text
+
+
 def test_any_bytes_are_streamed_as_they_are_decoded() -> None:
     import numpy as np
 
