@@ -130,9 +130,7 @@ class Call(NamedTuple):
     """What one call took."""
 
     num_steps: int
-    num_draft_tokens: int | None  # verified; None where that is not known
     sec: float
-    draft_sec: float  # of asking drafters; 0 where that is not known
 
 
 def run(loaded: LoadedModel, num_rounds: int, files: ResultFiles) -> None:
@@ -171,10 +169,7 @@ def measured(loaded: LoadedModel, edit: Edit, num_rounds: int) -> dict[str, Any]
         found[name] = {
             method: {
                 "num_steps": of_method[0].num_steps,
-                "num_draft_tokens": of_method[0].num_draft_tokens,
-                "mat": round((len(answer) - 1) / of_method[0].num_steps, 2),
                 "sec": round(median(each.sec for each in of_method), 2),
-                "draft_sec": round(median(each.draft_sec for each in of_method), 3),
                 "against_lade": round(
                     median(a.sec / b.sec for a, b in zip(calls["lade"], of_method, strict=True)), 2
                 ),
@@ -194,8 +189,7 @@ def _by_lade(
     output = lade.generate(model, prediction=prediction, **_options(inputs, answer))
     sec = perf_counter() - start
     _check(output, inputs, answer)
-    stats = output.stats
-    return Call(stats.num_steps, stats.num_draft_tokens, sec, stats.draft_sec)
+    return Call(output.stats.num_steps, sec)
 
 
 def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int]) -> Call:
@@ -211,7 +205,7 @@ def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int])
     sec = perf_counter() - start
     hook.remove()
     _check(output, inputs, answer)
-    return Call(num_forwards - 1, None, sec, 0.0)
+    return Call(num_forwards - 1, sec)
 
 
 def _options(inputs: dict[str, Any], answer: Sequence[int]) -> dict[str, Any]:

@@ -24,9 +24,8 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "summary" in made and "prompts" in made:
         made["summary"] = shown(_with_overheads(made["summary"], made["prompts"]))
         prompts = made.pop("prompts")
-        if made["settings"].get(
-            "assistant"
-        ):  # the formula of assisted generation is held against it
+        # The formula of assisted generation is held against the sum.
+        if made["settings"].get("assistant"):
             made["prompts"] = [_total(prompts)]
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]

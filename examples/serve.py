@@ -23,7 +23,7 @@ def main() -> None:
             assert answer.usage is not None
             details = answer.usage.completion_tokens_details
             assert details is not None
-            number = details.accepted_prediction_tokens
+            number = details.model_dump()["accepted_draft_tokens"]
             print(f"{answer.choices[0].message.content!r}: {number} of its tokens were drafted")
 
 

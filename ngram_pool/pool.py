@@ -57,8 +57,8 @@ class NGramPool:
     Memory is bounded by `capacity_tokens`: the arrays grow by doubling up to it, then the oldest
     text is forgotten first. As long as nothing was harvested and no answer observed, the pool
     behaves like a new one that was given the newest `capacity_tokens` tokens. Methods may be called
-    from several threads, and run without holding the GIL: those that only read, beside each other;
-    those that write, alone. Wherever a method is interrupted, the pool is consistent: as before or
+    from several threads, and run without holding the GIL: one at a time, or beside each other where
+    the pool is read-only. Wherever a method is interrupted, the pool is consistent: as before or
     after it, or between two pieces of long input. A pool can be copied or pickled at any time; the
     copy is independent, and only sequence 0 is open in it.
 
@@ -777,7 +777,7 @@ class NGramPool:
             )
         return pool
 
-    # --- inside, without the lock -----------------------------------------------------------
+    # --- inside, under the lock -------------------------------------------------------------
 
     def _check_draft(
         self,
@@ -786,13 +786,11 @@ class NGramPool:
         max_candidates: int | None,
     ) -> tuple[Int64Array, int, int]:
         """Return the part of the context that matters and both sizes, or raise."""
-        ids = token_ids_of("context", context)[-self.max_match :]
+        ids = token_ids_of("context", context[-self.max_match :])
         max_draft_tokens = positive("max_draft_tokens", max_draft_tokens)
         if max_candidates is None:
             return ids, max_draft_tokens, max_draft_tokens
         return ids, max_draft_tokens, positive("max_candidates", max_candidates)
-
-    # --- inside, under the lock -------------------------------------------------------------
 
     def _sequence(self, handle: int | None) -> OpenSequence:
         """Return the sequence of a handle, or raise; for None, one without text."""

@@ -4,6 +4,7 @@ This file checks arguments and owns the arrays; `_kernels.py` does the work. Not
 models or torch.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -99,8 +100,18 @@ class SuccessorTable:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Arrays from out-of-band buffers of a pickle can be read-only; copies are not.
-        held = _Rows.of(*(array.copy() for array in state["_held"]))
-        vars(self).update(state, _lock=lock_of_table(), _held=held)
+        self._become({**state, "_held": [array.copy() for array in state["_held"]]})
+
+    def _become(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=lock_of_table(), _held=_Rows.of(*state["_held"]))
+
+    def __copy__(self) -> "SuccessorTable":
+        copied = type(self).__new__(type(self))
+        copied._become(self.__getstate__())  # which is a copy, unlike that of a pickle
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SuccessorTable":
+        return copy.copy(self)
 
     def __len__(self) -> int:
         """Return the number of contexts held."""

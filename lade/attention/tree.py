@@ -170,6 +170,8 @@ def tree_attention(
         raise _refusal(module, f"expected a mask of shape {expected}, got {got}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if sinks is not None and sinks.shape != query.shape[1:2]:  # a kernel would read past its end
+        raise _refusal(module, f"expected a sink for each of {query.shape[1]} heads")
     if not _is_for_triton(query, key, value):
         attended = attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
         return attended, None

@@ -105,7 +105,7 @@ def generate(
     learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
-    from lade.cli.prompting import encode_prompt, read_prediction, read_prompt, read_typed
+    from lade.cli.prompting import encode_prompt, read_prompt, read_typed
 
     if system is not None and raw:
         raise ValueError("expected --system or --raw, got both: a raw prompt is all there is")
@@ -113,7 +113,7 @@ def generate(
     text, stops = read_prompt(prompt), [*map(read_typed, stop or [])]
     if "" in stops:
         raise ValueError("expected each --stop to be a text of one character or more, got ''")
-    predicted = None if prediction is None else read_prediction(prediction)
+    predicted = drafting.predicted(prediction)
     settings = sampling.settings(max_new_tokens)
     loaded = loading.load(model)
     from lade.cli.generate import run  # imports transformers; wrong names fail before that
@@ -284,14 +284,13 @@ def bench(
     """
     from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, compare
-    from lade.cli.prompting import read_prediction
 
     settings = BenchSettings(
         max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed or 0
     )
     files.check()
     chosen = Chosen.read(prompts, limit)
-    predicted = None if prediction is None else read_prediction(prediction)
+    predicted = drafting.predicted(prediction)
     compare(loading.load(model), chosen, settings, drafting, loading, files, predicted)
 
 

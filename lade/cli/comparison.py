@@ -46,11 +46,12 @@ class Row:
         return cls(title, lade.stats, plain.num_tokens, plain.sec, lade.sec, difference)
 
     def add(self, other: "Row") -> None:
-        """Add the counts and times of another; the difference stays."""
+        """Add the counts and times of another, and its difference if there was none."""
         self.stats.add(other.stats)
         self.num_plain += other.num_plain
         self.plain_sec += other.plain_sec
         self.lade_sec += other.lade_sec
+        self.difference = self.difference or other.difference
 
     @property
     def plain_rate(self) -> float:

@@ -288,6 +288,22 @@ class DraftOptions:
         """Whether nothing is to be drafted."""
         return self.verification is Verification.plain
 
+    def predicted(self, path: Path | None) -> str | None:
+        """Return the text of `--prediction`.
+
+        Raises:
+            ValueError: nothing is drafted from it, or it is no text.
+        """
+        if path is None:
+            return None
+        if self.is_plain:
+            raise ValueError(
+                "expected no --prediction with --verification plain, which drafts nothing"
+            )
+        from lade.cli.prompting import read_prediction
+
+        return read_prediction(path)
+
     @property
     def config(self) -> "Config":
         """The configuration that they make."""

@@ -30,9 +30,12 @@ def read_prediction(path: Path) -> str:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not UTF-8.
+        ValueError: it is not UTF-8, or has no text.
     """
-    return _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
+    text = _decoded(path.read_bytes(), f"in {path}").replace("\r\n", "\n").removesuffix("\n")
+    if not text:
+        raise ValueError(f"expected a prediction in {path}, got no text")
+    return text
 
 
 def read_typed(argument: str) -> str:

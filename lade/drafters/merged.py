@@ -63,10 +63,14 @@ class Merged(Drafter):
         ValueError: there are none.
     """
 
+    _costs: list[SourceCosts]
+
     def __init__(self, drafters: Sequence[Drafter | NGramPool]) -> None:
         parts: list[Drafter | NGramPool] = []
+        costs: list[SourceCosts] = []
         for drafter in drafters:
             parts += drafter.parts if isinstance(drafter, Merged) else [drafter]
+            costs += drafter._costs if isinstance(drafter, Merged) else [_costs_of(drafter)]
         for part in parts:
             if not isinstance(part, Drafter | NGramPool):
                 raise TypeError(f"expected drafters or pools, got {part!r}")
@@ -76,7 +80,7 @@ class Merged(Drafter):
         self.names = _distinct([_name_of(part) for part in parts])
         # Whether the pool of a call is among the parts.
         self.takes_pool = any(may(partial(_takes_pool, part)) for part in parts)
-        self._costs = [SourceCosts() for _ in parts]
+        self._costs = costs
 
     def for_call(self, call: DraftingCall) -> MergedDrafter:
         """Return a drafter for one call, which shares what drafts cost with those of others.
@@ -97,6 +101,12 @@ class Merged(Drafter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _costs=[SourceCosts() for _ in state["parts"]])
+
+
+def _costs_of(drafter: object) -> SourceCosts:
+    """Return what a drafter's drafts cost in earlier calls, if it knows."""
+    known = getattr(drafter, "__dict__", {}).get("_costs")  # runs no code of the user's
+    return known if isinstance(known, SourceCosts) else SourceCosts()
 
 
 def _made(name: str, part: Drafter | NGramPool, call: DraftingCall, guard: Guard) -> Part:

@@ -163,8 +163,7 @@ def wrap(
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
     `model.generate` then also takes `pool`, `drafter`, `config`, `on_step` and `prediction`, each
-    for one call.
-    Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
+    for one call. Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
 
     Text is private to its call: each call has a pool of its own. The speed of an answer reveals
     what its pool has seen, so a pool shared by strangers reveals to each what the others wrote.
@@ -231,9 +230,7 @@ class _WrappedGenerate:
     model: Model
     pool: Pools | None  # shared by its calls
     config: Config | None  # of its calls
-    before: (
-        Callable[..., Any] | None
-    )  # the model's own instance attribute `generate`, if it had one
+    before: Callable[..., Any] | None  # the model's own attribute `generate`, if it had one
     learner: Learner | None  # learns after calls
     drafter: Drafter | None  # of its calls
 

@@ -194,13 +194,14 @@ class Generation:
         budget: Budget,
     ) -> Drafter:
         """Return what a given drafter has for the call."""
+        max_candidates = self._max_candidates(target)
         call = DraftingCall(
             model=self._model,
             target=target,
             vocab_size=target.vocab_size,
             num_rows=self._call.num_rows,
             max_length=max_length,
-            max_candidates=target.max_candidates,
+            max_candidates=max_candidates,
             processors=self._call.processors,
             samples=bool(self._call.options.do_sample),
             rngs=rngs,
@@ -213,12 +214,12 @@ class Generation:
             raise TypeError(f"expected for_call to return a lade.Drafter, got {made!r}")
         if self._config.lookahead is not None:
             refuse_lookahead(made)
-        limits_paths = rngs is not None and target.max_candidates is not None
+        limits_paths = rngs is not None and max_candidates is not None
         if made is drafter and limits_paths and made.draws:
             # It was not told of the call; only it could say which drawn paths to leave out.
             raise UnsupportedOptionError(
                 "lade does not support a drafter of one's own that draws its drafts where only "
-                f"{target.max_candidates} of their paths can be verified"
+                f"{max_candidates} of their paths can be verified"
             )
         return made
 
@@ -248,12 +249,12 @@ class Generation:
             return Budget(most if asked is None else min(asked, most))
         if config.max_draft_tokens is not None:
             return Budget(config.max_draft_tokens)
-        if config.step_costs is not None:
-            return PricedBudget(config.step_costs)
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         with Attempt(even_memory=True) as attempt:  # there may be no compiler
+            if config.step_costs is not None:
+                return PricedBudget(config.step_costs)
             costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,

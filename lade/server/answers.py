@@ -229,7 +229,7 @@ def _complete_usage(exchange: Exchange, body: Json) -> None:
         return
     if exchange.knows_kept:
         usage["prompt_tokens_details"] = cached
-    # Of the prediction, as OpenAI counts: its tokens in the answer, and those that are not.
+    # Tokens of the answer that were drafted from the prediction, and the rest of it.
     num_predicted = len(exchange.prediction or ())
     source = stats.sources.get("prediction")
     num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)

@@ -24,7 +24,16 @@ def config_for(asked: Asked, config: Config) -> Config:
         ApiError: fields contradict each other, or more is asked for than the server allows.
     """
     most, wanted = config.max_draft_tokens, asked.max_draft_tokens
+    if config.stable_text and (most is not None or config.lookahead is not None):
+        # Near-ties depend on the width of steps, which these would change.
+        for name, is_asked in (
+            ("speculation", not asked.speculates),
+            ("max_draft_tokens", wanted is not None),
+        ):
+            if is_asked:
+                raise ApiError(400, f"expected no {name}: the texts are kept stable", param=name)
     if not asked.speculates:
+        config = replace(config, lookahead=None)
         for name in ("prediction", "max_draft_tokens"):
             if getattr(asked, name) is not None:
                 raise ApiError(400, f"expected {name} or speculation=false, got both", param=name)

@@ -61,7 +61,7 @@ class RequestLimits:
         for name, value in asked.sampling.items():
             setattr(options, name, value)
 
-    def predicted_ids(self, tokenizer: Any, text: str | None) -> list[int]:
+    def predicted_ids(self, tokenizer: Any, text: str) -> list[int]:
         """Return the tokens of a prediction, which may have as many as a prompt.
 
         Raises:
@@ -69,6 +69,7 @@ class RequestLimits:
         """
         self.check_texts(tokenizer, text, "prediction")
         ids: list[int] = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+        self._check_length(len(ids), "prediction")
         return ids
 
     def check_texts(self, tokenizer: Any, message: Any, what: str = "prompt") -> None:

@@ -78,12 +78,13 @@ def build_app(
     async def prompts(endpoint: Endpoint, body: bytes) -> Callable[[], Any]:
         make: Callable[[], Any] = await by_endpoint[endpoint].prompt(json.loads(body))
         exchange = current.get()
-        if exchange.asked.prediction is None:
+        text = exchange.asked.prediction
+        if text is None:
             return make
 
         def make_both() -> Any:
-            text = exchange.asked.prediction
-            exchange.prediction = limits.predicted_ids(loaded.tokenizer, text)
+            with _making_a_prompt():
+                exchange.prediction = limits.predicted_ids(loaded.tokenizer, text)
             return make()
 
         return make_both

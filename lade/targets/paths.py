@@ -232,6 +232,9 @@ class ChainTarget(Target):
             for tokens, path in zip(self._tokens, paths, strict=True)
         ]
         self._ids = self._followed(self._ids, kept)
+        # A draft that is not accepted whole was run after the state before it was saved.
+        is_whole = self._layout.is_whole and num_kept == self._layout.width
+        assert not self._restores or self._cache is None or is_whole or self._saved is not None
         self._roll_back(num_kept, paths[0][-1] if num_kept else ROOT)
 
     def _roll_back(self, num_kept: int, last: int) -> None:
@@ -245,7 +248,7 @@ class ChainTarget(Target):
             crop(cache, layout.width - num_kept)
         elif layout.is_whole and num_kept == layout.width:
             self.num_pending = 0
-        elif self._saved is not None:
+        elif self._saved is not None:  # `discard` may come before anything was run
             if isinstance(cache, Cache):  # in place: it may be the caller's cache
                 vars(cache).update(vars(self._saved))
             else:

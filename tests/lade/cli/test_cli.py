@@ -117,6 +117,14 @@ def test_a_prediction_is_read_from_a_file(folder: str, tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="expected UTF-8 in"):
         run("generate", "abcabc", *options, "--prediction", str(path))
+    path.write_bytes(b"\n")
+    with pytest.raises(ValueError, match=r"expected a prediction in .*, got no text"):
+        run("generate", "abcabc", *options, "--prediction", str(path))
+    plain = ("--prediction", str(path), "--verification", "plain")
+    with pytest.raises(ValueError, match="expected no --prediction with --verification plain"):
+        run("generate", "abcabc", *options, *plain)
+    with pytest.raises(ValueError, match="got an empty text"):
+        run("generate", "abcabc", "--model", "")
 
 
 def test_version() -> None:

@@ -133,3 +133,10 @@ def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
         )
         assert out.sequences.shape[1] == ONE.shape[1] + 20
         assert out.stats.num_draft_tokens > 0
+
+
+def test_an_assistant_draws_no_more_paths_than_candidates_are_asked_for() -> None:
+    config = lade.Config(acceptance="rejection", strict_drafter=True, max_candidates=1)
+    joined = lade.drafters.Merged([lade.drafters.CallPool(), AssistantModel(small(4), length=2)])
+    out = answered(small(3), ONE, drafter=joined, config=config, do_sample=True, max_new_tokens=16)
+    assert out.stats.sources["assistant"].num_draft_tokens > 0

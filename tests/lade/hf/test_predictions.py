@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lade
+from lade.hf.predictions import beside_prediction
 from ngram_pool import NGramPool
 from tests.lade.both import EIGHT, ONE, THREE, same_as_generate
 from tests.lade.shared import shared_model
@@ -194,3 +195,14 @@ def test_a_tensor_is_refused_where_transformers_would_repeat_it() -> None:
     options: dict[str, Any] = {"custom_generate": lade.decode, "max_new_tokens": 4}
     with pytest.raises(TypeError, match="got a tensor"):
         shared_model(FAMILY).generate(ONE, prediction=torch.tensor([1, 2]), **options)
+
+
+def test_what_drafters_cost_is_kept_beside_predictions() -> None:
+    merged = lade.drafters.Merged([lade.drafters.CallPool(), NGramPool()])
+    beside = beside_prediction(merged, [5, 6])
+    assert isinstance(beside, lade.drafters.Merged)
+    assert beside._costs[:2] == merged._costs
+    assistant = lade.drafters.AssistantModel(tiny_model(FAMILY, seed=1))
+    beside = beside_prediction(assistant, [5, 6])
+    assert isinstance(beside, lade.drafters.Merged)
+    assert beside._costs[0] is assistant._costs

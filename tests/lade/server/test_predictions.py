@@ -6,8 +6,12 @@ from typing import Any
 import openai
 import pytest
 
+import lade
 from lade.models.loading import LoadedModel
 from lade.server.app import Server
+from lade.server.drafting import config_for
+from lade.server.errors import ApiError
+from lade.server.exchange import Asked
 from tests.lade.server.serving import asked, client_of, loaded_model, plain_text, serving, text_of
 
 
@@ -115,3 +119,13 @@ def test_nothing_of_it_is_there_for_a_later_request(client: openai.OpenAI) -> No
     first = details_of(asked(client, user="ann")).accepted_draft_tokens
     asked(client, user="bob", max_tokens=1, prediction=predicted(text))
     assert details_of(asked(client, user="bob")).accepted_draft_tokens <= first + 2
+
+
+def test_no_request_changes_the_width_of_steps_where_texts_are_stable() -> None:
+    stable = lade.Config(stable_text=True, max_draft_tokens=16)
+    changed: tuple[dict[str, Any], ...] = ({"speculates": False}, {"max_draft_tokens": 4})
+    for changes in changed:
+        with pytest.raises(ApiError, match="the texts are kept stable"):
+            config_for(Asked("chat", **changes), stable)
+    without = config_for(Asked("chat", speculates=False), lade.Config(lookahead=lade.Lookahead()))
+    assert (without.max_draft_tokens, without.lookahead) == (0, None)
