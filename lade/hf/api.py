@@ -163,7 +163,8 @@ def wrap(
     """Make `model.generate`, and everything that calls it, decode with lade; return the model.
 
     `model.generate` then also takes `pool`, `drafter`, `config`, `on_step` and `prediction`, each
-    for one call. Wrapping again replaces earlier settings. The class is not changed; `unwrap` undoes it.
+    for one call. Wrapping again replaces earlier settings. The class is not changed; `unwrap`
+    undoes it.
 
     Text is private to its call: each call has a pool of its own. The speed of an answer reveals
     what its pool has seen, so a pool shared by strangers reveals to each what the others wrote.
