@@ -4,16 +4,15 @@ Next file: `report.py`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from rich.box import HORIZONTALS
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 _NUMBER = re.compile(r"[-+]?\d")  # the start of a numeric cell
-_ANY_WIDTH = 1000
 
 
 @dataclass(frozen=True)
@@ -26,37 +25,50 @@ class Sheet:
     sections: Sequence[Sequence[Sequence[str]]]  # of rows
     caption: str | None = None  # may have several lines
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         """Draw the table for a terminal, which a few columns of numbers already fill.
 
         So headings are folded; all words of a row but the last are a line above the rows that share
-        them; and empty columns are left out. The others are as wide as their content; a narrower
-        terminal wraps their lines.
+        them; and empty columns are left out. The others are as wide
+        as their content; a narrower terminal wraps their lines.
         """
         first = self.num_words - 1
-        indent = "  " * (first > 0)
         every_row = [row for rows in self.sections for row in rows]
-        shown = [n for n in range(first, len(self.headings)) if any(row[n] for row in every_row)]
-        table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, padding=0)
-        for n in shown:
-            is_number = n > first and all(_NUMBER.match(row[n]) for row in every_row if row[n])
-            head = Text("\n".join(_folded(self.headings[n])))
-            justify: JustifyMethod = "right" if is_number else "left"
-            table.add_column(head, justify=justify, vertical="bottom", no_wrap=True)
+        columns_of_all = range(first, len(self.headings))
+        shown = [n for n in columns_of_all if n == first or any(row[n] for row in every_row)]
+        heads = [_folded(self.headings[n]) for n in shown]
+        indent = "  " * (first > 0)
+        columns = [[indent * (n == first) + row[n] for row in every_row] for n in shown]
+        widths = [
+            max(map(cell_len, (*head, *cells))) for head, cells in zip(heads, columns, strict=True)
+        ]
+        is_number = [all(map(_NUMBER.match, filter(None, cells))) for cells in columns]
+        is_number[0] = False
+
+        def line(cells: Sequence[str], style: str = "") -> Text:
+            padded = []
+            for cell, width, goes_right in zip(cells, widths, is_number, strict=True):
+                space = " " * (width - cell_len(cell))
+                padded.append(space + cell if goes_right else cell + space)
+            return Text(" ".join(padded).rstrip(), style, no_wrap=True, overflow="ignore")
+
+        rule = Text("─" * (sum(widths) + len(widths) - 1), no_wrap=True, overflow="ignore")
+        yield Text(self.title, "italic")
+        upside_down = zip_longest(*(head[::-1] for head in heads), fillvalue="")
+        yield from [line(parts, "bold") for parts in upside_down][::-1]
         for rows in self.sections:
-            table.add_section()
+            yield rule
             above: Sequence[str] = ()
             for row in rows:
                 words = row[:first]
                 if words and words != above:
-                    table.add_row(Text(", ".join(words), "bold"))
+                    yield Text(", ".join(words), "bold")
                 above = words
-                table.add_row(Text(indent + row[first]), *(Text(row[n]) for n in shown[1:]))
-        width = console.measure(table, options=options.update(max_width=_ANY_WIDTH)).maximum
-        yield Text(self.title, "italic")
-        yield from console.render(table, options.update(width=width))
+                yield line([indent + row[first], *(row[n] for n in shown[1:])])
         if self.caption:
-            yield Text("─" * width, no_wrap=True, overflow="ignore")
+            yield rule
             yield Text(self.caption, "dim")
 
     def as_markdown(self) -> str:
