@@ -39,7 +39,7 @@ def options(folder: str, prompts: Path) -> list[Any]:
 
 def test_every_command_has_help() -> None:
     names = [command.name for command in app.registered_commands]
-    assert len(names) == 15
+    assert len(names) == 16
     for name in names:
         assert "Usage" in run(name, "--help").stdout
 
