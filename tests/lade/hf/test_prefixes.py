@@ -476,7 +476,7 @@ def test_weights_that_cannot_be_read_cost_the_reuse_and_nothing_else(
     def fail(_: Any) -> None:
         raise NotImplementedError("no such values")
 
-    monkeypatch.setattr("lade.probing.values._stamp_of", fail)
+    monkeypatch.setattr("lade.probing.values._some_values_of", fail)
     chat = Chat(model_of())
     with pytest.warns(RuntimeWarning, match="reuses no prefix of this model .*no such values"):
         num_reused = chat.say(*OPENING)

@@ -143,9 +143,9 @@ def test_one_thread_learns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_learn_too_and_wrapping_anew_ends_it() -> None:
     model = lade.wrap(tiny_model("llama"), learns=True)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(copied.generate._learner, Learner)
-        assert copied.generate._learner is not model.generate._learner
-    assert lade.wrap(model).generate._learner is None
+        assert isinstance(copied.generate.learner, Learner)
+        assert copied.generate.learner is not model.generate.learner
+    assert lade.wrap(model).generate.learner is None
 
 
 def test_learning_for_a_table_that_is_left_out_is_refused() -> None:
