@@ -786,7 +786,7 @@ class NGramPool:
         max_candidates: int | None,
     ) -> tuple[Int64Array, int, int]:
         """Return the part of the context that matters and both sizes, or raise."""
-        ids = token_ids_of("context", context[-self.max_match :])
+        ids = token_ids_of("context", context)[-self.max_match :]
         max_draft_tokens = positive("max_draft_tokens", max_draft_tokens)
         if max_candidates is None:
             return ids, max_draft_tokens, max_draft_tokens
