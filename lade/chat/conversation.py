@@ -437,7 +437,8 @@ class _Worker:
             self.is_done = True
             turn = self._turn
             turn.is_interrupted = self._stop.was_asked or isinstance(taken, BaseException)
-            rest = stream.end(turn.is_interrupted)
+            is_at_limit = turn.num_tokens >= self._options["max_new_tokens"]
+            rest = stream.end(is_cut=turn.is_interrupted or is_at_limit)
             turn.pieces += rest
             if isinstance(taken, _Done):
                 turn.sec, turn.stats = taken.at - self._begin, taken.stats

@@ -6,8 +6,8 @@ what it looks like. Gradio brings page and server.
 
 import asyncio
 import hmac
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from lade.chat.web_sessions import (
     Setup,
     no_rest,
 )
-from lade.hosts import names_of
+from lade.hosts import check_port, names_of
 
 _SETTLE_SEC = 0.02
 _FRAME_SEC = 0.1  # between two looks at an answer that is being given
@@ -113,7 +113,7 @@ class Page:
             app_kwargs={"middleware": [Middleware(PageGate, names=names)]},
             state_session_capacity=MAX_SESSIONS,
             server_name=host,
-            server_port=_free_port(host, port),
+            server_port=_free_port(host) if port is None else port,
             share=share,
             prevent_thread_lock=True,
             inbrowser=False,
@@ -389,22 +389,17 @@ def _composer(
     return box, asks
 
 
-def _free_port(host: str, port: int | None) -> int:
-    """Return the port if it is free, for None the first free one of a hundred.
+def _free_port(host: str) -> int:
+    """Return the first of Gradio's ports that is free; its own search leaves sockets open.
 
     Raises:
-        OSError: it is taken, or the address is none of this machine.
+        OSError: none is.
     """
-    reason: OSError | None = None
-    for each in _PORTS if port is None else [port]:
-        try:
-            socket.create_server((host, each)).close()
-        except OSError as error:
-            reason = error
-        else:
-            return each
-    ports = f"{_PORTS[0]} to {_PORTS[-1]}" if port is None else str(port)
-    raise OSError(f"cannot listen at {host}, port {ports}: {reason}")
+    for port in _PORTS:
+        with suppress(ValueError):
+            check_port(host, port)
+            return port
+    raise OSError(f"cannot listen at {host}: no port from {_PORTS[0]} to {_PORTS[-1]} is free")
 
 
 class _Changes:

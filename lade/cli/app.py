@@ -27,10 +27,10 @@ from lade.cli.options import (
     grouped,
     of_drafting,
 )
-from lade.cli.places import check_port
 from lade.cli.pool_app import pool
 from lade.cli.results import JsonOption, ResultFiles
 from lade.cli.serve_app import serve
+from lade.hosts import check_port
 
 
 class _DebuggedAnywhere(TyperGroup):
@@ -152,8 +152,7 @@ def chat(
     if not page.web and page != PageOptions():
         raise ValueError("expected --host, --port, --share and --password only with --web")
     if page.web:
-        if page.port is not None:
-            check_port(page.host or "127.0.0.1", page.port)
+        check_port(page.host or "127.0.0.1", page.port or 0)
         from lade.cli.web import run as serve_page  # a missing extra fails before anything else
     question = None if page.web else read_question()
     system = None if system is None else read_typed(system)

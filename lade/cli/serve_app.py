@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lade.cli.options import DraftOptions, LoadOptions, ModelOption, grouped, of_drafting
-from lade.cli.places import check_port
+from lade.hosts import check_port
 
 _of_server = partial(typer.Option, rich_help_panel="Server")
 _of_limits = partial(typer.Option, rich_help_panel="Limits")

@@ -33,7 +33,8 @@ def of_generate(loaded: LoadedModel, messages: list[dict[str, str]], settings: S
     torch.manual_seed(settings.seed)
     ids = loaded.model.generate(**inputs, **settings.options())[0, inputs["input_ids"].shape[1] :]
     text: str = loaded.tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+    # A chat does not show a character that the limit left incomplete.
+    return text.rstrip("\N{REPLACEMENT CHARACTER}") if len(ids) == settings.max_new_tokens else text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

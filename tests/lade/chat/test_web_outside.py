@@ -17,6 +17,8 @@ pytest.importorskip("gradio", reason='needs the extra: pip install "lade-decodin
 from lade.chat.web import Page
 from lade.chat.web_sessions import BusyError, Desk, Setup
 
+pytestmark = pytest.mark.xdist_group("web")  # whoever looks for a free port does so alone
+
 
 def launched(**options: Any) -> tuple[Page, str]:
     loaded = LoadedModel(tiny_model(vocab_size=256), tokenizer_with(), "tiny")
