@@ -19,6 +19,7 @@ from lade._version import __version__
 if TYPE_CHECKING:
     from lade import drafters as drafters
     from lade import models as models
+    from lade.batcher import Batcher as Batcher
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting.drafter import Drafter as Drafter
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 # Imported at first use, so that `lade --help` does not wait for torch.
 _HOMES = {
+    "lade.batcher": ("Batcher",),
     "lade.config": ("Config", "Lookahead"),
     "lade.drafting.drafter": ("Drafter",),
     "lade.errors": (
@@ -68,6 +70,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Batcher",
     "Config",
     "DecodeStats",
     "Draft",

@@ -16,6 +16,7 @@ from lade.budget._kernels import KNOTS, SIZES, Floats
 from lade.budget.back_off import BackOff
 from lade.budget.calibration import Calibration, Outcome
 from lade.budget.costs import Costs, ForwardCosts, arrays_of, interpolated
+from lade.turns import JointStep
 from ngram_pool import Draft
 from ngram_pool._kernels import Int64Array
 from ngram_pool.compiling import compile_by
@@ -75,6 +76,9 @@ class Budget:
                 that order.
         """
 
+    def share(self, joint: JointStep | None) -> None:
+        """Learn from a step what other calls have run in its forward; None if nothing."""
+
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
         """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""
         return 0.0
@@ -128,6 +132,8 @@ class MeasuredBudget(Budget):
         self._of_rows: dict[int, Calibration] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
         self._back_off = BackOff(1 / _STEPS_BETWEEN_DRAFTS, _DRAFTS_BEFORE_REST, 1.0)
+        # Rows of other calls in a joint forward, their tokens, and those that they commit.
+        self._others = (0, 0.0, 0.0)
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
@@ -185,6 +191,10 @@ class MeasuredBudget(Budget):
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         """Return the index of the best size, in tokens per row, by the expected tokens."""
+        if self._others[0]:  # what counts is what all calls together gain by the forward
+            num_others, num_tokens, num_committed = self._others
+            num_rows += num_others
+            sizes, gains = (num_tokens + sizes) / num_rows, (num_committed + gains) / num_rows
         costs, turns = self._costs_of(num_rows)
         best = costs.choose(turns, sizes, gains)
         if best:
@@ -217,6 +227,15 @@ class MeasuredBudget(Budget):
         for outcome in outcomes:
             if outcome.row in self._of_rows:
                 self._of_rows[outcome.row].record([outcome])
+
+    def share(self, joint: JointStep | None) -> None:
+        """Learn what a joint forward cost and what others gain by it, and expect the same again."""
+        self._others = (0, 0.0, 0.0)
+        if joint is not None:
+            self._others = (joint.num_rows - 1, joint.num_others, joint.others_commit)
+        if joint is not None and joint.sec is not None:
+            costs, turns = self._costs_of(joint.num_rows)
+            costs.record(turns, joint.num_tokens / joint.num_rows, joint.sec)
 
     def _weights(self, num_rows: int) -> Floats:
         """Return what a token is worth in each row."""

@@ -71,6 +71,18 @@ class ServingOptions:
     max_connections: Annotated[
         int, _of_limits(metavar="N", min=1, help="Clients that may be connected.")
     ] = 10_000
+    max_batch_size: Annotated[
+        int, _of_limits(metavar="N", min=1, help="Requests that are answered at once.")
+    ] = 8
+    max_batch_tokens: Annotated[
+        int | None,
+        _of_limits(
+            metavar="N",
+            min=1,
+            help="Tokens of all requests that are answered at once, prompts and answers. Without "
+            "it, as many as half of the free memory holds.",
+        ),
+    ] = None
     max_queue: Annotated[
         int,
         _of_limits(

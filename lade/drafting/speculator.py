@@ -28,6 +28,7 @@ from lade.drafting.successors import (
 )
 from lade.stats import Step
 from lade.tree import ROOT, Tree, origins
+from lade.turns import JointStep
 from ngram_pool import Draft
 
 
@@ -93,6 +94,7 @@ class Cost(NamedTuple):
     num_rows: int
     num_tokens: float  # per row, besides the root; their mean if rows have no padding
     sec: float | None  # None where not representative of other forwards
+    joint: JointStep | None = None  # the forward, if other calls had a part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +367,7 @@ class Speculator:
             self._budget.record(
                 num_rows=done.cost.num_rows,
                 num_nodes=done.cost.num_tokens,
-                forward_sec=done.cost.sec,
+                forward_sec=None if done.cost.joint else done.cost.sec,
                 outcomes=[
                     Outcome(step.row, done.plan.proposed[step.row], step.token_ids)
                     for step in done.steps
@@ -373,6 +375,7 @@ class Speculator:
                 ],
                 num_emitted=batch.working(),
             )
+            self._budget.share(done.cost.joint)
 
     def prepare(self) -> None:
         """Do what of the next plan does not depend on what the device is computing.

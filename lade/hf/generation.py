@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from lade.attempts import Attempt
+from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.closeness import is_exact_in
@@ -64,6 +65,8 @@ from lade.sampling.rejection_choice import rejection_choice
 from lade.stats import DecodeStats
 from lade.targets.base import Target, fill_cache
 from lade.targets.rollback import cache_in, find_cache
+from lade.targets.trees import TreeTarget
+from lade.turns import current_seat
 from ngram_pool import NGramPool
 
 # Calls of a model between two whose first step with a draft is checked for no reason, as nobody
@@ -94,6 +97,8 @@ class Generation:
         self._has_callbacks = drafter is not None or any(map(is_own_callback, given))
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
+        # Code of the user's own in forwards is to see this call's alone.
+        self._seat = current_seat() if self._own_code is None else None
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""
@@ -134,16 +139,20 @@ class Generation:
                 self._call.model_kwargs,
                 self._own_code,
             )
-            verification = choose_verification(
+            choose = partial(
+                choose_verification,
                 model,
                 config=config,
-                is_padded=needed.is_padded,
                 cache=needed.cache,
                 excluded=needed.excluded,
                 execution=self._execution,
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
+            # Calls that share a forward are like rows of different lengths.
+            verification = choose(is_padded=needed.is_padded or self._seat is not None)
+            if self._seat is not None and verification.attention != PACKED_ROWS:
+                verification, self._seat = choose(is_padded=needed.is_padded), None
             if config.uses_products and not (config.stable_text or config.step_costs):
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":
@@ -160,6 +169,8 @@ class Generation:
                 self._profile,
                 self.policy,
             )
+            if self._seat is not None and isinstance(target, TreeTarget):
+                target.take_seat(self._seat)
         if attempt.failure is not None:  # plain decoding either hits the same error or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from prometheus_client import start_http_server
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from lade.batcher import Batcher
 from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
@@ -83,13 +84,20 @@ class Server:
         with ExitStack() as stack:
             self._socket = stack.enter_context(_listening(host, port))
             self._pools = stack.enter_context(closing(UserPools(loaded, options)))
-            line = Line(options.max_queue)
+            batcher = stack.enter_context(
+                Batcher(
+                    loaded.model,
+                    max_batch_size=options.max_batch_size,
+                    max_batch_tokens=options.max_batch_tokens,
+                )
+            )
+            line = Line(options.max_queue, options.max_batch_size, options.most_of_key)
             self.metrics = Metrics(
                 self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
             )
             grammars = stack.enter_context(closing(Grammars(loaded)))
             limits = RequestLimits(loaded.model, options)
-            upstream = build_app(loaded, self.name, limits, grammars.pieces)
+            upstream = build_app(loaded, self.name, limits, grammars.pieces, batcher)
             self._manager = upstream.manager
             _add_routes(upstream.app, self.metrics, upstream.models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
@@ -145,8 +153,7 @@ class Server:
         return f"http://{options.metrics_host}:{server.server_port}/metrics"
 
     def _finish(self) -> None:
-        with suppress(TimeoutError):  # a prompt is run in one piece
-            self._manager.submit(int).result(timeout=END_SEC)
+        self._manager.wait(END_SEC)
         self._stack.close()
 
 

@@ -51,11 +51,11 @@ class Asked:
 class Exchange:
     """A request that was let in, until its answer is complete.
 
-    Written by the event loop before it is submitted, by the inference thread until that is done.
+    Written by the event loop before it is submitted, by the thread that answers until that is done.
     """
 
     loop: asyncio.AbstractEventLoop
-    on_done: Callable[[], None]  # called in the loop once the inference thread is free again
+    on_done: Callable[[], None]  # called in the loop once its place is free again
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
     key: str = ""  # of the API
@@ -72,6 +72,7 @@ class Exchange:
     first_token: float | None = None
     last_token: float | None = None
     num_prompt_tokens: int = 0
+    most_tokens: int = 0  # that prompt and answer may come to have
     num_tokens: int = 0
     is_submitted: bool = False
     is_parsed: bool = False  # whether parts of the answer are told apart, such as tool calls
@@ -85,7 +86,7 @@ class Exchange:
             self.error = error
 
     def done(self) -> None:
-        """Tell the event loop that the inference thread is free again."""
+        """Tell the event loop that its place is free again."""
         with suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(self.on_done)
 

@@ -312,7 +312,7 @@ class _Running:
                 error = left() if self.client_left.done() else timed_out(self.timeout_sec)
                 self.exchange.end(error)
                 if error.status != 499 and self.exchange.is_submitted:
-                    # The inference thread ends it, and its client is told in place.
+                    # The thread that answers ends it, and its client is told in place.
                     await self._wait(task, END_SEC)
                 if not task.done():
                     raise error

@@ -1,4 +1,4 @@
-"""One answer on the inference thread: seeded, drafted from its own pool, stopped, recorded."""
+"""One answer in its thread: seeded, drafted from its own pool, stopped, recorded."""
 
 import logging
 from collections import deque

@@ -51,6 +51,7 @@ class RequestLimits:
         wanted = options.max_new_tokens if asked.max_new_tokens is None else asked.max_new_tokens
         options.max_new_tokens = min(wanted, room)
         options.max_length = None
+        exchange.most_tokens = num_prompt + options.max_new_tokens
         if asked.temperature is not None:
             options.do_sample = asked.temperature > 0
             options.temperature = asked.temperature or None

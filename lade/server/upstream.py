@@ -1,7 +1,7 @@
 """All that lade touches of transformers' serving code, whose parts change between its versions.
 
 Tested on the oldest and the newest supported version. The routes, the handlers' translation of
-messages and tools into prompts and of answers into JSON, and the inference thread are theirs.
+messages and tools into prompts and of answers into JSON are theirs.
 """
 
 import asyncio
@@ -12,7 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -24,6 +26,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
+from lade.batcher import Batcher
 from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
 from lade.server.answers import completed, rewritten
@@ -42,14 +45,18 @@ class Upstream(NamedTuple):
     """What transformers brings to a server."""
 
     app: Any
-    manager: "_Manager"  # of the inference thread
+    manager: "_Manager"  # of the threads that answer
     #: Returns a function that makes a request's prompt, in another thread.
     prompts: Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
     models: ModelList  # as clients are told of them
 
 
 def build_app(
-    loaded: LoadedModel, name: str, limits: RequestLimits, pieces: Callable[[], Sequence[bytes]]
+    loaded: LoadedModel,
+    name: str,
+    limits: RequestLimits,
+    pieces: Callable[[], Sequence[bytes]],
+    batcher: Batcher,
 ) -> Upstream:
     """Return transformers' application for one model.
 
@@ -58,10 +65,11 @@ def build_app(
         name: what clients call it.
         limits: of prompts and answers.
         pieces: returns the bytes of every token.
+        batcher: of the model, runs the answers.
     """
     logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # a line for each request
     tokenizer = _prepared_by_us(loaded.tokenizer, limits)
-    models, state = _OneModel(loaded._replace(tokenizer=tokenizer), name), _State(limits)
+    models, state = _OneModel(loaded._replace(tokenizer=tokenizer), name), _State(limits, batcher)
     handlers: dict[str, Any] = {
         "chat_handler": _Chat(models, state),
         "completion_handler": _Completions(models, state),
@@ -176,23 +184,25 @@ class _OneModel(ModelManager):  # type: ignore[misc]
 
 
 class _State(GenerationState):  # type: ignore[misc]
-    """Has one inference thread."""
+    """Has one manager, which runs many answers at once."""
 
-    def __init__(self, limits: RequestLimits) -> None:
+    def __init__(self, limits: RequestLimits, batcher: Batcher) -> None:
         super().__init__()
-        self.manager = _Manager(limits)
+        self.manager = _Manager(limits, batcher)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
-        """Return the manager of the inference thread."""
+        """Return the manager."""
         return self.manager
 
 
 class _Manager(GenerateManager):  # type: ignore[misc]
-    """Hands requests to the inference thread together with what lade knows of them."""
+    """Runs requests together, each in a thread of its own, with what lade knows of them."""
 
-    def __init__(self, limits: RequestLimits) -> None:
-        super().__init__()
+    def __init__(self, limits: RequestLimits, batcher: Batcher) -> None:
+        # Not the base class's __init__, which starts a thread for one after the other.
         self._limits = limits
+        self._batcher = batcher
+        self._threads = set[threading.Thread]()
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
@@ -218,8 +228,34 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         exchange.is_submitted = True
         return _Asking(exchange, model, tokenizer)
 
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Run in a thread of its own, among the answers that run."""
+        future: Future[Any] = Future()
+        exchange = current.get(None)
+        num_tokens = 0 if exchange is None else exchange.most_tokens
+
+        def run() -> None:
+            try:
+                future.set_result(self._batcher.run(partial(fn, *args, **kwargs), num_tokens))
+            except BaseException as error:  # it is raised where the result is awaited
+                future.set_exception(error)
+            finally:
+                self._threads.discard(thread)
+
+        # A daemon, so that the process can end in the middle of a long forward.
+        thread = threading.Thread(target=run, name="lade-answers", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return future
+
+    def wait(self, sec: float) -> None:
+        """Wait until all have ended, but not longer than so many seconds."""
+        end = time.monotonic() + sec
+        for thread in [*self._threads]:
+            thread.join(max(0.0, end - time.monotonic()))
+
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run on the inference thread; whoever waits for it may leave at any time."""
+        """Run among the answers; whoever waits for it may leave at any time."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 

@@ -11,6 +11,7 @@ from lade.batch import Text
 from lade.compat import Model
 from lade.drafting.drafts import chain
 from lade.tree import Tree
+from lade.turns import JointStep
 
 
 class Forward(Protocol):
@@ -53,6 +54,11 @@ class Target(ABC):
     def is_timing_valid(self) -> bool:
         """Whether the last forward's time is representative of its size."""
         return True
+
+    @property
+    def joint(self) -> JointStep | None:
+        """The last forward, if other calls had a part in it."""
+        return None
 
     @property
     @abstractmethod

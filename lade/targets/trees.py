@@ -1,6 +1,7 @@
 """Verification of whole trees in one forward."""
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -11,20 +12,22 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import Model, attention_of, may_be_users, prefill
+from lade.compat import CHUNKS_GO_ON, Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
+from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
-from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row
+from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row, rope_of
 from lade.targets.prompts import packed_prompts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
-from lade.view import keep_attributes, with_attention, with_decoding_experts
+from lade.turns import JointStep, Seat
+from lade.view import keep_attributes, with_attention, with_decoding_experts, with_own_hooks
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
 # attention would do so, too, but recompiles for every tree size.)
@@ -36,6 +39,11 @@ MASK_IS_ADDED = {
     STABLE_ATTENTION: False,
     "eager": True,
 }
+
+
+# What a prompt of tokens alone has; transformers runs others in one piece.
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_NUM_RECENT = 8  # steps that say how many tokens the next one commits
 
 
 class TreeTarget(Target):
@@ -111,6 +119,9 @@ class TreeTarget(Target):
         self.early_failure: str | None = None
         self._was_early = False  # whether the last forward had some of its nodes run before
         self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
+        self._seat: Seat | None = None  # where forwards run together with those of other calls
+        self._joint: JointStep | None = None
+        self._num_committed = 1.0  # tokens in a step, of late
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
         # The common case, whose mask takes a tenth of the time to make.
@@ -131,7 +142,10 @@ class TreeTarget(Target):
         fast = model if is_plain or self._products is None else self._products.view(model)
         output = None if is_plain else self._packed_prefill(fast)
         if output is None:
-            output = prefill(fast, self._input_ids, self._generation_config, self._model_kwargs)
+            options = self._generation_config
+            if self._seat is not None:
+                fast, options = self._in_pieces(fast, self._seat)
+            output = prefill(fast, self._input_ids, options, self._model_kwargs)
         if fast is not model:
             keep_attributes(fast, model)
         cache = cache_in(output)
@@ -151,6 +165,31 @@ class TreeTarget(Target):
         self._place_rows()
         forward: Forward = output
         return forward
+
+    def _in_pieces(self, model: Model, seat: Seat) -> tuple[Model, GenerationConfig]:
+        """Return a view that lets other calls go on before each piece, and options with its size.
+
+        A prompt with more than tokens, or one that transformers would run again, stays whole.
+        """
+        view = with_own_hooks(model, [model])
+
+        def end_piece(_: Any, __: Any, inputs: dict[str, Any], ___: Any) -> None:
+            seat.end_piece(inputs["input_ids"].shape[1])
+
+        view.register_forward_pre_hook(lambda *_: seat.pause())
+        view.register_forward_hook(end_piece, with_kwargs=True)
+        options = self._generation_config
+        num_left = self._input_ids.shape[1] - self.cache.get_seq_length()
+        # Embeddings and images are no tokens.
+        is_text = not any(
+            name not in _OF_TEXT and value is not None and value is not False
+            for name, value in self._model_kwargs.items()
+        )
+        goes_on = CHUNKS_GO_ON or not self.cache.get_seq_length()
+        if options.prefill_chunk_size is None and is_text and goes_on and num_left > seat.piece:
+            options = copy(options)
+            options.prefill_chunk_size = seat.piece
+        return view, options
 
     def _packed_prefill(self, model: Model) -> Any:
         """Run the prompts without padding, equal ones once; None where that is not possible."""
@@ -199,6 +238,11 @@ class TreeTarget(Target):
         return not self._was_early
 
     @property
+    def joint(self) -> JointStep | None:
+        """The last forward, if other calls had a part in it."""
+        return self._joint
+
+    @property
     def packs_rows(self) -> bool:
         """Whether trees of different sizes run without padding."""
         return self._packs and len(self._rows) > 1
@@ -239,10 +283,24 @@ class TreeTarget(Target):
             return self._forward_rest(inputs)
         try:
             is_wide = inputs["input_ids"].shape[1] > 1
-            output: Forward = (self._view if is_wide else self._roots_view)(**inputs)
+            view = self._view if is_wide else self._roots_view
+            if self._seat is None:
+                output: Forward = view(**inputs)
+            else:
+                kind = (self.attention, self._products)
+                part = Part(kind, view, inputs, self.discard, self._num_committed)
+                output = self._seat.run(part)
+                self._joint = part.joint
         finally:
             self.cache.unfix()
         return output
+
+    def take_seat(self, seat: Seat) -> None:
+        """Run forwards together with those of other calls of the model, where that is exact."""
+        is_whole = self._padding is None or bool(self._padding.all())
+        has_own_angles = rope_of(self._model.config.get_text_config(decoder=True)) is not None
+        if self._packs and len(self._input_ids) == 1 and is_whole and not has_own_angles:
+            self._seat = seat
 
     def extend(self, tree: Tree, num_run: int) -> Forward:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.
@@ -346,6 +404,7 @@ class TreeTarget(Target):
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the accepted paths in the cache; drop the rest of the trees."""
+        self._num_committed += (len(paths[0]) - self._num_committed) / _NUM_RECENT
         self._early = None
         self.cache.keep(paths)
         self._place_rows()

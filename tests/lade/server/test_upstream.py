@@ -9,6 +9,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 
+from lade.batcher import Batcher
 from lade.server import upstream
 from lade.server.limits import RequestLimits
 from lade.server.options import ServerOptions
@@ -62,7 +63,8 @@ def test_handlers_that_some_versions_lack_are_left_out(
     monkeypatch.setattr(upstream, "build_server", build)
     loaded = loaded_model()
     pieces: Callable[[], list[bytes]] = list
-    upstream.build_app(loaded, NAME, RequestLimits(loaded.model, ServerOptions()), pieces)
+    limits = RequestLimits(loaded.model, ServerOptions())
+    upstream.build_app(loaded, NAME, limits, pieces, Batcher(loaded.model))
     assert given.keys() | {"model_manager", "enable_cors"} == kept.keys()
     assert given["chat_handler"].pieces is pieces
 

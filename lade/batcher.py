@@ -1,0 +1,275 @@
+"""`Batcher`: many calls of one model at once, each with options of its own.
+
+A call runs in a thread of its own, by the code that runs a single one; `lade.turns` has these take
+turns, and `lade.targets.joint` runs their forwards as one.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from lade.compat import Model, device_of_inputs, without_compiler
+from lade.config import Config
+from lade.drafting.drafter import Drafter
+from lade.hf.api import generate
+from lade.hf.pools import Pools
+from lade.stats import Step
+from lade.targets.joint import JointForwards
+from lade.turns import Turns
+
+_Result = TypeVar("_Result")
+_SHARE_OF_MEMORY = 0.5
+
+
+class Request(Future[Any]):
+    """A call that was submitted: a `Future` whose tokens can be had one by one.
+
+    Its result is that of `lade.generate`. Iterating yields the emitted tokens of its first row as
+    they come, ints, once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: SimpleQueue[int | None] = SimpleQueue()
+        self._is_cancelled = False
+
+    def cancel(self) -> bool:
+        """End the call before its next step, if it has not ended; return whether it had not."""
+        self._is_cancelled = True
+        return super().cancel() or not self.done()
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield tokens until the call ends.
+
+        Raises:
+            BaseException: what the call raised.
+        """
+        while (token_id := self._tokens.get()) is not None:
+            yield token_id
+        self.result()
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise CancelledError
+
+    def _note(self, step: Step) -> None:
+        self._check()
+        for token_id in step.token_ids if step.row == 0 else ():
+            self._tokens.put(token_id)
+
+
+class Batcher:
+    """Runs calls of `lade.generate` on one model at the same time, as a batch that they join.
+
+        with lade.Batcher(model, max_batch_size=8) as batcher:
+            requests = [batcher.submit(**inputs, max_new_tokens=100) for inputs in prompts]
+            texts = [request.result() for request in requests]
+
+    Each has options, pool and random numbers of its own, and the text it would have alone. All
+    methods may be called from any thread. Models whose forwards cannot run together, and calls of
+    several rows, take turns instead: `why_not_joint` says why.
+
+    Args:
+        model: a transformers causal LM. Nobody else may run it meanwhile.
+        max_batch_size: calls that run at once; others wait, first come, first served.
+        max_batch_tokens: of all calls that run, prompts and answers that they may come to have;
+            others wait, and one of more runs alone. None for as many as have keys and values in
+            half of the memory that is free now.
+        pool, drafter, config: of calls that bring none of their own, as for `lade.generate`.
+        stall_sec: how long a piece of a new prompt may keep the others waiting, on a CPU.
+
+    Raises:
+        ValueError: a limit is less than 1.
+
+    Source: iteration-level scheduling, Orca (OSDI 2022).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_batch_size: int = 8,
+        max_batch_tokens: int | None = None,
+        pool: Pools | None = None,
+        drafter: Drafter | None = None,
+        config: Config | None = None,
+        stall_sec: float = 0.5,
+    ) -> None:
+        for name, limit in (
+            ("max_batch_size", max_batch_size),
+            ("max_batch_tokens", max_batch_tokens),
+        ):
+            if limit is not None and limit < 1:
+                raise ValueError(f"expected {name} of at least 1, got {limit!r}")
+        self._model = model
+        self._given = {"pool": pool, "drafter": drafter, "config": config}
+        self._joint = JointForwards()
+        self._turns = Turns(self._joint, device_of_inputs(without_compiler(model)), stall_sec)
+        if max_batch_tokens is None:
+            max_batch_tokens = _tokens_that_fit(model)
+        self._room = _Room(max_batch_tokens)
+        self._threads = ThreadPoolExecutor(max_batch_size, thread_name_prefix="lade-batcher")
+
+    @property
+    def why_not_joint(self) -> str | None:
+        """Why forwards of the model do not run together; None as long as they do."""
+        return self._joint.why_not
+
+    def submit(
+        self, input_ids: Tensor | None = None, *, seed: int | None = None, **options: Any
+    ) -> Request:
+        """Begin a call as soon as there is room for it.
+
+        Args:
+            input_ids: int64 [1, num_tokens]; several rows run, but not beside other calls.
+            seed: of what the call draws: its tokens are those of `generate` after
+                `torch.manual_seed(seed)`. None for one that nobody knows.
+            options: everything else that `lade.generate` takes.
+
+        Raises:
+            RuntimeError: the batcher is closed.
+        """
+        request = Request()
+        call = {**self._given, **options}
+        if input_ids is not None:
+            call["input_ids"] = input_ids
+        try:
+            self._threads.submit(self._run, request, seed, call)
+        except RuntimeError:
+            raise RuntimeError("expected a batcher that is open, got one that was closed") from None
+        return request
+
+    def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
+        """Run a function that generates, in this thread, among the calls of the batcher.
+
+        Args:
+            call: the function. Whatever it runs besides forwards of lade's, others wait for.
+            num_tokens: that prompt and answer may come to have.
+        """
+        with self._room.taken(num_tokens), self._turns.seat():
+            return call()
+
+    def close(self) -> None:
+        """Refuse further calls, and wait for those submitted."""
+        self._threads.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, request: Request, seed: int | None, call: dict[str, Any]) -> None:
+        if not request.set_running_or_notify_cancel():
+            request._tokens.put(None)
+            return
+        on_step = call.pop("on_step", None)
+
+        def note(step: Step) -> None:
+            request._note(step)
+            if on_step is not None:
+                on_step(step)
+
+        def decode() -> Any:
+            request._check()
+            torch.manual_seed(torch.seed() if seed is None else seed)
+            return generate(self._model, on_step=note, **call)
+
+        try:
+            result = self.run(decode, _most_tokens(self._model, call))
+        except BaseException as error:
+            request.set_exception(error)
+        else:
+            request.set_result(result)
+        finally:
+            request._tokens.put(None)
+
+
+class _Room:
+    """A number of tokens that calls take and give back; first come, first served.
+
+    Args:
+        num_tokens: how many there are; None for any number.
+    """
+
+    def __init__(self, num_tokens: int | None) -> None:
+        self._limit = num_tokens
+        self._num_taken = 0
+        self._changed = threading.Condition()
+        self._waiting = deque[object]()
+
+    @contextmanager
+    def taken(self, num_tokens: int) -> Iterator[None]:
+        """Wait for so many tokens; for more than there are, until nobody else has any."""
+        limit = self._limit
+        if limit is None:
+            yield
+            return
+        num_tokens = min(num_tokens, limit)
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            self._changed.wait_for(
+                lambda: self._waiting[0] is turn and self._num_taken + num_tokens <= limit
+            )
+            self._waiting.popleft()
+            self._num_taken += num_tokens
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_taken -= num_tokens
+                self._changed.notify_all()
+
+
+def _most_tokens(model: Model, call: dict[str, Any]) -> int:
+    """Return how many tokens a call may come to have, its prompt included."""
+    prompt = call.get("input_ids", call.get("inputs_embeds"))
+    num_rows, num_prompt = (1, 1) if prompt is None else prompt.shape[:2]
+    options = call.get("generation_config") or model.generation_config
+    num_new = call.get("max_new_tokens") or options.max_new_tokens
+    longest = call.get("max_length") or options.max_length or 0
+    num_tokens: int = max(longest, num_prompt) if num_new is None else num_prompt + num_new
+    return num_rows * num_tokens
+
+
+def _tokens_that_fit(model: Model) -> int | None:
+    """Return how many tokens have keys and values in a share of free memory; None if unknown."""
+    config = model.config.get_text_config(decoder=True)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    num_heads = getattr(config, "num_attention_heads", None)
+    if not num_layers or not num_heads:
+        return None
+    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_bytes = 2 * num_layers * num_key_heads * head_dim * model.dtype.itemsize
+    free = _free_bytes(device_of_inputs(without_compiler(model)))
+    return None if free is None else max(1, int(_SHARE_OF_MEMORY * free / num_bytes))
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device; None where the system does not tell."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(available[0]) * 1024 if available and device.type == "cpu" else None

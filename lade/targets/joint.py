@@ -1,0 +1,193 @@
+"""Forwards of several calls run as one: their tokens one after the other in a single row.
+
+Linear layers, most of the work, take the tokens of all calls at once; attention takes those of each
+call alone, with its own cache and mask, so that no call pays for the length of another and nothing
+is padded. This is what servers call continuous batching (Orca, OSDI 2022).
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from lade.attention.packed import with_parts
+from lade.closeness import distance, limit_of
+from lade.compat import Model
+from lade.errors import in_one_line
+from lade.targets.base import Forward, Output
+from lade.targets.inputs import TOKEN_TYPES
+from lade.targets.kv_cache import TreeCache
+from lade.turns import JointStep
+
+
+@dataclass(eq=False)
+class Part:
+    """A call's part of a forward.
+
+    Attributes:
+        kind: parts of equal kinds may run together.
+        view: the model to run.
+        inputs: of its forward, one row.
+        undo: makes the cache forget what the forward has written.
+        num_committed: tokens that the call usually commits in a step.
+        joint: the forward that it ran in, afterwards; None if it ran alone.
+    """
+
+    kind: Hashable
+    view: Model
+    inputs: dict[str, Any]
+    undo: Callable[[], None]
+    num_committed: float
+    joint: JointStep | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it runs."""
+        return int(self.inputs["input_ids"].shape[1])
+
+
+class JointForwards:
+    """Runs what calls ask for, together where the model allows it.
+
+    Whether it does is found out as they run: the first forward of several calls, the second, the
+    fourth and so on are held against those of the calls alone.
+
+    Attributes:
+        why_not: why forwards of the model do not run together any more; None if they do.
+        num_run: forwards of several calls.
+    """
+
+    def __init__(self) -> None:
+        self.why_not: str | None = None
+        self.num_run = 0
+
+    def __call__(self, parts: Sequence[Part]) -> list[Any]:
+        """Run parts; return for each its output, or the exception that it raised."""
+        by_kind: dict[Hashable, list[Part]] = {}
+        for part in parts:
+            by_kind.setdefault(part.kind, []).append(part)
+        results: dict[Part, Any] = {}
+        for alike in by_kind.values():
+            results |= zip(alike, self._run(alike), strict=True)
+        return [results[part] for part in parts]
+
+    def _run(self, parts: Sequence[Part]) -> list[Any]:
+        if len(parts) == 1 or self.why_not is not None:
+            return [_run_alone(part) for part in parts]
+        self.num_run += 1
+        is_checked = self.num_run & (self.num_run - 1) == 0
+        try:
+            together = _run_as_one(parts)
+        except torch.OutOfMemoryError:  # there may be enough for one after the other
+            together = []
+        except Exception as failure:  # the model is the user's, and may run alone
+            together, self.why_not = [], in_one_line(failure)
+        if together and not is_checked:
+            return together
+        for part in parts:
+            part.undo()
+        alone = [_run_alone(part) for part in parts]
+        if together:
+            self._compare(parts[0].view, alone, together)
+        return alone
+
+    def _compare(self, model: Model, alone: Sequence[Any], together: Sequence[Forward]) -> None:
+        limit = limit_of(model)
+        for mine, theirs in zip(together, alone, strict=True):
+            if isinstance(theirs, BaseException):
+                continue
+            error = distance(mine.logits.double(), theirs.logits.double())
+            if not error <= limit:
+                self.why_not = (
+                    f"logits of several calls differ from those of each alone by {error:.2g} of "
+                    f"their standard deviation (expected at most {limit:.2g})"
+                )
+
+
+def _run_alone(part: Part) -> Any:
+    try:
+        return part.view(**part.inputs)
+    except Exception as failure:  # of this call alone
+        return failure
+
+
+def _run_as_one(parts: Sequence[Part]) -> list[Forward]:
+    sizes = [part.num_tokens for part in parts]
+    inputs = {**parts[0].inputs}
+    for name in ("input_ids", "position_ids", *TOKEN_TYPES):
+        if name in inputs:
+            inputs[name] = torch.cat([part.inputs[name] for part in parts], dim=-1)
+    inputs["attention_mask"] = _mask([part.inputs["attention_mask"] for part in parts], sizes)
+    inputs["past_key_values"] = JointCache(
+        [part.inputs["past_key_values"] for part in parts], sizes
+    )
+    begin = perf_counter()
+    output = parts[0].view(**inputs)
+    sec = perf_counter() - begin
+    num_tokens, num_committed = sum(sizes), sum(part.num_committed for part in parts)
+    for index, part in enumerate(parts):
+        part.joint = JointStep(
+            len(parts),
+            num_tokens,
+            num_tokens - part.num_tokens,
+            num_committed - part.num_committed,
+            None if index else sec,
+        )
+    return [Output(logits) for logits in output.logits.split(sizes, dim=1)]
+
+
+def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tensor]:
+    """Return a mask, or one for each type of layers, that carries those of the parts."""
+    names = {name for mask in masks if isinstance(mask, dict) for name in mask}
+
+    def carrying(of_parts: Sequence[Tensor | None]) -> Tensor:
+        # Of no meaning itself; it fits no keys, so that it is refused where it is not understood.
+        empty = torch.ones((1, 1, sum(sizes), sum(sizes) + 1), dtype=torch.bool)
+        return with_parts(empty, of_parts, sizes)
+
+    if not names:
+        return carrying(masks)
+    return {
+        name: carrying([mask[name] if isinstance(mask, dict) else mask for mask in masks])
+        for name in names
+    }
+
+
+class JointCache(Cache):  # type: ignore[misc]
+    """The caches of several calls, as one forward sees them.
+
+    Args:
+        caches: of the parts.
+        sizes: number of tokens of each part.
+    """
+
+    def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]) -> None:
+        super().__init__(layers=caches[0].layers)  # some models ask what kinds they are
+        self._caches = caches
+        self._sizes = [*sizes]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values into the caches; what is returned carries those of each part."""
+        keys, values = key_states[:], value_states[:]  # tensors of our own, to carry them
+        held = [
+            cache.update(new_keys, new_values, layer_idx, *args, **kwargs)
+            for cache, new_keys, new_values in zip(
+                self._caches,
+                torch.split(key_states, self._sizes, dim=2),
+                torch.split(value_states, self._sizes, dim=2),
+                strict=True,
+            )
+        ]
+        keys._lade_held = [each for each, _ in held]  # type: ignore[attr-defined]
+        values._lade_held = [each for _, each in held]  # type: ignore[attr-defined]
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: what tokens see is in their masks, and where they are in their positions."""
+        return 0

@@ -1,0 +1,196 @@
+"""Calls in threads of their own that take turns, and whose forwards run together.
+
+One thread runs at a time. It hands the turn on where it needs a forward, and once all others need
+one, too, these run as one. So a call is decoded by the same code whether it is alone or not, may
+begin and end whenever it likes, and has a random state of its own, as if nobody else drew.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+#: The seat of whatever code runs in a turn.
+_current: ContextVar["Seat | None"] = ContextVar("lade_seat", default=None)
+
+
+_FIRST_PIECE = 128  # tokens of a prompt
+_LEAST_PIECE = 16
+
+
+class JointStep(NamedTuple):
+    """A forward that several calls had a part in."""
+
+    num_rows: int  # calls
+    num_tokens: int  # of all of them
+    num_others: int  # of the other calls
+    others_commit: float  # tokens that the other calls usually commit in a step, together
+    sec: float | None  # of the forward; None for all but one of them, so that it counts once
+
+
+class Turns:
+    """Whose turn it is among calls of one model.
+
+    Args:
+        run: runs forwards together; takes what calls have asked for, and returns for each of them
+            the result or the exception to raise in it.
+        device: of the model, whose default generator calls draw from.
+        stall_sec: how long a piece of a prompt may keep the others waiting.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        device: torch.device,
+        stall_sec: float = 0.5,
+    ) -> None:
+        self._run = run
+        self._device = device
+        self._lock = threading.Lock()
+        self._holder: Seat | None = None
+        self._ready = deque[Seat]()
+        self._asking = deque[Seat]()
+        self._later = deque[Seat]()  # those that run a piece of a prompt after the next forward
+        self._has_run_piece = False  # since the last forward
+        #: Tokens of a prompt that run in one piece, by the time that pieces take.
+        self.piece = _FIRST_PIECE
+        self.stall_sec = stall_sec
+
+    @contextmanager
+    def seat(self) -> Iterator["Seat"]:
+        """Take part; the code inside runs in turns, the first of which is waited for."""
+        seat = Seat(self)
+        seat._wait_in(self._ready)
+        token = _current.set(seat)
+        try:
+            yield seat
+        finally:
+            _current.reset(token)
+            seat._leave()
+
+    def _next(self) -> "Seat | None":
+        """Return whose turn is next; the first of those that ask runs the forward of all."""
+        for waiting in (self._ready, self._asking, self._later):
+            if waiting:
+                return waiting.popleft()
+        return None
+
+
+class Seat:
+    """One call's place among those that take turns."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._woken = threading.Semaphore(0)
+        self._states: list[torch.Tensor] | None = None  # of generators, while others have the turn
+        self._begin = 0.0
+        self._asked: Any = None
+        self._result: Any = None
+
+    def run(self, asked: Any) -> Any:
+        """Run a forward, together with those of the other calls.
+
+        Returns:
+            What the `run` of the turns returned for it.
+
+        Raises:
+            BaseException: what it returned for it, if that is an exception.
+        """
+        turns = self._turns
+        self._asked = asked
+        self._wait_in(turns._asking)
+        if self._asked is not None:
+            self._run_all()
+        result, self._result = self._result, None
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def pause(self) -> None:
+        """Let others go on before a piece of a prompt is run, of which there is one a step."""
+        turns = self._turns
+        if turns._has_run_piece and turns._asking:
+            self._wait_in(turns._later)
+        turns._has_run_piece = True
+
+        self._begin = perf_counter()
+
+    def end_piece(self, num_tokens: int) -> None:
+        """Learn how many tokens of a prompt run in the time that they may take."""
+        turns = self._turns
+        per_sec = num_tokens / (perf_counter() - self._begin)
+        if num_tokens >= _LEAST_PIECE:
+            turns.piece = max(_LEAST_PIECE, int(turns.stall_sec * per_sec))
+
+    @property
+    def piece(self) -> int:
+        """Number of tokens of a prompt to run in one piece."""
+        return self._turns.piece
+
+    def _run_all(self) -> None:
+        """Run what all ask for; theirs are the next turns."""
+        turns = self._turns
+        with turns._lock:
+            seats = [self, *turns._asking]
+            turns._asking.clear()
+        try:
+            results = turns._run([seat._asked for seat in seats])
+        except BaseException as failure:  # an interrupt; each call ends by it
+            results = [failure] * len(seats)
+        for seat, result in zip(seats, results, strict=True):
+            seat._asked, seat._result = None, result
+        with turns._lock:
+            turns._ready.extend(seats[1:])
+            turns._has_run_piece = False
+            if turns._later:
+                turns._ready.append(turns._later.popleft())
+
+    def _wait_in(self, waiting: deque["Seat"]) -> None:
+        """Hand the turn on, if it is ours, and wait until it comes again."""
+        turns = self._turns
+        if turns._holder is self:
+            self._swap_states()
+        with turns._lock:
+            if turns._holder is None:
+                turns._holder = self
+            else:
+                waiting.append(self)
+                if turns._holder is self:
+                    self._hand_on()
+            must_wait = turns._holder is not self
+        if must_wait:
+            self._woken.acquire()
+        self._swap_states()
+
+    def _leave(self) -> None:
+        self._swap_states()
+        with self._turns._lock:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Wake whoever is next; may be this one. The lock is held."""
+        following = self._turns._holder = self._turns._next()
+        if following is not None and following is not self:
+            following._woken.release()
+
+    def _swap_states(self) -> None:
+        """Exchange the default generators' states with those kept here."""
+        device = self._turns._device
+        states = [torch.get_rng_state()]
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        if self._states is not None:
+            torch.set_rng_state(self._states[0])
+            if device.type != "cpu":
+                torch.get_device_module(device).set_rng_state(self._states[1], device)
+        self._states = states
+
+
+def current_seat() -> Seat | None:
+    """Return the seat of the code that runs; None where it does not run in turns."""
+    return _current.get()

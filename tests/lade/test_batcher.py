@@ -1,0 +1,243 @@
+"""Many calls at once: each has the text that it has alone."""
+
+import random
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lade
+from lade.batcher import Batcher, _Room
+from lade.targets.joint import JointForwards, Part
+from lade.turns import Turns
+from tests.lade.batches import num_wrong, random_call
+from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
+
+TOGETHER = [
+    *("llama", "qwen3", "gpt2", "gpt_neox", "opt", "olmo2", "mistral", "gemma3_text"),
+    *("phi3", "qwen2"),
+]
+
+
+@pytest.mark.parametrize("family", TOGETHER)
+def test_calls_that_come_and_go_have_their_own_texts(family: str) -> None:
+    model = tiny_model(family)
+    wrong, batcher = num_wrong(model, 24, seed=7)
+    assert wrong == 0
+    assert batcher.why_not_joint is None
+    assert batcher._joint.num_run > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("bloom", {**BLOOM, "attention": "eager"}),
+        ("mamba2", {**MAMBA2, "attention": "eager"}),
+        ("llama4_text", {}),
+    ],
+)
+def test_models_that_go_alone_take_turns(family: str, options: dict[str, Any]) -> None:
+    model = tiny_model(family, **options)
+    wrong, batcher = num_wrong(model, 8, seed=3)
+    assert wrong == 0
+    assert batcher._joint.num_run == 0
+
+
+def test_a_model_that_changes_what_its_cache_holds_goes_alone() -> None:
+    wrong, batcher = num_wrong(tiny_model("deepseek_v3"), 8, seed=7)
+    assert wrong == 0
+    assert "keys and values change" in (batcher.why_not_joint or "")
+
+
+def test_float32_has_the_same_texts() -> None:
+    wrong, batcher = num_wrong(tiny_model(dtype=torch.float32), 24, seed=1)
+    assert wrong == 0
+    assert batcher._joint.num_run > 0
+
+
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")
+@pytest.mark.filterwarnings("ignore:lade decodes:lade.VerificationWarning")
+def test_code_of_ones_own_in_the_forward_sees_its_call_alone() -> None:
+    model = tiny_model()
+
+    def steer(module: Any, args: Any, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :-1], output[:, -1:] + 0.5], dim=1)
+
+    with model.model.layers[0].mlp.register_forward_hook(steer):
+        wrong, batcher = num_wrong(model, 6, seed=2)
+    assert wrong == 0
+    assert batcher._joint.num_run == 0
+
+
+def test_long_prompts_run_in_pieces_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.turns._FIRST_PIECE", 4)
+    monkeypatch.setattr("lade.turns.Seat.end_piece", lambda *_: None)
+    model = tiny_model("gemma3_text")
+    wrong, batcher = num_wrong(model, 16, seed=5)
+    assert wrong == 0
+    assert batcher._joint.num_run > 0
+
+
+def test_tokens_come_one_by_one_and_cancelling_ends_them() -> None:
+    model = tiny_model()
+    asked = random_call(random.Random(0))
+    asked.options.update(max_new_tokens=400, min_new_tokens=400, do_sample=False)
+    asked.options.pop("eos_token_id", None)
+    with Batcher(model) as batcher:
+        request = asked.submitted(batcher)
+        tokens = iter(request)
+        first = [next(tokens) for _ in range(5)]
+        assert request.cancel()
+        with pytest.raises(CancelledError):
+            list(tokens)
+        whole = asked.submitted(batcher, return_dict_in_generate=True)
+        streamed = [*whole]
+    assert streamed[:5] == first
+    output = whole.result()
+    assert output.sequences[0, asked.input_ids.shape[1] :].tolist() == streamed
+    assert output.stats.num_tokens == 400
+    assert not request.cancel()
+
+
+def test_a_closed_batcher_refuses_calls() -> None:
+    batcher = Batcher(tiny_model())
+    batcher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        batcher.submit(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("options", [{"max_batch_size": 0}, {"max_batch_tokens": 0}])
+def test_limits_below_one_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"expected {next(iter(options))} of at least 1, got 0"):
+        lade.Batcher(tiny_model(), **options)
+
+
+def test_calls_wait_for_room_in_the_order_they_came() -> None:
+    room, order = _Room(10), list[str]()
+    has_begun = threading.Semaphore(0)
+
+    def take(name: str, num_tokens: int) -> None:
+        has_begun.release()
+        with room.taken(num_tokens):
+            order.append(name)
+
+    with room.taken(8):
+        threads = []
+        for name, num_tokens in (("large", 1000), ("small", 1)):
+            threads.append(threading.Thread(target=take, args=(name, num_tokens)))
+            threads[-1].start()
+            has_begun.acquire()
+            while len(room._waiting) < len(threads):
+                pass
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == ["large", "small"]
+
+
+def test_random_numbers_of_a_call_are_its_own() -> None:
+    turns = Turns(lambda asked: asked, torch.device("cpu"))
+    drawn: dict[int, list[float]] = {}
+
+    def draw(seed: int) -> None:
+        with turns.seat() as seat:
+            torch.manual_seed(seed)
+            drawn[seed] = []
+            for _ in range(20):
+                drawn[seed].append(torch.rand(()).item())
+                assert seat.run(seed) == seed
+
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed, numbers in drawn.items():
+        torch.manual_seed(seed)
+        assert numbers == [torch.rand(()).item() for _ in range(20)]
+
+
+def test_forwards_wait_for_each_other_and_run_as_one() -> None:
+    sizes: list[int] = []
+
+    def run(asked: Any) -> Any:
+        sizes.append(len(asked))
+        return asked
+
+    turns = Turns(run, torch.device("cpu"))
+
+    def step(number: int) -> None:
+        with turns.seat() as seat:
+            while not sizes and len(turns._ready) + len(turns._asking) < 3:
+                pass
+            for _ in range(10):
+                seat.run(number)
+
+    threads = [threading.Thread(target=step, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == [4] * 10
+
+
+def test_an_interrupt_of_a_forward_ends_every_call_that_waits_for_it() -> None:
+    def run(asked: Any) -> Any:
+        raise KeyboardInterrupt
+
+    turns = Turns(run, torch.device("cpu"))
+    with turns.seat() as seat, pytest.raises(KeyboardInterrupt):
+        seat.run(1)
+
+
+class _Model:
+    """A model whose logits depend on what else is in a forward."""
+
+    dtype = torch.float32
+
+    def __init__(self, error: float) -> None:
+        self._error = error
+
+    def __call__(self, **inputs: Any) -> Any:
+        ids = inputs["input_ids"]
+        if isinstance(inputs["past_key_values"], str):
+            logits = torch.eye(8)[ids]
+        else:
+            logits = torch.eye(8)[ids] + self._error * torch.rand(8)
+        return type("Output", (), {"logits": logits})
+
+
+@pytest.mark.parametrize(("error", "is_found"), [(0.0, False), (1e-2, True)])
+def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
+    monkeypatch: pytest.MonkeyPatch, error: float, is_found: bool
+) -> None:
+    monkeypatch.setattr("lade.targets.joint.JointCache", lambda *_: None)
+    monkeypatch.setattr("lade.targets.joint.limit_of", lambda _: 1e-3)
+    forwards, undone = JointForwards(), list[int]()
+
+    def part(ids: list[int]) -> Part:
+        inputs = {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": torch.tensor([ids]),
+            "attention_mask": None,
+            "past_key_values": "own",
+        }
+        return Part("any", _Model(error), inputs, lambda: undone.append(1), 1.0)
+
+    for _ in range(3):
+        parts = [part([1, 2]), part([3])]
+        outputs = forwards(parts)
+        if is_found or forwards.num_run in (1, 2):
+            assert [output.logits.shape[1] for output in outputs] == [2, 1]
+            assert torch.equal(outputs[1].logits, torch.eye(8)[torch.tensor([[3]])])
+    assert (forwards.why_not is not None) == is_found
+    assert len(undone) == (2 if is_found else 4)
+    joint = parts[0].joint
+    assert (joint is None) == is_found
+    assert joint is None or joint.num_tokens == 3
