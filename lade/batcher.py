@@ -57,6 +57,14 @@ class Request(Future[Any]):
             yield token_id
         self.result()
 
+    def _end(self, running: Future[Any]) -> None:
+        error = running.exception()
+        if error is not None:
+            self.set_exception(error)
+        elif not self.cancelled():
+            self.set_result(running.result())
+        self._tokens.put(None)
+
     def _check(self) -> None:
         if self._is_cancelled:
             raise CancelledError
@@ -143,9 +151,10 @@ class Batcher:
         if input_ids is not None:
             call["input_ids"] = input_ids
         try:
-            self._threads.submit(self._run, request, seed, call)
+            running = self._threads.submit(self._answer, request, seed, call)
         except RuntimeError:
             raise RuntimeError("expected a batcher that is open, got one that was closed") from None
+        running.add_done_callback(request._end)
         return request
 
     def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
@@ -161,6 +170,7 @@ class Batcher:
     def close(self) -> None:
         """Refuse further calls, and wait for those submitted."""
         self._threads.shutdown(wait=True)
+        self._turns.close()
 
     def __enter__(self) -> Self:
         return self
@@ -173,10 +183,9 @@ class Batcher:
     ) -> None:
         self.close()
 
-    def _run(self, request: Request, seed: int | None, call: dict[str, Any]) -> None:
+    def _answer(self, request: Request, seed: int | None, call: dict[str, Any]) -> Any:
         if not request.set_running_or_notify_cancel():
-            request._tokens.put(None)
-            return
+            return None
         on_step = call.pop("on_step", None)
 
         def note(step: Step) -> None:
@@ -189,14 +198,7 @@ class Batcher:
             torch.manual_seed(torch.seed() if seed is None else seed)
             return generate(self._model, on_step=note, **call)
 
-        try:
-            result = self.run(decode, _most_tokens(self._model, call))
-        except BaseException as error:
-            request.set_exception(error)
-        else:
-            request.set_result(result)
-        finally:
-            request._tokens.put(None)
+        return self.run(decode, _most_tokens(self._model, call))
 
 
 class _Room:

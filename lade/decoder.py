@@ -159,7 +159,7 @@ class Decoder:
                 self.stats.count_row_step(step)
             is_usual = self._target.is_timing_valid and not self._checks.is_checking
             sec = forward.sec if is_usual else None
-            cost = Cost(len(plan.trees), num_run, sec, self._target.joint)
+            cost = Cost(len(plan.trees), num_run, sec)
             self._end_step(Done(plan, steps, successors, cost))
         self._on_step(steps)
 

@@ -7,11 +7,12 @@ begin and end whenever it likes, and has a random state of its own, as if nobody
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 
@@ -23,40 +24,48 @@ _FIRST_PIECE = 128  # tokens of a prompt
 _LEAST_PIECE = 16
 
 
-class JointStep(NamedTuple):
-    """A forward that several calls had a part in."""
+class Together(Protocol):
+    """Runs forwards of several calls."""
 
-    num_rows: int  # calls
-    num_tokens: int  # of all of them
-    num_others: int  # of the other calls
-    others_commit: float  # tokens that the other calls usually commit in a step, together
-    sec: float | None  # of the forward; None for all but one of them, so that it counts once
+    price: (
+        float | None
+    )  # tokens that a draft token must add to be worth its part of a joint forward
+
+    def __call__(self, asked: Sequence[Any], /) -> Sequence[Any]:
+        """Run what calls have asked for.
+
+        Returns:
+            For each of them the result, or the exception to raise in it.
+        """
 
 
 class Turns:
     """Whose turn it is among calls of one model.
 
     Args:
-        run: runs forwards together; takes what calls have asked for, and returns for each of them
-            the result or the exception to raise in it.
+        run: runs forwards together.
         device: of the model, whose default generator calls draw from.
         stall_sec: how long a piece of a prompt may keep the others waiting.
     """
 
     def __init__(
         self,
-        run: Callable[[Sequence[Any]], Sequence[Any]],
+        run: Together,
         device: torch.device,
         stall_sec: float = 0.5,
     ) -> None:
         self._run = run
         self._device = device
+        self._thread = None
+        if device.type == "cpu":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lade-forwards")
         self._lock = threading.Lock()
         self._holder: Seat | None = None
         self._ready = deque[Seat]()
         self._asking = deque[Seat]()
         self._later = deque[Seat]()  # those that run a piece of a prompt after the next forward
         self._has_run_piece = False  # since the last forward
+        self._num_seats = 0
         #: Tokens of a prompt that run in one piece, by the time that pieces take.
         self.piece = _FIRST_PIECE
         self.stall_sec = stall_sec
@@ -66,12 +75,35 @@ class Turns:
         """Take part; the code inside runs in turns, the first of which is waited for."""
         seat = Seat(self)
         seat._wait_in(self._ready)
+        self._num_seats += 1
         token = _current.set(seat)
         try:
             yield seat
         finally:
             _current.reset(token)
+            self._num_seats -= 1
             seat._leave()
+
+    def close(self) -> None:
+        """End the thread of forwards."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    def _forward(self, asked: Sequence[Any]) -> Sequence[Any]:
+        """Run forwards, on a CPU always in the same thread.
+
+        Each thread that runs parallel loops of OpenMP has workers of its own, and these get in
+        each other's way as soon as there are more of them than cores.
+        """
+        if self._thread is None:
+            return self._run(asked)
+        has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def run() -> Sequence[Any]:
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
+                return self._run(asked)
+
+        return self._thread.submit(run).result()
 
     def _next(self) -> "Seat | None":
         """Return whose turn is next; the first of those that ask runs the forward of all."""
@@ -128,6 +160,11 @@ class Seat:
             turns.piece = max(_LEAST_PIECE, int(turns.stall_sec * per_sec))
 
     @property
+    def price(self) -> float | None:
+        """Tokens that a draft token must add to be worth its cost; None for a call alone."""
+        return self._turns._run.price if self._turns._num_seats > 1 else None
+
+    @property
     def piece(self) -> int:
         """Number of tokens of a prompt to run in one piece."""
         return self._turns.piece
@@ -139,7 +176,7 @@ class Seat:
             seats = [self, *turns._asking]
             turns._asking.clear()
         try:
-            results = turns._run([seat._asked for seat in seats])
+            results = turns._forward([seat._asked for seat in seats])
         except BaseException as failure:  # an interrupt; each call ends by it
             results = [failure] * len(seats)
         for seat, result in zip(seats, results, strict=True):

@@ -17,3 +17,11 @@ def thinned(values: Iterable[Any], *quick: Any) -> list[Any]:
     missing = [value for value in quick if value not in values]
     assert not missing, f"not of this grid: {missing}"
     return [v if v in quick else pytest.param(v, marks=pytest.mark.exhaustive) for v in values]
+
+
+def thinned_rows(rows: Iterable[Any], *quick: Any) -> list[Any]:
+    """Mark all rows but the named ones as exhaustive: each has values of several parameters."""
+    rows = [*rows]
+    missing = [row for row in quick if row not in rows]
+    assert not missing, f"not of this grid: {missing}"
+    return [r if r in quick else pytest.param(*r, marks=pytest.mark.exhaustive) for r in rows]

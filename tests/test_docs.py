@@ -142,6 +142,7 @@ def test_every_command_is_on_its_page() -> None:
     assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_the_drafter_of_the_guide_drafts() -> None:
     import torch
 

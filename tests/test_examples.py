@@ -55,11 +55,13 @@ def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.model
 @pytest.mark.usefixtures("real_model")
 class TestWithTheDefaultModel:
+    @pytest.mark.exhaustive
     def test_chat_with_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("chat_with_memory.py", capsys)
         first, second = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert second > first  # the answer is in the pool by then; how far, costs decide
 
+    @pytest.mark.exhaustive
     def test_repository_pool(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -69,6 +71,7 @@ class TestWithTheDefaultModel:
         empty, filled = (float(line.split()[1]) for line in output.splitlines() if "->" in line)
         assert filled > empty
 
+    @pytest.mark.exhaustive
     def test_predicted_output(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -77,6 +80,7 @@ class TestWithTheDefaultModel:
         assert without.split()[0] == predicted.split()[0]
         assert int(predicted.split()[-2]) <= int(without.split()[-2])
 
+    @pytest.mark.exhaustive
     def test_wrap_pipeline(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("wrap_pipeline.py", capsys).split()) > 20
 
@@ -97,12 +101,17 @@ class TestWithTheDefaultModel:
         assert named == ["exact:", "rejection:"]
 
     @pytest.mark.exhaustive
+    def test_many_at_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert len(run("many_at_once.py", capsys).splitlines()) >= 3
+
+    @pytest.mark.exhaustive
     def test_batch_of_samples(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("batch_of_samples.py", capsys)
         _, *answers = output.split("-> ")
         assert [answer.split()[0] for answer in answers] == ["Name", "Name", "Count", "Count"]
         assert answers[0] != answers[1]
 
+    @pytest.mark.exhaustive
     def test_streaming(self, capsys: pytest.CaptureFixture[str]) -> None:
         from_a_thread, in_an_event_loop = run("streaming.py", capsys).split("\n---\n")
         assert len(from_a_thread.split()) > 20
@@ -122,11 +131,13 @@ class TestWithTheDefaultModel:
         assert list(answer) == ["name", "population", "capital_city", "continent"]
         assert isinstance(answer["population"], int)
 
+    @pytest.mark.exhaustive
     def test_continue_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("continue_chat.py", capsys)
         assert "Paris" in output
         assert "Rome" in output
 
+    @pytest.mark.exhaustive
     def test_growing_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("growing_chat.py", capsys)
         assert "Paris" in output
@@ -135,6 +146,7 @@ class TestWithTheDefaultModel:
         assert ran[0] == lengths[0]
         assert all(0 < num < 25 < length for num, length in zip(ran[1:], lengths[1:], strict=True))
 
+    @pytest.mark.exhaustive
     @pytest.mark.usefixtures("own_remote_code")
     def test_decode_from_folder(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(run("decode_from_folder.py", capsys).split()) > 20

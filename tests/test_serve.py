@@ -128,6 +128,7 @@ def test_a_client_that_leaves_does_not_disturb_the_next(folder: Path, wrapped: A
     assert whole.choices[0].message.content == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("own_remote_code")
 def test_a_model_folder_can_bring_lade_along(folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(folder, tmp_path / "tiny")
@@ -153,6 +154,7 @@ def test_sampling_through_the_server_is_that_of_plain_generate(folder: Path, wra
     assert answer.choices[0].message.content == expected
 
 
+@pytest.mark.exhaustive
 def test_the_example_serves_and_asks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

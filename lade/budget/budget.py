@@ -16,7 +16,6 @@ from lade.budget._kernels import KNOTS, SIZES, Floats
 from lade.budget.back_off import BackOff
 from lade.budget.calibration import Calibration, Outcome
 from lade.budget.costs import Costs, ForwardCosts, arrays_of, interpolated
-from lade.turns import JointStep
 from ngram_pool import Draft
 from ngram_pool._kernels import Int64Array
 from ngram_pool.compiling import compile_by
@@ -76,8 +75,14 @@ class Budget:
                 that order.
         """
 
-    def share(self, joint: JointStep | None) -> None:
-        """Learn from a step what other calls have run in its forward; None if nothing."""
+    def num_nodes_at(self, price: float, probs: Probs) -> int:
+        """Return how many nodes to verify in a forward that other calls have a part in.
+
+        Args:
+            price: tokens that each node must add.
+            probs: as for `num_nodes`, of one row.
+        """
+        return self.num_nodes(probs, 0)
 
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
         """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""
@@ -132,8 +137,6 @@ class MeasuredBudget(Budget):
         self._of_rows: dict[int, Calibration] = {}
         self._has_refused = False  # whether the step verifies nothing, as nothing is worth its cost
         self._back_off = BackOff(1 / _STEPS_BETWEEN_DRAFTS, _DRAFTS_BEFORE_REST, 1.0)
-        # Rows of other calls in a joint forward, their tokens, and those that they commit.
-        self._others = (0, 0.0, 0.0)
 
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
@@ -164,6 +167,15 @@ class MeasuredBudget(Budget):
         self._recent_most = max(chosen, _FADING * self._recent_most)
         return chosen
 
+    def num_nodes_at(self, price: float, probs: Probs) -> int:
+        """Return how many nodes, best first, are each expected to add as much."""
+        chosen = int((np.minimum.accumulate(self._worths(probs)[0]) >= price).sum())
+        if chosen:
+            self._back_off.granted(_DRAFTS_BEFORE_REST)
+        self._has_refused = not chosen
+        self._recent_most = max(chosen, _FADING * self._recent_most)
+        return chosen
+
     def nums_of_nodes(self, probs: Probs) -> list[int]:
         """Return the numbers of nodes with the best ratio of expected tokens to cost."""
         # Of one row, nodes keep their order: the first ones are a tree.
@@ -191,10 +203,6 @@ class MeasuredBudget(Budget):
 
     def _best(self, sizes: Floats, gains: Floats, num_rows: int) -> int:
         """Return the index of the best size, in tokens per row, by the expected tokens."""
-        if self._others[0]:  # what counts is what all calls together gain by the forward
-            num_others, num_tokens, num_committed = self._others
-            num_rows += num_others
-            sizes, gains = (num_tokens + sizes) / num_rows, (num_committed + gains) / num_rows
         costs, turns = self._costs_of(num_rows)
         best = costs.choose(turns, sizes, gains)
         if best:
@@ -227,15 +235,6 @@ class MeasuredBudget(Budget):
         for outcome in outcomes:
             if outcome.row in self._of_rows:
                 self._of_rows[outcome.row].record([outcome])
-
-    def share(self, joint: JointStep | None) -> None:
-        """Learn what a joint forward cost and what others gain by it, and expect the same again."""
-        self._others = (0, 0.0, 0.0)
-        if joint is not None:
-            self._others = (joint.num_rows - 1, joint.num_others, joint.others_commit)
-        if joint is not None and joint.sec is not None:
-            costs, turns = self._costs_of(joint.num_rows)
-            costs.record(turns, joint.num_tokens / joint.num_rows, joint.sec)
 
     def _weights(self, num_rows: int) -> Floats:
         """Return what a token is worth in each row."""
@@ -271,6 +270,10 @@ class PricedBudget(MeasuredBudget):
 
     def record(self, *_: Any, **__: Any) -> None:
         """Learn nothing."""
+
+    def num_nodes_at(self, price: float, probs: Probs) -> int:
+        """Return as many as for a call alone, so that runs are reproducible."""
+        return self.num_nodes(probs, 0)
 
     def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
         return np.arange(most + 1, dtype=np.int64)

@@ -28,7 +28,6 @@ from lade.drafting.successors import (
 )
 from lade.stats import Step
 from lade.tree import ROOT, Tree, origins
-from lade.turns import JointStep
 from ngram_pool import Draft
 
 
@@ -44,6 +43,10 @@ class Runner(Protocol):
     @property
     def must_catch_up(self) -> bool:
         """Whether the next forward should have no draft."""
+
+    @property
+    def price(self) -> float | None:
+        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
 
     @property
     def packs_rows(self) -> bool:
@@ -94,7 +97,6 @@ class Cost(NamedTuple):
     num_rows: int
     num_tokens: float  # per row, besides the root; their mean if rows have no padding
     sec: float | None  # None where not representative of other forwards
-    joint: JointStep | None = None  # the forward, if other calls had a part in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,11 @@ class Speculator:
             return dict.fromkeys(proposed, max(nums.values())) | nums
         num_beside = max((window.num_cells for window in windows.values()), default=0)
         num_pending = self._runner.num_pending
-        num_nodes = self._budget.num_nodes([*probs.values()], num_pending + num_beside)
+        price = self._runner.price
+        if price is None:
+            num_nodes = self._budget.num_nodes([*probs.values()], num_pending + num_beside)
+        else:
+            num_nodes = self._budget.num_nodes_at(price, [*probs.values()])
         # The slots that pad a forward to its width may as well hold draft tokens.
         width = self._runner.width_of(1 + num_nodes + num_beside)
         return dict.fromkeys(proposed, width - 1 - num_beside)
@@ -367,7 +373,7 @@ class Speculator:
             self._budget.record(
                 num_rows=done.cost.num_rows,
                 num_nodes=done.cost.num_tokens,
-                forward_sec=None if done.cost.joint else done.cost.sec,
+                forward_sec=done.cost.sec,
                 outcomes=[
                     Outcome(step.row, done.plan.proposed[step.row], step.token_ids)
                     for step in done.steps
@@ -375,7 +381,6 @@ class Speculator:
                 ],
                 num_emitted=batch.working(),
             )
-            self._budget.share(done.cost.joint)
 
     def prepare(self) -> None:
         """Do what of the next plan does not depend on what the device is computing.

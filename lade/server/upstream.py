@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -231,6 +231,7 @@ class _Manager(GenerateManager):  # type: ignore[misc]
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
         """Run in a thread of its own, among the answers that run."""
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # nobody cancels it: what ends it is its exchange
         exchange = current.get(None)
         num_tokens = 0 if exchange is None else exchange.most_tokens
 
@@ -256,29 +257,7 @@ class _Manager(GenerateManager):  # type: ignore[misc]
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run among the answers; whoever waits for it may leave at any time."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = fn(*args, **kwargs)
-            except Exception as failure:  # it is raised where the result is awaited
-                error = failure
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_settle, future, result, error)
-
-        self.submit(run)
-        return future
-
-
-def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
-    if future.done():  # cancelled: its client has left
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
 
 class _Asking:

@@ -11,7 +11,6 @@ from lade.batch import Text
 from lade.compat import Model
 from lade.drafting.drafts import chain
 from lade.tree import Tree
-from lade.turns import JointStep
 
 
 class Forward(Protocol):
@@ -56,8 +55,8 @@ class Target(ABC):
         return True
 
     @property
-    def joint(self) -> JointStep | None:
-        """The last forward, if other calls had a part in it."""
+    def price(self) -> float | None:
+        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
         return None
 
     @property

@@ -6,6 +6,7 @@ is padded. This is what servers call continuous batching (Orca, OSDI 2022).
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from lade.attempts import Attempt
 from lade.attention.packed import with_parts
+from lade.budget.joint import JointCosts
 from lade.closeness import distance, limit_of
 from lade.compat import Model
-from lade.errors import in_one_line
 from lade.targets.base import Forward, Output
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
-from lade.turns import JointStep
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class Part:
         inputs: of its forward, one row.
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
-        joint: the forward that it ran in, afterwards; None if it ran alone.
+        was_joint: whether it ran together with others, afterwards.
     """
 
     kind: Hashable
@@ -42,7 +43,7 @@ class Part:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
-    joint: JointStep | None = None
+    was_joint: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -53,17 +54,20 @@ class Part:
 class JointForwards:
     """Runs what calls ask for, together where the model allows it.
 
-    Whether it does is found out as they run: the first forward of several calls, the second, the
-    fourth and so on are held against those of the calls alone.
+    Whether it does is found out as they run: of the first forward of several calls, the second, the
+    fourth and so on, one call's part is held against what it gives alone.
 
     Attributes:
         why_not: why forwards of the model do not run together any more; None if they do.
         num_run: forwards of several calls.
+        price: tokens that a draft token must add for all calls together to gain by it.
     """
 
     def __init__(self) -> None:
         self.why_not: str | None = None
         self.num_run = 0
+        self.price: float | None = None
+        self._costs = JointCosts()
 
     def __call__(self, parts: Sequence[Part]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
@@ -79,33 +83,43 @@ class JointForwards:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
         self.num_run += 1
-        is_checked = self.num_run & (self.num_run - 1) == 0
-        try:
+        together: list[Any] = []
+        # Without memory for all there may be enough for one after the other.
+        with suppress(torch.OutOfMemoryError), Attempt() as attempt:
+            begin = perf_counter()
             together = _run_as_one(parts)
-        except torch.OutOfMemoryError:  # there may be enough for one after the other
-            together = []
-        except Exception as failure:  # the model is the user's, and may run alone
-            together, self.why_not = [], in_one_line(failure)
-        if together and not is_checked:
+            self._learn(parts, perf_counter() - begin)
+        self.why_not = attempt.failure
+        if together and self.num_run & (self.num_run - 1) == 0:
+            place = self.num_run % len(parts)
+            self.why_not = _difference(parts[place], together[place])
+        if together and self.why_not is None:
             return together
         for part in parts:
             part.undo()
-        alone = [_run_alone(part) for part in parts]
-        if together:
-            self._compare(parts[0].view, alone, together)
-        return alone
+            part.was_joint = False
+        return [_run_alone(part) for part in parts]
 
-    def _compare(self, model: Model, alone: Sequence[Any], together: Sequence[Forward]) -> None:
-        limit = limit_of(model)
-        for mine, theirs in zip(together, alone, strict=True):
-            if isinstance(theirs, BaseException):
-                continue
-            error = distance(mine.logits.double(), theirs.logits.double())
-            if not error <= limit:
-                self.why_not = (
-                    f"logits of several calls differ from those of each alone by {error:.2g} of "
-                    f"their standard deviation (expected at most {limit:.2g})"
-                )
+    def _learn(self, parts: Sequence[Part], sec: float) -> None:
+        num_tokens = sum(part.num_tokens for part in parts)
+        if self.num_run > 1:  # libraries prepare the first
+            self._costs.record(num_tokens, sec)
+        self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
+
+
+def _difference(part: Part, together: Forward) -> str | None:
+    """Return how far logits of a part are from those of the part alone, if that is too far."""
+    part.undo()
+    alone = _run_alone(part)
+    if isinstance(alone, BaseException):  # which tells nothing of the others
+        return None
+    error, limit = distance(together.logits.double(), alone.logits.double()), limit_of(part.view)
+    if error <= limit:
+        return None
+    return (
+        f"logits of several calls differ from those of each alone by {error:.2g} of their standard "
+        f"deviation (expected at most {limit:.2g})"
+    )
 
 
 def _run_alone(part: Part) -> Any:
@@ -125,18 +139,9 @@ def _run_as_one(parts: Sequence[Part]) -> list[Forward]:
     inputs["past_key_values"] = JointCache(
         [part.inputs["past_key_values"] for part in parts], sizes
     )
-    begin = perf_counter()
     output = parts[0].view(**inputs)
-    sec = perf_counter() - begin
-    num_tokens, num_committed = sum(sizes), sum(part.num_committed for part in parts)
-    for index, part in enumerate(parts):
-        part.joint = JointStep(
-            len(parts),
-            num_tokens,
-            num_tokens - part.num_tokens,
-            num_committed - part.num_committed,
-            None if index else sec,
-        )
+    for part in parts:
+        part.was_joint = True
     return [Output(logits) for logits in output.logits.split(sizes, dim=1)]
 
 

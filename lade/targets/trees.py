@@ -26,7 +26,7 @@ from lade.targets.prompts import packed_prompts
 from lade.targets.rollback import cache_in
 from lade.transfer import integers_on
 from lade.tree import Packing, Tree, TreeBatch
-from lade.turns import JointStep, Seat
+from lade.turns import Seat
 from lade.view import keep_attributes, with_attention, with_decoding_experts, with_own_hooks
 
 # Attention implementations that honour a dense 4D mask, and whether the mask is additive. (Flex
@@ -120,7 +120,7 @@ class TreeTarget(Target):
         self._was_early = False  # whether the last forward had some of its nodes run before
         self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
         self._seat: Seat | None = None  # where forwards run together with those of other calls
-        self._joint: JointStep | None = None
+        self._was_joint = False  # whether the last forward ran those of other calls as well
         self._num_committed = 1.0  # tokens in a step, of late
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
@@ -234,13 +234,13 @@ class TreeTarget(Target):
 
     @property
     def is_timing_valid(self) -> bool:
-        """Whether the last forward ran all layers for all of its nodes."""
-        return not self._was_early
+        """Whether the last forward ran all layers for all of its nodes, and for no other call's."""
+        return not (self._was_early or self._was_joint)
 
     @property
-    def joint(self) -> JointStep | None:
-        """The last forward, if other calls had a part in it."""
-        return self._joint
+    def price(self) -> float | None:
+        """Tokens that a draft token must add where other calls pay for it, too; None elsewhere."""
+        return None if self._seat is None else self._seat.price
 
     @property
     def packs_rows(self) -> bool:
@@ -290,7 +290,7 @@ class TreeTarget(Target):
                 kind = (self.attention, self._products)
                 part = Part(kind, view, inputs, self.discard, self._num_committed)
                 output = self._seat.run(part)
-                self._joint = part.joint
+                self._was_joint = part.was_joint
         finally:
             self.cache.unfix()
         return output

@@ -39,6 +39,7 @@ def test_a_method_has_to_write_the_text_it_is_given(loaded: LoadedModel) -> None
     assert written[0, 3:].tolist() == text
 
 
+@pytest.mark.exhaustive
 def test_all_methods_write_the_texts_of_generate_with_every_size(loaded: LoadedModel) -> None:
     entries: list[Entry] = []
     names = ["lade", "lade_fresh", "rival_goose"]

@@ -96,6 +96,7 @@ def stages_in(path: Path) -> dict[str, dict[str, Any]]:
 # --- the host ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_host_drafts_accepts_and_puts_off_with_a_model_that_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_host_drafts_accepts_and_puts_off_with_a_model_that_costs_nothing(
 # --- attention --------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_attention_of_new_shapes_is_timed_and_held_against_an_exact_one() -> None:
     stage = stage_for("attention")
     measure_attention(CPU, stage)
@@ -129,6 +131,7 @@ def test_attention_of_new_shapes_is_timed_and_held_against_an_exact_one() -> Non
         assert 0 < row["largest_difference"] < {"bfloat16": 1.6e-2, "float16": 2e-3}[row["dtype"]]
 
 
+@pytest.mark.exhaustive
 def test_no_two_answers_have_prompts_of_one_length(
     known: KnownModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_steps_of_lade_accept_the_counts_in_turn_and_say_the_known_text(known: K
 # --- stages ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_steps_of_every_size_are_timed_at_every_context(known: KnownModel) -> None:
     stage = stage_for("steps")
     measure_steps(known, TINY, 1e9, stage)
@@ -329,6 +333,7 @@ def test_a_crash_while_a_size_is_recorded_keeps_what_is_known_of_the_others() ->
     assert stage.doing == "steps tiny: context 96, 8 nodes"
 
 
+@pytest.mark.exhaustive
 def test_methods_answer_one_after_the_other_and_say_what_they_used(known: KnownModel) -> None:
     stage = stage_for("graphs")
     names = ("plain", "installed", "static", "eager", "graphs")
@@ -363,6 +368,7 @@ def check_answers(row: dict[str, Any]) -> None:
     assert row["warm_up_sec"] > 0
 
 
+@pytest.mark.exhaustive
 def test_answers_of_recorded_steps_count_what_was_recorded() -> None:
     known, recorder = make_model(TINY, CPU), CpuRecorder()
     stage = stage_for("sampled")
@@ -379,6 +385,7 @@ def test_answers_of_recorded_steps_count_what_was_recorded() -> None:
     assert row["recording_bytes"] == recorder.num_recorded
 
 
+@pytest.mark.exhaustive
 def test_batches_are_held_against_plain_ones_of_the_same_size(known: KnownModel) -> None:
     stage, recorder = stage_for("batches"), CpuRecorder()
     policy = RecordingPolicy(recorder)
@@ -452,6 +459,7 @@ def test_memory_is_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == ["empty_cache", "reset_peak_memory_stats", "max_memory_reserved"]
 
 
+@pytest.mark.exhaustive
 def test_a_chat_counts_what_each_turn_records() -> None:
     known, recorder = make_model(TINY, CPU), CpuRecorder()
     stage = stage_for("chat")
@@ -783,6 +791,7 @@ def test_stages_run_and_are_written(tmp_path: Path) -> None:
     assert [row["method"] for row in stages["sampled"]["rows"]] == ["plain", "graphs"]
 
 
+@pytest.mark.exhaustive
 def test_stages_run_in_processes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert run_tiny("--json", str(path), "--stages", "plain").exit_code == 0

@@ -44,6 +44,7 @@ def test_every_command_has_help() -> None:
         assert "Usage" in run(name, "--help").stdout
 
 
+@pytest.mark.exhaustive
 def test_methods_are_compared_in_several_passes(options: list[Any], tmp_path: Path) -> None:
     path, markdown = tmp_path / "result.json", tmp_path / "result.md"
     names = ["plain", "prompt_lookup", "lade_tree", "lade_rows", "rival_sam"]
@@ -139,6 +140,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
     assert content["settings"]["interrupted"] is True
 
 
+@pytest.mark.exhaustive
 def test_the_arena_writes_its_points(options: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "arena.json"
     options += ["--methods", "lade,rival_sam", "--max-draft-tokens", "4", "--limit", 1]

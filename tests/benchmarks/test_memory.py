@@ -59,6 +59,7 @@ def test_a_process_that_measures_plain_holds_nothing_of_lade(work: Work) -> None
     assert imported == "[]"
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_fails_says_why(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LadeError, match=r"measuring plain failed: .*no such folder"):
         measure_in_process(replace(work, model="/does/not/exist"))

@@ -1,5 +1,6 @@
 """Predicted outputs are measured on answers that every method gives in full."""
 
+import pytest
 import torch
 
 from benchmarks.predictions import CODE, EDITS, measured
@@ -7,6 +8,7 @@ from lade.models.loading import LoadedModel
 from tests.lade.tiny import byte_tokenizer, tiny_model
 
 
+@pytest.mark.exhaustive
 def test_an_edit_takes_fewest_steps_with_the_text_as_the_prediction() -> None:
     model = tiny_model(vocab_size=256, dtype=torch.float32)
     edit = EDITS[1]

@@ -27,6 +27,7 @@ from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
 from lade.stats import Step
 from ngram_pool import Draft, NGramPool, SuccessorTable
+from tests.grids import thinned
 from tests.lade.bench.test_bench import LetterTokenizer
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, ScriptedDrafter, tiny_model
 
@@ -191,7 +192,7 @@ class Deaf(PoolDrafter):
     num_successors = 0
 
 
-@pytest.mark.parametrize("max_draft_tokens", [1, 4, 16])
+@pytest.mark.parametrize("max_draft_tokens", thinned([1, 4, 16], 4))
 @pytest.mark.parametrize("eos_token_id", [EOS_TOKEN_ID, -1])
 def test_a_replay_takes_the_steps_of_live_decoding(
     max_draft_tokens: int, eos_token_id: int
@@ -229,7 +230,7 @@ def test_a_replay_of_a_pool_that_harvests_comes_near_live_decoding(
     assert num_steps[1] == pytest.approx(num_steps[0], rel=0.15)
 
 
-@pytest.mark.parametrize("accept", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("accept", thinned([0.0, 0.5, 0.9, 1.0], 0.5))
 def test_a_replay_takes_the_steps_of_live_decoding_with_drafts_of_any_shape(
     loaded: LoadedModel, recorded: Traces, accept: float
 ) -> None:

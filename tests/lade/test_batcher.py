@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import lade
 from lade.batcher import Batcher, _Room
+from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
+from lade.budget.joint import JointCosts
 from lade.targets.joint import JointForwards, Part
 from lade.turns import Turns
 from tests.lade.batches import num_wrong, random_call
@@ -138,8 +141,24 @@ def test_calls_wait_for_room_in_the_order_they_came() -> None:
     assert order == ["large", "small"]
 
 
+class Recorded:
+    """Gives back what is asked for, or raises."""
+
+    price: float | None = None
+
+    def __init__(self, error: type[BaseException] | None = None) -> None:
+        self.sizes: list[int] = []
+        self._error = error
+
+    def __call__(self, asked: Sequence[Any], /) -> Sequence[Any]:
+        self.sizes.append(len(asked))
+        if self._error is not None:
+            raise self._error
+        return asked
+
+
 def test_random_numbers_of_a_call_are_its_own() -> None:
-    turns = Turns(lambda asked: asked, torch.device("cpu"))
+    turns = Turns(Recorded(), torch.device("cpu"))
     drawn: dict[int, list[float]] = {}
 
     def draw(seed: int) -> None:
@@ -164,13 +183,8 @@ def test_random_numbers_of_a_call_are_its_own() -> None:
 
 
 def test_forwards_wait_for_each_other_and_run_as_one() -> None:
-    sizes: list[int] = []
-
-    def run(asked: Any) -> Any:
-        sizes.append(len(asked))
-        return asked
-
-    turns = Turns(run, torch.device("cpu"))
+    recorded = Recorded()
+    sizes, turns = recorded.sizes, Turns(recorded, torch.device("cpu"))
 
     def step(number: int) -> None:
         with turns.seat() as seat:
@@ -188,10 +202,7 @@ def test_forwards_wait_for_each_other_and_run_as_one() -> None:
 
 
 def test_an_interrupt_of_a_forward_ends_every_call_that_waits_for_it() -> None:
-    def run(asked: Any) -> Any:
-        raise KeyboardInterrupt
-
-    turns = Turns(run, torch.device("cpu"))
+    turns = Turns(Recorded(KeyboardInterrupt), torch.device("cpu"))
     with turns.seat() as seat, pytest.raises(KeyboardInterrupt):
         seat.run(1)
 
@@ -233,11 +244,29 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
     for _ in range(3):
         parts = [part([1, 2]), part([3])]
         outputs = forwards(parts)
-        if is_found or forwards.num_run in (1, 2):
-            assert [output.logits.shape[1] for output in outputs] == [2, 1]
-            assert torch.equal(outputs[1].logits, torch.eye(8)[torch.tensor([[3]])])
+        assert [output.logits.shape[1] for output in outputs] == [2, 1]
+        assert torch.equal(outputs[1].logits, torch.eye(8)[torch.tensor([[3]])])
     assert (forwards.why_not is not None) == is_found
-    assert len(undone) == (2 if is_found else 4)
-    joint = parts[0].joint
-    assert (joint is None) == is_found
-    assert joint is None or joint.num_tokens == 3
+    assert len(undone) == (3 if is_found else 2)
+    assert [part.was_joint for part in parts] == [not is_found] * 2
+    assert forwards.price is not None
+
+
+def test_the_price_of_a_token_follows_what_joint_forwards_cost() -> None:
+    costs = JointCosts()
+    assert 0 < costs.price(8, 8.0) < 1  # a guess, before anything is measured
+    for num_tokens in [8, 40, 12, 32, 20] * 8:
+        costs.record(num_tokens, 0.1 + 0.005 * num_tokens)
+    assert costs.price(8, 8.0) == pytest.approx(8 * 0.005 / 0.14, rel=0.2)
+    for num_tokens in [8, 40, 12, 32, 20] * 40:  # another machine, or another program beside it
+        costs.record(num_tokens, 0.14)
+    assert costs.price(8, 8.0) < 0.02
+
+
+def test_joint_drafts_have_the_tokens_that_are_worth_their_price() -> None:
+    budget = MeasuredBudget()
+    probs = [[0.9, 0.6, 0.3, 0.05]]
+    sizes = [budget.num_nodes_at(price, probs) for price in (0.01, 0.2, 0.5, 0.95)]
+    assert sizes == [4, 3, 2, 0]
+    assert PricedBudget({1: 1.0, 8: 1.0}).num_nodes_at(0.95, probs) == 4
+    assert Budget(16).num_nodes_at(0.95, probs) == 4

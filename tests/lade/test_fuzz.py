@@ -82,6 +82,7 @@ def test_a_case_depends_on_its_number_alone() -> None:
     assert draw_case(3, 7, ["bloom"]).architecture == "bloom"
 
 
+@pytest.mark.exhaustive
 def test_plain_generate_equals_itself_and_rarely_refuses_a_case() -> None:
     verdicts = [compare(draw_case(5, index, FAMILIES), call_plain) for index in range(30)]
     verdicts += [compare(draw_case(5, index, ["bloom"]), call_plain) for index in range(10)]
@@ -229,7 +230,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "case",
+    thinned(CHANGES.values(), CHANGES["quantized"], CHANGES["hooked on the last"]),
+    ids=CHANGES,
+)
 def test_a_verdict_that_outlives_what_was_checked_is_found(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

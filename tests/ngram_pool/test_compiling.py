@@ -88,7 +88,7 @@ BREAKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(BREAKS, "index noise", "code noise"))
+@pytest.mark.parametrize("name", thinned(BREAKS, "code noise"))
 def test_what_cannot_be_read_is_compiled_and_written_anew_where_it_can_be(
     name: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ngram_pool import NGramPool, SuccessorTable
+from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
@@ -138,7 +139,7 @@ def test_a_copy_takes_its_own_memory_and_no_more_for_a_moment(
     assert peak < 1.3 * copied.nbytes  # copied twice, it would be 2 or more
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, "copy", "pickle"))
 def test_what_others_are_using_is_copied_whole(way: str) -> None:
     pool, table = NGramPool(2000), SuccessorTable(1000)
     with used(pool, table):
@@ -185,6 +186,7 @@ def status_of(child: int, timeout: float = 30.0) -> int | None:
     return None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_pools_may_be_made_and_dropped_while_others_fork() -> None:

@@ -31,6 +31,7 @@ from ngram_pool import (
     files,
     writing,
 )
+from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import used
 from tests.ngram_pool.test_interrupts import interrupted
@@ -80,7 +81,7 @@ def everything_said_by(pool: NGramPool) -> list[Any]:
 # --- what is kept ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 300, 900])
+@pytest.mark.parametrize("num_tokens", thinned([0, 1, 300, 900], 0, 300))
 @pytest.mark.parametrize(("capacity", "max_ngram_size"), [(1, 1), (500, 4), (10_000, 9)])
 def test_a_loaded_pool_goes_on_like_the_saved_one(
     path: Path, small_blocks: None, capacity: int, max_ngram_size: int, num_tokens: int
@@ -229,7 +230,8 @@ def stored_and_written(pool: NGramPool, line: int) -> tuple[files.StoredPool, bo
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("capacity", [500, 10_000])  # text is overwritten, or the arrays grow
+# Text is overwritten, or the arrays grow.
+@pytest.mark.parametrize("capacity", thinned([500, 10_000], 500))
 def test_a_handler_that_writes_while_a_pool_is_copied_tears_nothing(capacity: int) -> None:
     """A signal handler of the same thread may write wherever it interrupts."""
     for line in itertools.count():
@@ -691,7 +693,8 @@ print("ended")
 @pytest.mark.parametrize(
     ("variable", "num"),
     [
-        ("NUMBA_DISABLE_JIT", 6),  # numpy checks every index
+        ("NUMBA_DISABLE_JIT", 2),  # numpy checks every index
+        pytest.param("NUMBA_DISABLE_JIT", 6, marks=pytest.mark.exhaustive),
         pytest.param("NUMBA_DISABLE_JIT", 40, marks=pytest.mark.exhaustive),
         pytest.param("NUMBA_BOUNDSCHECK", 2000, marks=pytest.mark.exhaustive),
     ],
@@ -756,6 +759,7 @@ for is_shortened in (True, False):
 """
 
 
+@pytest.mark.exhaustive
 def test_pools_go_on_when_their_file_is_changed_in_place(path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHANGED_IN_PLACE, str(path)],
@@ -898,7 +902,7 @@ def kill_myself() -> None:
 
 @needs_fork
 @may_fork
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", thinned([False, True], True))
 def test_a_process_killed_at_any_write_leaves_the_old_or_the_new_file(
     old_and_new: tuple[bytes, bytes], path: Path, after: bool
 ) -> None:

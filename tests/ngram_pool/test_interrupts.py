@@ -20,6 +20,7 @@ import pytest
 import ngram_pool.pool
 import ngram_pool.state
 from ngram_pool import NGramPool, SuccessorTable, _kernels
+from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_pool import as_tuple, noisy_text
 
@@ -159,7 +160,11 @@ def is_free(lock: Any) -> bool:
     return got[0]
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOW = ("pickle", "copy", "observe and draft chains", "grow and draft chains")
+QUICK = [name for name in CALLS if name not in SLOW]
+
+
+@pytest.mark.parametrize("name", thinned(CALLS, *QUICK))
 def test_interrupted_at_any_line_all_is_as_before_or_as_after(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +242,7 @@ def test_a_sequence_not_used_for_long_follows_when_positions_are_lowered(
         assert pool.draft([5], 2, sequence=idle).token_ids.tolist() == [6, 7]
 
 
+@pytest.mark.exhaustive
 def test_a_pool_is_sound_after_asynchronous_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_pool.state, "_FIRST_NUM_ROWS", 16)
     monkeypatch.setattr(ngram_pool.state, "_POSITION_LIMIT", 1500)

@@ -9,6 +9,7 @@ import pytest
 
 from ngram_pool.errors import ReadOnlyPoolError
 from ngram_pool.locks import lock_of_pool, reading, writing
+from tests.grids import thinned
 from tests.ngram_pool.test_copies import status_of
 from tests.ngram_pool.threads import in_threads
 
@@ -89,7 +90,7 @@ def test_a_call_may_come_in_the_middle_of_another_of_its_thread(outer: str, inne
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("where", ["read", "write"])
+@pytest.mark.parametrize("where", thinned(["read", "write"], "write"))
 def test_a_fork_in_the_middle_of_a_call_leaves_all_free(where: str) -> None:
     book, done = Book(), threading.Event()
     codes: list[int | None] = []

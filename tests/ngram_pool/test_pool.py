@@ -400,6 +400,7 @@ print(hashlib.sha256(repr(drafts).encode()).hexdigest(), "torch" in sys.modules)
 """
 
 
+@pytest.mark.exhaustive
 def test_drafts_are_the_same_in_every_process_and_torch_is_never_imported() -> None:
     outputs = set()
     for seed in ("0", "1"):

@@ -8,6 +8,7 @@ import pytest
 
 from ngram_pool import NGramPool, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.grids import thinned
 from tests.ngram_pool.test_pool import JIT_IS_OFF, noisy_text
 from tests.oracle import check_tree
 
@@ -100,7 +101,7 @@ def test_a_generator_gives_as_many_uniforms_whatever_is_found(context: list[int]
 
 
 @pytest.mark.skipif(JIT_IS_OFF, reason="thousands of drafts; the state machine covers the code")
-@pytest.mark.parametrize("max_candidates", [None, 2])
+@pytest.mark.parametrize("max_candidates", thinned([None, 2], 2))
 def test_places_depend_on_earlier_tokens_only_and_tokens_come_as_often_as_stated(
     max_candidates: int | None,
 ) -> None:

@@ -75,7 +75,9 @@ class LivingPoolMachine(test_state_machine.PoolMachine):
 
 
 LivingPoolMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
-test_living_pool_equals_oracle = pytest.mark.usefixtures("small_limits")(LivingPoolMachine.TestCase)
+test_living_pool_equals_oracle = pytest.mark.exhaustive(
+    pytest.mark.usefixtures("small_limits")(LivingPoolMachine.TestCase)
+)
 
 
 @pytest.mark.usefixtures("small_limits")

@@ -29,6 +29,7 @@ from ngram_pool import (
     StoreStats,
 )
 from ngram_pool.store import _name_of, stem_of
+from tests.grids import thinned
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.test_copies import status_of
 from tests.ngram_pool.test_interrupts import interrupted
@@ -482,7 +483,7 @@ store.save()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs locks of files")
-@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("is_killed", thinned([True, False], True))
 def test_opening_a_store_removes_what_killed_processes_left_and_nothing_else(
     tmp_path: Path, is_killed: bool
 ) -> None:
@@ -562,6 +563,7 @@ print("closed", flush=True)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Path) -> None:
     rng = random.Random(0)
@@ -633,7 +635,12 @@ def test_several_processes_add_to_the_same_names_and_one_is_killed(tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of an unfinished one
 @pytest.mark.parametrize(
-    "step", [pytest.param(67, id="quick"), pytest.param(20, marks=pytest.mark.exhaustive, id="all")]
+    "step",
+    [
+        pytest.param(301, id="quick"),
+        pytest.param(67, marks=pytest.mark.exhaustive, id="more"),
+        pytest.param(20, marks=pytest.mark.exhaustive, id="all"),
+    ],
 )
 def test_interrupted_anywhere_a_store_goes_on_and_loses_nothing_else(
     tmp_path: Path, step: int

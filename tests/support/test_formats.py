@@ -61,6 +61,7 @@ def test_a_format_of_a_future_transformers_appears(monkeypatch: pytest.MonkeyPat
     assert not row.is_bad
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind.package], ids=lambda k: k.name)
 def test_no_format_gets_a_wrong_token(kind: Format) -> None:
     if not installed(kind):
@@ -202,6 +203,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_and_writes_what_it_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -265,6 +265,7 @@ def test_files_of_several_versions_make_one_document(tmp_path: Path) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_and_writes_what_it_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from lade.attention.tree import TREE_ATTENTION, Seen, attend, tree_attention, with_seen
+from tests.grids import thinned
 from tests.lade.tiny import tiny_model
 from tests.support import tiny as support
 
@@ -304,7 +305,7 @@ def test_a_model_with_it_has_the_logits_of_its_own_attention(name: str, hides: b
     assert not torch.allclose(wrong, expected, atol=100 * tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("hides", thinned([False, True], True))
 def test_compiled_models_find_what_is_seen_and_do_not_remember_it(hides: bool) -> None:
     """The attribute of the mask is an input of the compiled graph, like the mask itself."""
     model = tiny_model("llama")

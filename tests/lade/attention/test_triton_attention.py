@@ -217,6 +217,7 @@ def interpreted() -> Iterator[Interpreted]:
         yield run
 
 
+@pytest.mark.xdist_group("interpreter")  # which the first call in a process waits for
 @pytest.mark.parametrize("case", thinned(CASES, *CASES[::14]), ids=named)
 def test_in_the_interpreter_it_attends_as_plain_torch_does(
     case: Case, interpreted: Interpreted

@@ -23,6 +23,7 @@ from lade.config import Config
 from lade.errors import MissingExtraError
 from lade.models.loading import LoadedModel
 from lade.stats import DecodeStats, SourceStats, Step
+from tests.grids import thinned
 from tests.lade.tiny import tiny_model
 
 
@@ -285,8 +286,10 @@ def test_samples_follow_the_seed() -> None:
     "settings",
     [
         BenchSettings(16, batch_size=3),
-        BenchSettings(16, temperature=0.5),
-        BenchSettings(16, temperature=0.8, num_return_sequences=4),
+        pytest.param(BenchSettings(16, temperature=0.5), marks=pytest.mark.exhaustive),
+        pytest.param(
+            BenchSettings(16, temperature=0.8, num_return_sequences=4), marks=pytest.mark.exhaustive
+        ),
         BenchSettings(16, temperature=0.8, top_p=0.9, batch_size=2, num_return_sequences=2, seed=3),
     ],
     ids=BenchSettings.describe,
@@ -304,7 +307,7 @@ def test_lade_makes_the_texts_of_plain_with_all_settings(settings: BenchSettings
             assert summarise([each], name).mean_accepted_tokens == pytest.approx(own_count)
 
 
-@pytest.mark.parametrize("max_draft_tokens", [0, 3])
+@pytest.mark.parametrize("max_draft_tokens", thinned([0, 3], 3))
 def test_one_budget_holds_for_all_methods(max_draft_tokens: int) -> None:
     names = ["plain", "prompt_lookup", "lade"]
     results = run_all(names, BenchSettings(24), max_draft_tokens=max_draft_tokens)

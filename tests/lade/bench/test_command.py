@@ -56,6 +56,7 @@ def test_a_table_is_printed_and_everything_is_written(options: list[Any], tmp_pa
     assert written == ["speedup.png", "speedup.svg"]
 
 
+@pytest.mark.exhaustive
 def test_pools_and_models_that_draft_are_methods_where_they_are_given(
     options: list[Any], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages
 from lade.stats import Step
 from ngram_pool import NGramPool
+from tests.grids import thinned
 from tests.lade.chat.conftest import TEMPLATE
 
 Make = Callable[..., LoadedModel]
@@ -37,7 +38,7 @@ def of_generate(loaded: LoadedModel, messages: list[dict[str, str]], settings: S
     return text.rstrip("\N{REPLACEMENT CHARACTER}") if len(ids) == settings.max_new_tokens else text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", thinned([0.0, 0.9], 0.9))
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_the_answer_is_that_of_generate(
     loaded: LoadedModel, temperature: float, is_plain: bool

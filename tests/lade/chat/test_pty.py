@@ -140,6 +140,7 @@ def open_window(folder: str, home: Path) -> Iterator[Callable[..., Window]]:
         window.close()
 
 
+@pytest.mark.exhaustive
 def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) -> None:
     pool = home / "mine.pool"
     window = open_window("--max-new-tokens", "60000", "--save-pool", str(pool))

@@ -19,6 +19,7 @@ from lade.chat.web import Page  # noqa: E402
 from lade.chat.web_html import escaped  # noqa: E402
 from lade.chat.web_sessions import Session, Setup  # noqa: E402
 from lade.models.loading import LoadedModel  # noqa: E402
+from tests.grids import thinned  # noqa: E402
 from tests.lade.chat.conftest import tokenizer_with  # noqa: E402
 from tests.lade.chat.loops import in_loop  # noqa: E402
 from tests.lade.tiny import tiny_model  # noqa: E402
@@ -219,6 +220,7 @@ def test_enter_sends_and_the_answer_is_the_conversations(
     assert len(served.newest.conversation.messages) == 4
 
 
+@pytest.mark.exhaustive
 def test_who_wrote_what_is_told_by_more_than_colour(
     open_tab: Callable[..., Tab], served: Served
 ) -> None:
@@ -249,7 +251,7 @@ def test_text_is_text_whatever_it_contains(open_tab: Callable[..., Tab]) -> None
     assert tab.find("#log img, #log script").count() == 0
 
 
-@pytest.mark.parametrize("how", ["button", "Escape"])
+@pytest.mark.parametrize("how", thinned(["button", "Escape"], "Escape"))
 def test_stop_ends_an_answer_and_keeps_what_was_said(
     open_tab: Callable[..., Tab], served: Served, how: str
 ) -> None:
@@ -272,6 +274,7 @@ def test_stop_ends_an_answer_and_keeps_what_was_said(
     assert not served.newest.is_busy
 
 
+@pytest.mark.exhaustive
 def test_answers_are_given_again_taken_back_and_cleared(
     open_tab: Callable[..., Tab], served: Served
 ) -> None:
@@ -305,6 +308,7 @@ def test_answers_are_given_again_taken_back_and_cleared(
     tab.wait_for_note("no question to go back to")
 
 
+@pytest.mark.exhaustive
 def test_options_are_those_of_the_next_answer(open_tab: Callable[..., Tab], served: Served) -> None:
     tab = open_tab()
     tab.set_longest("20")
@@ -344,6 +348,7 @@ def test_what_goes_wrong_is_shown(
 # --- several tabs ---------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_tabs_wait_for_each_other_and_share_nothing(
     open_tab: Callable[..., Tab], served: Served
 ) -> None:
@@ -360,6 +365,7 @@ def test_tabs_wait_for_each_other_and_share_nothing(
     assert "alpha" not in second.find("#log").text_content()
 
 
+@pytest.mark.exhaustive
 def test_a_question_stopped_before_its_turn_is_given_back(
     open_tab: Callable[..., Tab], served: Served
 ) -> None:
@@ -373,6 +379,7 @@ def test_a_question_stopped_before_its_turn_is_given_back(
     assert first.find("#current .answer.running").count() == 1
 
 
+@pytest.mark.exhaustive
 def test_closing_a_tab_ends_its_answer(open_tab: Callable[..., Tab], served: Served) -> None:
     tab = open_tab()
     tab.begin_long_answer()
@@ -388,6 +395,7 @@ def test_closing_a_tab_ends_its_answer(open_tab: Callable[..., Tab], served: Ser
 # --- the race -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_race_draws_both_timelines(open_tab: Callable[..., Tab], served: Served) -> None:
     tab = open_tab()
     question = tab.open_race()
@@ -414,6 +422,7 @@ def test_a_race_draws_both_timelines(open_tab: Callable[..., Tab], served: Serve
 # --- everybody's page -----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_wider_than_a_phone(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab(viewport={"width": 360, "height": 740}, has_touch=True)
     assert tab.overflow() == 0
@@ -453,6 +462,7 @@ _CONTRAST = """(element) => {
 }"""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_light_and_dark(
     open_tab: Callable[..., Tab], monkeypatch: pytest.MonkeyPatch, scheme: str
@@ -476,6 +486,7 @@ def test_text_can_be_read_in_light_and_dark(
     assert {name: value for name, value in contrasts.items() if value < 4.5} == {}
 
 
+@pytest.mark.exhaustive
 def test_the_keyboard_does_all(open_tab: Callable[..., Tab], served: Served) -> None:
     tab = open_tab()
     tab.message.focus()
@@ -505,6 +516,7 @@ def test_the_keyboard_does_all(open_tab: Callable[..., Tab], served: Served) -> 
     assert tab.page.get_by_role("log", name="Conversation").count() == 1
 
 
+@pytest.mark.exhaustive
 def test_everything_to_type_in_has_a_name(open_tab: Callable[..., Tab]) -> None:
     tab = open_tab()
     tab.page.get_by_role("button", name="Options").click()

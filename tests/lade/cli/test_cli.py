@@ -176,6 +176,7 @@ def test_ctrl_c_while_learning_keeps_the_answer(
     assert "learned no more" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_generate_takes_a_way_of_verifying(folder: str) -> None:
     options = ["--model", folder, "--max-new-tokens", "12", "--dtype", "float32"]
     results = [
@@ -378,6 +379,7 @@ def test_generate_samples_the_text_of_plain_generate_with_the_same_seed(folder: 
     assert run("generate", "abcabc", "--model", folder, *SHORT).stdout != result.stdout
 
 
+@pytest.mark.exhaustive
 def test_generate_tells_the_seed_that_it_has_drawn(folder: str) -> None:
     options = ["generate", "abcabc", "--model", folder, *SHORT, "--temperature", "2"]
     first, second = run(*options), run(*options)
@@ -593,6 +595,7 @@ def of_learned_positions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_a_text_ends_where_learned_positions_do(of_learned_positions: str, tmp_path: Path) -> None:
     options = ["--model", of_learned_positions, "--dtype", "float32", "--max-new-tokens", "100"]
     result = run("generate", "abcabc", *options)
@@ -608,6 +611,7 @@ def test_a_text_ends_where_learned_positions_do(of_learned_positions: str, tmp_p
         run("bench", "--prompts", str(prompts), *options)
 
 
+@pytest.mark.exhaustive
 def test_a_text_beyond_computed_positions_is_only_noted(folder: str, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "short")
     config = tmp_path / "short" / "config.json"

@@ -90,6 +90,7 @@ def test_only_what_has_changed_is_read_again(folder: str, source: Path, tmp_path
     assert "code.pool.sources is damaged; all files are read again" in run(*command).stderr
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_build_goes_on_where_it_was(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 
 import lade
 from lade.drafters import AssistantModel, CallPool, Merged
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.shared import shared_model
 from tests.support.tiny import tiny_model as tiny_architecture
@@ -20,7 +21,7 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", thinned(SOME, "gemma3_text", "bamba", "mamba2"))
 def test_text_with_an_assistant_is_that_of_generate(name: str) -> None:
     model = tiny_architecture(name)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

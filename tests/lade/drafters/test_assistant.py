@@ -58,7 +58,9 @@ def nearly(model: Any, noise: float) -> Any:
 
 
 @pytest.mark.parametrize("expansion", ["tree", "chain"])
-@pytest.mark.parametrize("noise", [0.0, 0.1, 3.0], ids=["always", "sometimes", "never"])
+@pytest.mark.parametrize(
+    "noise", thinned([0.0, 0.1, 3.0], 0.1), ids=["always", "sometimes", "never"]
+)
 def test_the_text_is_that_of_generate(expansion: Any, noise: float) -> None:
     do_sample = (expansion == "tree") == (noise == 0.1)  # each of the three in both ways
     model = shared_model("llama", seed=1)
@@ -86,9 +88,7 @@ PAIRS = [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[2:], strict=False)]
 PAIRS += [*zip(ARCHITECTURES, (ARCHITECTURES * 2)[5:], strict=False)]
 
 
-@pytest.mark.parametrize(
-    "pair", thinned(PAIRS, ("mixtral", "mamba2"), ("bamba", "gemma3_text")), ids="-".join
-)
+@pytest.mark.parametrize("pair", thinned(PAIRS, ("bamba", "gemma3_text")), ids="-".join)
 def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
     target, assistant = pair
     model, drafter = model_of(target), AssistantModel(model_of(assistant), length=3)
@@ -97,7 +97,7 @@ def test_any_architecture_drafts_for_any_other(pair: tuple[str, str]) -> None:
         compared(model, prompt, drafter, do_sample=do_sample, max_new_tokens=16)
 
 
-@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "gemma3_text", "bloom", "mamba2"))
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, "gemma3_text", "bloom"))
 def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     model = model_of(name)
     drafter = AssistantModel(model, length=4, expansion="chain")
@@ -209,6 +209,7 @@ def test_an_assistant_that_fails_fails_no_call() -> None:
             compared(model, ONE, drafter, lade.Config(max_draft_tokens=8))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
 def test_an_assistant_put_into_training_in_a_call_is_not_asked_again(
     options: dict[str, Any],
@@ -292,7 +293,9 @@ def drafts_of_transformers(
 
 
 @pytest.mark.skipif(not IS_NEWEST, reason="its assisted decoding fails once a draft was cut")
-@pytest.mark.parametrize("noise", [0.0, 0.1, 3.0], ids=["always", "sometimes", "never"])
+@pytest.mark.parametrize(
+    "noise", thinned([0.0, 0.1, 3.0], 0.1), ids=["always", "sometimes", "never"]
+)
 @pytest.mark.parametrize("schedule", ["constant", "confidence"])
 def test_drafts_are_those_of_transformers(
     monkeypatch: pytest.MonkeyPatch, schedule: str, noise: float

@@ -258,7 +258,9 @@ class Backwards(Drawing):
         (Biased, "some come more often and some less than support_probs says"),
         (NoDistribution, "support_probs of a node are no distribution"),
         (OutOfSupport, "expected every token to be in the support that it was drawn from"),
-        (Backwards, "a node may depend only on the draws before it"),
+        pytest.param(
+            Backwards, "a node may depend only on the draws before it", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_drafts_drawn_otherwise_than_they_say_are_named(kind: Any, told: str) -> None:
@@ -301,7 +303,9 @@ def test_flaws_of_what_makes_drafters_are_named() -> None:
         lambda: PoolDrafter(lade.NGramPool()),
         lambda: Merged([lade.NGramPool()]),
         lambda: Merged([CallPool(), Right()]),
-        lambda: Merged([Right(), Drawing(), lade.NGramPool()]),
+        pytest.param(
+            lambda: Merged([Right(), Drawing(), lade.NGramPool()]), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["right", "drawing", "pool", "merged pool", "merged", "merged drawing"],
 )

@@ -47,6 +47,7 @@ def counted(
     return counts, out.stats
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("expansion", thinned(["tree", "chain"], "tree"))
 def test_text_has_the_distribution_of_the_target(expansion: Any) -> None:
     """Pairs of first tokens of 600 samples, at a temperature that applies to both models."""
@@ -58,6 +59,7 @@ def test_text_has_the_distribution_of_the_target(expansion: Any) -> None:
     assert p_value(counts.flatten().tolist(), expected) > FALSE_ALARM
 
 
+@pytest.mark.exhaustive
 def test_the_test_finds_drafts_that_tell_other_distributions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,7 +112,7 @@ def test_a_seed_repeats_a_call_with_drawn_drafts() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("verification", ["tree", "rows", "chain"])
+@pytest.mark.parametrize("verification", thinned(["tree", "rows", "chain"], "tree", "chain"))
 def test_drawn_drafts_suit_every_verification(verification: Any) -> None:
     """Of a drawn tree no path can be left out, so it is a chain where paths are few."""
     model, drafter = shared_model("llama", seed=1), AssistantModel(tiny_model("llama", 2), length=3)

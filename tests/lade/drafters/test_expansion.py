@@ -19,6 +19,7 @@ from lade.drafters.expansion import (
 )
 from ngram_pool import SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.grids import thinned
 from tests.lade.tiny import paths_of
 
 VOCAB_SIZE = 6
@@ -156,7 +157,7 @@ def drawn_drafts(num: int, table: Table, is_chain: bool) -> list[tuple[SampledDr
     return drafts
 
 
-@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_chain", thinned([True, False], True), ids=["chain", "tree"])
 def test_drawn_tokens_have_the_distributions_that_they_tell(is_chain: bool) -> None:
     """First, second and third child of the text, and the first child of the likeliest token.
 

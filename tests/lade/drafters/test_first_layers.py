@@ -67,8 +67,8 @@ def held(target: TreeTarget) -> list[Tensor]:
 # --- the text ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("expansion", ["tree", "chain"])
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
+@pytest.mark.parametrize("expansion", thinned(["tree", "chain"], "tree"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "gemma3_text"))
 def test_text_is_that_of_plain_decoding(family: str, expansion: Any) -> None:
     rng = np.random.default_rng(0)
     num_accepted = 0
@@ -182,7 +182,7 @@ def test_every_layer_runs_a_node_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text", "gpt2"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", thinned(range(3), 0))
 def test_the_cache_stays_that_of_a_fresh_forward(family: str, seed: int) -> None:
     """Random trees, random parts of them run early, past every window."""
     rng = np.random.default_rng(seed)
@@ -242,7 +242,12 @@ def test_what_was_run_early_is_dropped_with_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "expansion"), [("confidence", "tree"), ("measured", "chain"), (4, "tree")]
+    ("length", "expansion"),
+    [
+        pytest.param("confidence", "tree", marks=pytest.mark.exhaustive),
+        ("measured", "chain"),
+        (4, "tree"),
+    ],
 )
 @pytest.mark.filterwarnings("error")
 def test_spot_checks_run_what_the_first_layers_have_run(length: Any, expansion: Any) -> None:
@@ -327,7 +332,7 @@ def test_a_verification_that_cannot_go_on_runs_all_layers(monkeypatch: pytest.Mo
         ours(model, prompt, drafter, None, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("at_call", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("at_call", thinned([1, 2, 3, 5, 8], 2, 5))
 def test_interrupted_in_a_layer_nothing_is_left(at_call: int) -> None:
     model = tiny_model("llama")
     prompt = torch.tensor([PROMPT])
@@ -423,7 +428,7 @@ OWN_CACHE = (
 
 
 @pytest.mark.parametrize(
-    "name", thinned([*causal_lm_types(), *VARIANTS], *EARLY[:3], *OWN_CACHE[2:6])
+    "name", thinned([*causal_lm_types(), *VARIANTS], EARLY[0], "mamba2", "openai-gpt")
 )
 def test_every_architecture_keeps_its_text_or_is_refused(name: str) -> None:
     expected = {"early"} if name in EARLY else {"own cache"} if name in OWN_CACHE else None

@@ -21,6 +21,7 @@ from lade.drafting.successors import Successors
 from lade.errors import DrafterWarning, UnsupportedOptionError
 from ngram_pool import Draft, SampledDraft
 from tests.chi_square import FALSE_ALARM, p_value
+from tests.grids import thinned
 from tests.lade.both import answered, same_as_generate
 from tests.lade.drafters.simulation import a_call
 from tests.lade.drafting.test_call_drafters import Maker
@@ -111,7 +112,12 @@ def ours(model: Any, prompt: torch.Tensor, drafter: Any, num_tokens: int, **opti
 
 @pytest.mark.parametrize(
     ("family", "samples", "num_rows"),
-    [("llama", False, 1), ("llama", True, 3), ("mistral", False, 3), ("mistral", True, 1)],
+    [
+        pytest.param("llama", False, 1, marks=pytest.mark.exhaustive),
+        ("llama", True, 3),
+        pytest.param("mistral", False, 3, marks=pytest.mark.exhaustive),
+        pytest.param("mistral", True, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_text_is_that_of_plain_generate(family: str, samples: bool, num_rows: int) -> None:
     model = shared_model(family, seed=2)
@@ -200,7 +206,9 @@ class Failing(Guessing):
         super().close(sequence)
 
 
-@pytest.mark.parametrize("method", ["open", "draft", "observe", "close", "nothing"])
+@pytest.mark.parametrize(
+    "method", thinned(["open", "draft", "observe", "close", "nothing"], "open", "draft")
+)
 def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
     model = shared_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5]] * 2)
@@ -215,7 +223,9 @@ def test_a_part_that_fails_is_dropped_and_the_others_go_on(method: str) -> None:
         ours(model, prompt, Merged([Failing(method), right]), 24)
 
 
-@pytest.mark.parametrize("name", [*LOOKED_AT, "num_successors of -1"])
+@pytest.mark.parametrize(
+    "name", thinned([*LOOKED_AT, "num_successors of -1"], "observe", "draws", "num_successors")
+)
 def test_a_part_that_raises_when_it_is_looked_at_is_dropped(name: str) -> None:
     part = Able("", 0, None, None) if " " in name else shy(name)
     vars(part).update({"num_successors": -1} if " " in name else {})
@@ -314,7 +324,7 @@ class Drawing(lade.Drafter):
         )
 
 
-@pytest.mark.parametrize("with_pool", [False, True])
+@pytest.mark.parametrize("with_pool", thinned([False, True], False))
 def test_rejection_has_the_targets_distribution(
     with_pool: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

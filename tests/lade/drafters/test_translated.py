@@ -18,6 +18,7 @@ from lade.drafters.vocabularies import Vocabularies
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.errors import UnsupportedModelError
 from lade.stats import SourceStats
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.drafters.tokenizers import TEXT, byte_level, metaspace, with_tokens
 from tests.lade.shared import shared_model
@@ -47,7 +48,7 @@ def translated(kind: str = "tree", **options: Any) -> AssistantModel:
 
 
 @pytest.mark.parametrize("kind", ASSISTANTS)
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("do_sample", thinned([False, True], True))
 def test_text_is_that_of_plain_decoding(kind: str, do_sample: bool) -> None:
     prompt = torch.tensor([byte_level().encode("The pool learns what was said")])
     _, got = same_as_generate(

@@ -17,6 +17,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.errors import in_one_line
 from lade.stats import SourceStats
 from ngram_pool import Draft, SampledDraft
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import tiny_model
@@ -119,7 +120,11 @@ def test_a_malformed_draft_is_named_and_the_text_is_right(answer: Any) -> None:
 @pytest.mark.parametrize("method", ["open", "draft", "observe", "close"])
 @pytest.mark.parametrize(
     ("error", "num_rows"),
-    [(RuntimeError("mine"), 1), (MemoryError("mine"), 3), (AssertionError(), 1)],
+    [
+        pytest.param(RuntimeError("mine"), 1, marks=pytest.mark.exhaustive),
+        (MemoryError("mine"), 3),
+        pytest.param(AssertionError(), 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_a_drafter_raises_is_told_once(method: str, error: Exception, num_rows: int) -> None:
     model = shared_model("llama", seed=2)
@@ -171,7 +176,7 @@ LOOKED_AT = [
 ]
 
 
-@pytest.mark.parametrize("name", LOOKED_AT)
+@pytest.mark.parametrize("name", thinned(LOOKED_AT, "draft", "close", "num_successors", "draws"))
 def test_what_raises_when_it_is_looked_at_is_told_once(name: str) -> None:
     with one_warning(r"goes on without drafts: Shy failed \(RuntimeError: do not look\)"):
         compared(shy(name), SAMPLED)
@@ -262,7 +267,7 @@ class Making(Random):
 
 
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drafter", [Random, Making])
+@pytest.mark.parametrize("drafter", thinned([Random, Making], Making))
 def test_a_drafter_that_draws_changes_no_text(drafter: Any, options: dict[str, Any]) -> None:
     compared(drafter("", 0, None, None), options)
     config = lade.Config(lookahead=lade.Lookahead())

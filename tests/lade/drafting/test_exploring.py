@@ -19,6 +19,7 @@ from lade.drafting.proposer import Proposer
 from lade.gpu.policy import DevicePolicy
 from lade.hf import generation
 from ngram_pool import Draft, NGramPool
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, paths_of, tiny_model
 
@@ -98,7 +99,7 @@ def test_a_new_pool_soon_knows_the_successors_of_what_the_target_mentions() -> N
     assert known[0] > 1.3 * known[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", thinned([1, 3], 3))
 def test_texts_are_those_of_plain_decoding_whatever_is_explored(num_rows: int) -> None:
     model = tiny_model("llama", seed=2)
     prompt = torch.tensor([[5, 6, 7, 5, 6]]).repeat(num_rows, 1)
@@ -114,11 +115,11 @@ def test_texts_are_those_of_plain_decoding_whatever_is_explored(num_rows: int) -
     [
         named(3, 3),
         (np.array([3, 4], np.int32), np.array([0.2, 0.5])),
-        named(3, worth=2.0),
+        pytest.param(named(3, worth=2.0), marks=pytest.mark.exhaustive),
         named(3, worth=float("nan")),
-        (np.array([[3]], np.int32), np.array([0.5])),
-        (np.array([0.5]), np.array([0.5])),
-        (np.array([3, 4], np.int32), np.array([0.5])),
+        pytest.param((np.array([[3]], np.int32), np.array([0.5])), marks=pytest.mark.exhaustive),
+        pytest.param((np.array([0.5]), np.array([0.5])), marks=pytest.mark.exhaustive),
+        pytest.param((np.array([3, 4], np.int32), np.array([0.5])), marks=pytest.mark.exhaustive),
         None,
         RuntimeError("mine"),
     ],

@@ -18,6 +18,7 @@ from lade.prewarming import tables
 from lade.prewarming.tables import Effort, StoredTable, write_table
 from lade.probing import profile
 from ngram_pool import Draft, NGramPool, SuccessorTable
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
@@ -53,7 +54,9 @@ def true_successors(model: Any, text: list[int], k: int) -> tuple[list[int], lis
     return top.indices.tolist(), top.values.tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", thinned(["llama", "mistral", "gemma3_text"], "llama", "gemma3_text")
+)
 def test_every_node_is_told_with_the_targets_own_successors(family: str) -> None:
     model = tiny_model(family)
     prompt = torch.arange(2, 12)[None]
@@ -77,7 +80,7 @@ def test_every_node_is_told_with_the_targets_own_successors(family: str) -> None
 
 
 @pytest.mark.parametrize(("max_new_tokens", "most"), [(200, 64), (40, 20), (1, 0)])
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", thinned([1, 4], 4))
 def test_of_a_prompt_half_the_answers_length_is_told_and_64_tokens_at_most(
     max_new_tokens: int, most: int, num_rows: int
 ) -> None:

@@ -254,8 +254,22 @@ FUSED = {"mm": 7, "attend": 1, "rotate": 1, "write_slots": 1, "gated": 1}
     ("family", "options", "before", "after", "saved"),
     [
         ("llama", {}, 40, {**FUSED, "add_rms_norm": 2}, 7),
-        ("qwen3", {}, 56, {**FUSED, "add_rms_norm": 2, "rms_norm": 2}, 7),
-        ("gemma3_text", LAYERS, 84, {**FUSED, "rms_norm": 6, "add": 2}, 9),
+        pytest.param(
+            "qwen3",
+            {},
+            56,
+            {**FUSED, "add_rms_norm": 2, "rms_norm": 2},
+            7,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "gemma3_text",
+            LAYERS,
+            84,
+            {**FUSED, "rms_norm": 6, "add": 2},
+            9,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_recorded_layer_has_few_operations(
@@ -280,7 +294,7 @@ def test_a_recorded_layer_has_few_operations(
     assert num_own <= 65
 
 
-@pytest.mark.parametrize("family", thinned(EXPECTED, "llama", "mistral", "gemma3_text"))
+@pytest.mark.parametrize("family", thinned(EXPECTED, "gemma3_text"))
 def test_without_a_dense_mask_the_text_is_that_of_generate(
     family: str, recorder: CpuRecorder, with_kernels: None
 ) -> None:

@@ -23,6 +23,7 @@ from lade.errors import UnsupportedModelError
 from lade.gpu.capture import clear_workspaces
 from lade.gpu.graphs import CudaRecorder
 from lade.probing.profile import profile_of
+from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both
 from tests.lade.devices import needing_workspace, on_both
 from tests.lade.gpu.test_graphs import LONG
@@ -60,6 +61,7 @@ def refused_by(model: Any) -> set[Verification]:
     return refused
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "device"), on_both(ARCHITECTURES, "llama", "bloom", "mamba2"))
 def test_every_way_of_verifying_gives_the_text_of_generate(name: str, device: str) -> None:
     """In float32, seed for seed, and no other ways are refused than on a CPU."""
@@ -77,7 +79,7 @@ def test_every_way_of_verifying_gives_the_text_of_generate(name: str, device: st
 
 
 @pytest.mark.parametrize(("name", "device"), on_both(FAMILIES, "llama"))
-@pytest.mark.parametrize("execution", ["eager", "fixed", "graphs"])
+@pytest.mark.parametrize("execution", thinned(["eager", "fixed", "graphs"], "graphs"))
 def test_every_execution_gives_the_text_of_generate(
     name: str, execution: Execution, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,11 +70,7 @@ PATHS |= {
     "chain": Path(True, _GREEDY, {"verification": "chain"}, awaits_padding=True),
     "rows": Path(False, _SAMPLED, {"verification": "rows"}),
 }
-QUICK = (
-    *("greedy-eager-1", "greedy-graphs-3", "sampled-graphs-1"),
-    *("processed-graphs-1", "processed-sampled-eager-3", "rejection-graphs-1"),
-    *("lookahead", "rows"),
-)
+QUICK = ("greedy-graphs-3", "lookahead")
 # What a step may wait for: padding and positions of rows, in the first step and after rows have
 # left; and the comparison of a new recording. A prefill may wait where transformers looks for
 # padding, and to compare what it harvests.
@@ -122,6 +118,7 @@ def test_no_step_waits_in_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 BESIDE_PLAIN = 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("trusted")
 def test_a_layer_runs_hardly_more_than_a_plain_one_and_chooses_no_kernel_by_shape(
     monkeypatch: pytest.MonkeyPatch,

@@ -53,7 +53,7 @@ class _Unchecked(BatchDrafter):
         return super().draft(sequence, committed, max_draft_tokens)
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "gemma3_text"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "gemma3_text"))
 def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
     """Random models have near-ties at every few tokens."""
     prompts = [(torch.bfloat16, each) for each in (ONE, THREE, torch.arange(2, 60)[None])]
@@ -65,6 +65,7 @@ def test_whatever_the_pool_holds_the_text_is_the_same(family: str) -> None:
         assert all(text == found[0] for text in found)
 
 
+@pytest.mark.exhaustive
 def test_so_is_sampled_text() -> None:
     model = shared_model("llama", dtype=torch.bfloat16)
     for prompt in (ONE, THREE):
@@ -72,6 +73,7 @@ def test_so_is_sampled_text() -> None:
         assert all(text == found[0] for text in found)
 
 
+@pytest.mark.exhaustive
 def test_without_it_the_text_differs() -> None:
     """Otherwise the tests above would show nothing."""
     num_different = 0

@@ -42,7 +42,13 @@ def _after(begin: Callable[[], object], *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_rows"), [("llama", 2), ("llama", 9), ("gpt2", 5), ("deepseek_v3", 9)]
+    ("family", "num_rows"),
+    [
+        ("llama", 2),
+        ("llama", 9),
+        ("gpt2", 5),
+        pytest.param("deepseek_v3", 9, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_greedy_row_has_the_tokens_it_would_have_alone(family: str, num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)

@@ -84,6 +84,7 @@ def test_where_none_learns_a_new_pool_does_for_the_call(
         assert (output.stats.mean_accepted_tokens > 3.0) == bool(pool)
 
 
+@pytest.mark.exhaustive
 def test_text_equals_plain_generate_whatever_the_layers_hold() -> None:
     """Layers that know the answer, know another, and know noise; greedy, sampled, in batches."""
     rng = np.random.default_rng(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lade
+from tests.grids import thinned
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
 
 SECRETS = [[20 + i, 35 + i, 50 + i, 65 + i] for i in range(12)]
@@ -55,7 +56,7 @@ def attacked(secret: list[int], **options: Any) -> bool:
     return is_told(model, secret)
 
 
-@pytest.mark.parametrize("place", [0, 11])
+@pytest.mark.parametrize("place", thinned([0, 11], 11))
 def test_a_secret_is_told_where_text_is_shared_and_nowhere_else(place: int) -> None:
     assert attacked(SECRETS[place], shares_text=True)
     assert attacked(SECRETS[place], pool=lade.NGramPool())

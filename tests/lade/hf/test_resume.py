@@ -14,7 +14,7 @@ from lade.errors import VerificationWarning
 from lade.gpu.fixed import FixedTarget
 from lade.targets.paths import ChainTarget
 from lade.targets.trees import TreeTarget
-from tests.grids import thinned
+from tests.grids import thinned, thinned_rows
 from tests.lade.both import ONE, THREE, ListStreamer, same_as_generate
 from tests.lade.tiny import tiny_model
 from tests.support.tiny import tiny_model as tiny_architecture
@@ -100,7 +100,7 @@ def _flat(values: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["prefill", "inputs", "forward", "commit"])
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", thinned([1, 3], 3))
 @pytest.mark.parametrize("verification", thinned(["tree", "rows", "chain"], "tree"))
 def test_a_target_that_fails_on_the_way_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, after: int, verification: Any
@@ -129,9 +129,10 @@ RESTS = [("llama", options) for options in ASKED]
 RESTS += [
     (family, options) for family in ("mistral", "gpt2", "gemma3_text") for options in ASKED[3:5]
 ]
+QUICK = (*RESTS[:5:4], ("mistral", ASKED[3]))
 
 
-@pytest.mark.parametrize(("family", "options"), RESTS)
+@pytest.mark.parametrize(("family", "options"), thinned_rows(RESTS, *QUICK))
 def test_the_rest_has_all_that_the_call_asked_for(
     monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
 ) -> None:
@@ -144,7 +145,9 @@ def test_the_rest_has_all_that_the_call_asked_for(
             compared(model, prompt, config, **options)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "bamba", "rwkv", "lfm2", "bloom"])
+@pytest.mark.parametrize(
+    "name", thinned(["mamba2", "bamba", "rwkv", "lfm2", "bloom"], "bamba", "bloom")
+)
 def test_other_architectures_go_on_plainly_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model = tiny_architecture(name, seed=0, attention=None, dtype=torch.float64)
     config = lade.Config(max_draft_tokens=4)

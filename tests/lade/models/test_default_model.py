@@ -80,6 +80,7 @@ def test_bfloat16_text_parts_only_at_near_ties() -> None:
                 break
 
 
+@pytest.mark.exhaustive
 def test_its_tokenizer_and_template_survived_the_conversion() -> None:
     loaded = load(device="cpu")
     inputs = encode(loaded.tokenizer, "What is the capital of France?", loaded.model.device)

@@ -353,6 +353,7 @@ print(embedded.default_model())
 """
 
 
+@pytest.mark.exhaustive
 def test_two_processes_at_once_download_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_AT_ONCE, str(tmp_path / "cache"), str(tmp_path / "log")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

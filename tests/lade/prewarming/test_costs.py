@@ -54,6 +54,7 @@ def test_costs_are_measured_once_and_read_by_the_next_process(
     assert model.generate(PROMPT, do_sample=False, max_new_tokens=4).tolist() == expected
 
 
+@pytest.mark.exhaustive
 def test_other_settings_have_costs_of_their_own(folder: Path) -> None:
     model = tiny_model("llama", seed=1)
     first_costs_of(model, profile_of(model), BY_TREE)

@@ -316,6 +316,7 @@ def test_a_run_saves_every_thirty_seconds() -> None:
     assert sum(len(added.table) for added in saved) < 3 * len(merged)
 
 
+@pytest.mark.exhaustive
 def test_a_table_never_holds_more_than_it_may(tmp_path: Path) -> None:
     stored = StoredTable(SuccessorTable(64), Effort())
     run_on(tiny_model("llama"), stored, 1500)

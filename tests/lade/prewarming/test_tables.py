@@ -245,6 +245,7 @@ def corrupted(content: bytes, rng: random.Random) -> bytes:
     return raw_file(header, content[8 + length :])
 
 
+@pytest.mark.exhaustive
 def test_no_corruption_raises_anything_else_or_takes_memory(written: SimpleNamespace) -> None:
     content = written.path.read_bytes()
     rng = random.Random(0)
@@ -349,6 +350,7 @@ print("drafted")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_table_in_use_goes_on_when_its_file_is_cut_in_place(written: SimpleNamespace) -> None:
     command = [sys.executable, "-c", CUT_IN_PLACE, str(written.path), str(VOCAB_SIZE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -503,6 +505,7 @@ def adding(folder: Path, number: int, times: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
     """Every file that is read meanwhile is whole, and the last one holds what each has added."""
     model = tiny_model("llama")
@@ -521,6 +524,7 @@ def test_processes_that_add_at_once_lose_nothing(tmp_path: Path) -> None:
     assert stored.effort.num_tokens == 40
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_while_it_adds_holds_up_no_other(tmp_path: Path) -> None:
     model = tiny_model("llama")
     path = path_of_table(model, tmp_path)

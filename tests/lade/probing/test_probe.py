@@ -23,6 +23,7 @@ from lade.config import VERIFICATIONS
 from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError
 from lade.probing.profile import profile_of
+from tests.grids import thinned
 from tests.lade.both import same_as_generate
 from tests.lade.tiny import BLOOM, MAMBA2, ScriptedDrafter, random_prompt, tiny_model
 
@@ -63,11 +64,13 @@ def check_text(
     ("family", "options", "verification", "reasons"),
     [
         ("llama", {}, "tree", {}),
-        ("mistral", {}, "tree", {}),
+        pytest.param("mistral", {}, "tree", {}, marks=pytest.mark.exhaustive),
         ("gemma3_text", {}, "tree", {}),
-        ("llama4_text", {}, "tree", {}),
+        pytest.param("llama4_text", {}, "tree", {}, marks=pytest.mark.exhaustive),
         ("bloom", BLOOM, "rows", {"tree": "forward fails"}),
-        ("gpt_neo", NEO, "rows", {"tree": "mask by cache slot"}),
+        pytest.param(
+            "gpt_neo", NEO, "rows", {"tree": "mask by cache slot"}, marks=pytest.mark.exhaustive
+        ),
         (
             "falcon",
             {"alibi": True, "new_decoder_architecture": False},
@@ -119,7 +122,8 @@ def test_the_best_exact_way_is_chosen_and_the_others_have_their_reason(
 @pytest.mark.parametrize(
     "case",
     [
-        *(("llama", 1.0), ("gemma3_text", 0.6)),
+        pytest.param(("llama", 1.0), marks=pytest.mark.exhaustive),
+        ("gemma3_text", 0.6),
         pytest.param(("gemma3_text", 0.0), marks=pytest.mark.exhaustive),
         pytest.param(("llama4_text", 0.6), marks=pytest.mark.exhaustive),
     ],
@@ -210,7 +214,7 @@ def failing_on_trees(model: Any) -> None:
     ],
     ids=["mask", "positions", "fails"],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([torch.float64, torch.bfloat16], torch.bfloat16))
 def test_a_model_that_breaks_trees_is_caught_and_verifies_rows(
     broken: Callable[[Any], None], reason: str, dtype: torch.dtype
 ) -> None:
@@ -385,8 +389,10 @@ def test_remote_code_is_checked_like_any_other(
 # --- the check itself -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", thinned([1, 3], 3))
+@pytest.mark.parametrize(
+    "dtype", thinned([torch.float32, torch.bfloat16, torch.float16], torch.float32, torch.bfloat16)
+)
 def test_the_check_passes_in_every_precision(dtype: torch.dtype, num_rows: int) -> None:
     for family in ("llama", "gpt2", "opt", "phi3", "gemma3_text"):
         for seed in range(2):
@@ -485,7 +491,7 @@ def test_flex_attention_prefills_and_another_one_verifies(monkeypatch: pytest.Mo
     assert model.config._attn_implementation == "flex_attention"
 
 
-@pytest.mark.parametrize("vocab_size", [2, 3, 19])
+@pytest.mark.parametrize("vocab_size", thinned([2, 3, 19], 2, 3))
 def test_few_tokens_are_enough_to_see_what_attention_does(vocab_size: int) -> None:
     """Attention to one and the same token would hide it."""
     model = tiny_model("llama", seed=1, vocab_size=vocab_size, eos_token_id=None, bos_token_id=None)

@@ -140,7 +140,11 @@ def quietly() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    thinned(CHANGES.values(), hook_last, quantize_torch, deepcopied_and_hooked),
+    ids=CHANGES,
+)
 def test_a_model_that_was_changed_is_checked_anew(change: Callable[[Any], Any]) -> None:
     model = llama()
     assert lade.probe(model).verification == "tree"
@@ -267,7 +271,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize(
     "change",
-    thinned(CHANGES.values(), hook_last, quantize_torch, forward_on_the_instance),
+    thinned(CHANGES.values(), hook_last, forward_on_the_instance),
     ids=CHANGES,
 )
 def test_a_spot_check_catches_what_the_structure_does_not(change: Callable[[Any], Any]) -> None:
@@ -288,8 +292,8 @@ FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_te
 CASES = [("llama", 1), *((family, 3) for family in FAMILIES)]
 
 
-@pytest.mark.parametrize("case", thinned(CASES, ("llama", 1), ("gemma3_text", 3)))
-@pytest.mark.parametrize("verification", ["tree", "rows", "chain"])
+@pytest.mark.parametrize("case", thinned(CASES, ("gemma3_text", 3)))
+@pytest.mark.parametrize("verification", thinned(["tree", "rows", "chain"], "tree"))
 def test_checks_of_any_step_change_nothing(case: tuple[str, int], verification: Any) -> None:
     family, num_rows = case
     model = tiny_model(family, seed=1)

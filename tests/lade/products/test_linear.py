@@ -20,6 +20,7 @@ from lade.probing.profile import Profiles, profile_of
 from lade.products import linear as file
 from lade.products.linear import Products, products_for
 from lade.products.threads import runner
+from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
 from tests.lade.tiny import tiny_model
 
@@ -283,7 +284,7 @@ def test_hooks_of_a_layer_are_called(always: None) -> None:
 # --- calls --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("is_sampled", thinned([False, True], True), ids=["greedy", "sampled"])
 def test_the_text_is_that_of_generate(is_sampled: bool, always: None) -> None:
     model = wide_model()
     for seed in range(4):
@@ -321,6 +322,7 @@ def uses_products(model: Any, config: lade.Config | None = None) -> bool:
     return profile.products is not None and profile.products.value is not None
 
 
+@pytest.mark.exhaustive
 def test_calls_that_run_without_them() -> None:
     assert uses_products(wide_model())
     assert not uses_products(wide_model(), lade.Config(uses_products=False))

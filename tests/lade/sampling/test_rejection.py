@@ -19,6 +19,7 @@ from lade.sampling.rejection import NONE, try_children
 from ngram_pool import NGramPool, SampledDraft
 from tests import oracle
 from tests.chi_square import FALSE_ALARM, chi_square_tail, p_value
+from tests.grids import thinned
 
 VOCAB_SIZE = 5
 NUM_ROWS = 20_000
@@ -366,8 +367,8 @@ def p_value_of_pool(target: Law, pool: NGramPool, cut: Cut, max_draft_tokens: in
     return p_value_of(target.continued(tokens, lengths), target)
 
 
-@pytest.mark.parametrize("of_pool", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize("of_pool", thinned([1, 2, 3], 1, 3))
+@pytest.mark.parametrize("temperature", thinned([0.3, 1.0], 1.0))
 def test_sampled_drafts_leave_the_distribution(of_pool: int, temperature: float) -> None:
     pool = NGramPool()
     pool.observe(text_of(Law(seed=of_pool), 200))
@@ -399,6 +400,7 @@ def test_cutting_without_a_look_at_the_tokens_leaves_the_distribution() -> None:
     assert len(sizes) > 1  # it does depend on the tokens, those of earlier nodes
 
 
+@pytest.mark.exhaustive
 def test_cutting_by_the_tokens_drawn_is_noticed() -> None:
     target = Law(seed=1)
     likeliest = int(target.probs[CONTEXT].argmax())

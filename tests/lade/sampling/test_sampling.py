@@ -13,6 +13,7 @@ from transformers import (
 )
 
 import lade
+from tests.grids import thinned
 from tests.lade.both import ONE, THREE, both, same_as_generate
 from tests.lade.shared import shared_model
 from tests.lade.tiny import EOS_TOKEN_ID, VOCAB_SIZE, tiny_model
@@ -50,13 +51,15 @@ PROCESSORS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "temperature": 0.4, "top_p": 0.9, "no_repeat_ngram_size": 3},
     {"prefix_allowed_tokens_fn": lambda row, ids: [row + 2, (int(ids[-1]) + row) % 50, 60, 61]},
 ]
+# What looks at one token, at several, at the prompt, at a row; and all together.
+QUICK = (WARPERS[1], WARPERS[3], WARPERS[-1], PROCESSORS[2], PROCESSORS[6], *PROCESSORS[-2:])
 
 
 def name_of(options: dict[str, Any]) -> str:
     return "-".join(options)
 
 
-@pytest.mark.parametrize("options", WARPERS + PROCESSORS, ids=name_of)
+@pytest.mark.parametrize("options", thinned(WARPERS + PROCESSORS, *QUICK), ids=name_of)
 def test_every_processor_samples_as_generate_does(options: dict[str, Any]) -> None:
     """In batches, which have rows alone at their end."""
     accepted = 0
@@ -67,13 +70,13 @@ def test_every_processor_samples_as_generate_does(options: dict[str, Any]) -> No
     assert accepted > 0
 
 
-@pytest.mark.parametrize("options", PROCESSORS, ids=name_of)
+@pytest.mark.parametrize("options", thinned(PROCESSORS, *QUICK[3:]), ids=name_of)
 def test_every_processor_is_greedy_in_batches_as_generate_is(options: dict[str, Any]) -> None:
     both(shared_model("llama", seed=3), THREE, do_sample=False, **options)
 
 
 @pytest.mark.usefixtures("waits")
-@pytest.mark.parametrize("least", [2, 20])
+@pytest.mark.parametrize("least", thinned([2, 20], 20))
 def test_choosing_at_all_nodes_at_once_gives_the_same(
     least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def send(server: Server, key: str = "one", **body: Any) -> httpx.Response:
     return post(server, json={**CHAT, **body}, headers={"authorization": f"Bearer {key}"})
 
 
+@pytest.mark.xdist_group("attacks")  # whose server takes seconds to begin
 @pytest.mark.parametrize("name", BODIES)
 def test_what_would_take_long_is_refused_within_a_second(server: Server, name: str) -> None:
     """Of processor time, that of threads and of the compiler's children bounded as well."""
@@ -75,6 +76,7 @@ def test_stops_of_any_length_take_no_time(server: Server, loaded: LoadedModel) -
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.exhaustive
 def test_while_one_key_sends_what_takes_long_another_is_served(
     server: Server, loaded: LoadedModel
 ) -> None:
@@ -117,6 +119,7 @@ def test_schemas_of_others_are_compiled_anew(
         assert len(compiled) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_that_was_killed_is_begun_anew(server: Server) -> None:
     assert send(server, **schema_of({"type": "boolean"})).status_code == 200
     (process,) = [each for each in _compilers(server) if each is not None and each.poll() is None]
@@ -136,7 +139,7 @@ def _compilers(server: Server) -> list[Any]:
 
 def test_a_key_that_floods_turns_nobody_else_away(loaded: LoadedModel) -> None:
     with (
-        serving(loaded, api_keys=["one", "two"], max_queue=5) as server,
+        serving(loaded, api_keys=["one", "two"], max_queue=5, max_batch_size=1) as server,
         Paced(loaded) as pace,
         ThreadPoolExecutor(20) as threads,
     ):

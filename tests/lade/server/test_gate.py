@@ -71,7 +71,11 @@ def test_nothing_more_is_computed_for_a_client_that_has_left(
 
 
 def test_a_client_that_leaves_the_line_is_never_computed_for(loaded: LoadedModel) -> None:
-    with serving(loaded) as server, Paced(loaded) as pace, ThreadPoolExecutor(2) as threads:
+    with (
+        serving(loaded, max_batch_size=1) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(2) as threads,
+    ):
         first = threads.submit(post, server, json={"messages": QUESTION, "max_tokens": 4})
         wait_until(lambda: pace.num_calls == 1)
         connection = send(server, {"max_tokens": 300})
@@ -86,7 +90,7 @@ def test_a_client_that_leaves_the_line_is_never_computed_for(loaded: LoadedModel
 
 def test_requests_beyond_the_line_are_sent_away(loaded: LoadedModel) -> None:
     with (
-        serving(loaded, max_queue=2) as server,
+        serving(loaded, max_queue=2, max_batch_size=1) as server,
         Paced(loaded) as pace,
         ThreadPoolExecutor(3) as threads,
         client_of(server) as client,
@@ -107,7 +111,7 @@ def test_requests_beyond_the_line_are_sent_away(loaded: LoadedModel) -> None:
 
 def test_answers_come_in_order_of_arrival(loaded: LoadedModel) -> None:
     with (
-        serving(loaded) as server,
+        serving(loaded, max_batch_size=1) as server,
         Paced(loaded) as pace,
         ThreadPoolExecutor(4) as threads,
         client_of(server) as client,
@@ -139,7 +143,8 @@ def test_a_slow_reader_keeps_nobody_waiting(loaded: LoadedModel) -> None:
         assert metric(server, "vllm:generation_tokens_total") == 40
         connection.close()
         wait_until(lambda: metric(server, "lade:requests_total", code="499") == 1)
-        assert metric(server, "vllm:generation_tokens_total") == 240
+        # Both were decoded together: the slow one was ended where the other had long been done.
+        assert 40 < metric(server, "vllm:generation_tokens_total") <= 240
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -204,7 +209,10 @@ def test_an_answer_that_fails_says_so_and_no_more(
 
 
 def test_a_server_that_stops_finishes_what_is_under_way(loaded: LoadedModel) -> None:
-    with ThreadPoolExecutor(3) as threads, serving(loaded, grace_sec=60) as server:
+    with (
+        ThreadPoolExecutor(3) as threads,
+        serving(loaded, grace_sec=60, max_batch_size=1) as server,
+    ):
         with Paced(loaded) as pace:
             body = {"messages": QUESTION, "max_tokens": 20, "temperature": 0}
             running = threads.submit(post, server, json=body)
