@@ -45,7 +45,10 @@ class Request(Future[Any]):
     def cancel(self) -> bool:
         """End the call before its next step, if it has not ended; return whether it had not."""
         self._is_cancelled = True
-        return super().cancel() or not self.done()
+        if super().cancel():  # it waits for its turn no more, and nobody for its tokens
+            self._tokens.put(None)
+            return True
+        return not self.done()
 
     def __iter__(self) -> Iterator[int]:
         """Yield tokens until the call ends.
@@ -76,7 +79,7 @@ class Request(Future[Any]):
 
 
 class Batcher:
-    """Runs calls of `lade.generate` on one model at the same time, as a batch that they join.
+    """Runs calls of `lade.generate` on one model at the same time, as a batch that they join::
 
         with lade.Batcher(model, max_batch_size=8) as batcher:
             requests = [batcher.submit(**inputs, max_new_tokens=100) for inputs in prompts]
@@ -161,7 +164,8 @@ class Batcher:
         """Run a function that generates, in this thread, among the calls of the batcher.
 
         Args:
-            call: the function. Whatever it runs besides forwards of lade's, others wait for.
+            call: the function. Whatever it runs besides forwards of lade's, others wait for; so it
+                must not wait for them.
             num_tokens: that prompt and answer may come to have.
         """
         with self._room.taken(num_tokens), self._turns.seat():

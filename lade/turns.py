@@ -19,7 +19,6 @@ import torch
 #: The seat of whatever code runs in a turn.
 _current: ContextVar["Seat | None"] = ContextVar("lade_seat", default=None)
 
-
 _FIRST_PIECE = 128  # tokens of a prompt
 _LEAST_PIECE = 16
 
@@ -27,9 +26,8 @@ _LEAST_PIECE = 16
 class Together(Protocol):
     """Runs forwards of several calls."""
 
-    price: (
-        float | None
-    )  # tokens that a draft token must add to be worth its part of a joint forward
+    #: Tokens that a draft token must add to be worth its part of a joint forward, if known.
+    price: float | None
 
     def __call__(self, asked: Sequence[Any], /) -> Sequence[Any]:
         """Run what calls have asked for.
@@ -149,7 +147,6 @@ class Seat:
         if turns._has_run_piece and turns._asking:
             self._wait_in(turns._later)
         turns._has_run_piece = True
-
         self._begin = perf_counter()
 
     def end_piece(self, num_tokens: int) -> None:
@@ -160,9 +157,14 @@ class Seat:
             turns.piece = max(_LEAST_PIECE, int(turns.stall_sec * per_sec))
 
     @property
+    def has_company(self) -> bool:
+        """Whether other calls run, too; a forward may then have waited for them."""
+        return self._turns._num_seats > 1
+
+    @property
     def price(self) -> float | None:
         """Tokens that a draft token must add to be worth its cost; None for a call alone."""
-        return self._turns._run.price if self._turns._num_seats > 1 else None
+        return self._turns._run.price if self.has_company else None
 
     @property
     def piece(self) -> int:

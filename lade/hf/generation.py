@@ -35,6 +35,7 @@ from lade.errors import (
     LadeError,
     MisfitError,
     PlainDecodingWarning,
+    UnsupportedModelError,
     UnsupportedOptionError,
     VerificationWarning,
 )
@@ -149,10 +150,14 @@ class Generation:
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
-            # Calls that share a forward are like rows of different lengths.
-            verification = choose(is_padded=needed.is_padded or self._seat is not None)
-            if self._seat is not None and verification.attention != PACKED_ROWS:
-                verification, self._seat = choose(is_padded=needed.is_padded), None
+            found: VerificationPlan | None = None
+            if self._seat is not None:
+                # Calls that share a forward are like rows of different lengths.
+                with suppress(UnsupportedModelError, UnsupportedOptionError):
+                    found = choose(is_padded=True)
+            if found is None or found.attention != PACKED_ROWS:
+                found, self._seat = None, None
+            verification = found or choose(is_padded=needed.is_padded)
             if config.uses_products and not (config.stable_text or config.step_costs):
                 verification = with_products(verification, model, self._profile)
             if config.lookahead is not None and verification.verification != "tree":

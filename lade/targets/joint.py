@@ -111,8 +111,8 @@ def _difference(part: Part, together: Forward) -> str | None:
     """Return how far logits of a part are from those of the part alone, if that is too far."""
     part.undo()
     alone = _run_alone(part)
-    if isinstance(alone, BaseException):  # which tells nothing of the others
-        return None
+    if isinstance(alone, BaseException):  # its cache may be written to in part
+        return f"the forward of one call alone fails ({alone})"
     error, limit = distance(together.logits.double(), alone.logits.double()), limit_of(part.view)
     if error <= limit:
         return None

@@ -120,7 +120,7 @@ class TreeTarget(Target):
         self._was_early = False  # whether the last forward had some of its nodes run before
         self._is_plainly = False  # whether the next forward has padding, as plain decoding's has
         self._seat: Seat | None = None  # where forwards run together with those of other calls
-        self._was_joint = False  # whether the last forward ran those of other calls as well
+        self._was_joint = False  # whether the last forward ran, or may have waited, with others
         self._num_committed = 1.0  # tokens in a step, of late
         is_added = MASK_IS_ADDED[attention or attention_of(model) or "eager"]
         self._additive_dtype = model.dtype if is_added else None
@@ -174,7 +174,8 @@ class TreeTarget(Target):
         view = with_own_hooks(model, [model])
 
         def end_piece(_: Any, __: Any, inputs: dict[str, Any], ___: Any) -> None:
-            seat.end_piece(inputs["input_ids"].shape[1])
+            if inputs.get("input_ids") is not None:
+                seat.end_piece(inputs["input_ids"].shape[1])
 
         view.register_forward_pre_hook(lambda *_: seat.pause())
         view.register_forward_hook(end_piece, with_kwargs=True)
@@ -234,7 +235,7 @@ class TreeTarget(Target):
 
     @property
     def is_timing_valid(self) -> bool:
-        """Whether the last forward ran all layers for all of its nodes, and for no other call's."""
+        """Whether the last forward ran all layers for all of its nodes, and for these alone."""
         return not (self._was_early or self._was_joint)
 
     @property
@@ -290,7 +291,7 @@ class TreeTarget(Target):
                 kind = (self.attention, self._products)
                 part = Part(kind, view, inputs, self.discard, self._num_committed)
                 output = self._seat.run(part)
-                self._was_joint = part.was_joint
+                self._was_joint = part.was_joint or self._seat.has_company
         finally:
             self.cache.unfix()
         return output
