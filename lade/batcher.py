@@ -79,7 +79,9 @@ class Request(Future[Any]):
 
 
 class Batcher:
-    """Runs calls of `lade.generate` on one model at the same time, as a batch that they join::
+    """Runs calls of `lade.generate` on one model at the same time, as a batch that they join.
+
+    An example::
 
         with lade.Batcher(model, max_batch_size=8) as batcher:
             requests = [batcher.submit(**inputs, max_new_tokens=100) for inputs in prompts]
