@@ -4,6 +4,7 @@ A call runs in a thread of its own, by the code that runs a single one; `lade.tu
 turns, and `lade.targets.joint` runs their forwards as one.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from lade.turns import Turns
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
+_USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
 
 
 class Request(Future[Any]):
@@ -58,6 +60,7 @@ class Request(Future[Any]):
         """
         while (token_id := self._tokens.get()) is not None:
             yield token_id
+        self._tokens.put(None)  # for whoever iterates again
         self.result()
 
     def _end(self, running: Future[Any]) -> None:
@@ -88,8 +91,8 @@ class Batcher:
             texts = [request.result() for request in requests]
 
     Each has options, pool and random numbers of its own, and the text it would have alone. All
-    methods may be called from any thread. Models whose forwards cannot run together, and calls of
-    several rows, take turns instead: `why_not_joint` says why.
+    methods may be called from any thread. Calls of several rows, and those of models whose
+    forwards cannot run together, are answered one after the other; `why_not_joint` says why.
 
     Args:
         model: a transformers causal LM. Nobody else may run it meanwhile.
@@ -133,6 +136,11 @@ class Batcher:
         self._threads = ThreadPoolExecutor(max_batch_size, thread_name_prefix="lade-batcher")
 
     @property
+    def is_joint(self) -> bool:
+        """Whether a call has come whose forwards may run together with others."""
+        return self._turns.is_joint and self.why_not_joint is None
+
+    @property
     def why_not_joint(self) -> str | None:
         """Why forwards of the model do not run together; None as long as they do."""
         return self._joint.why_not
@@ -145,7 +153,8 @@ class Batcher:
         Args:
             input_ids: int64 [1, num_tokens]; several rows run, but not beside other calls.
             seed: of what the call draws: its tokens are those of `generate` after
-                `torch.manual_seed(seed)`. None for one that nobody knows.
+                `torch.manual_seed(seed)`, as long as no thread but those of the batcher draws from
+                torch's default generator. None for one that nobody knows.
             options: everything else that `lade.generate` takes.
 
         Raises:
@@ -167,7 +176,7 @@ class Batcher:
 
         Args:
             call: the function. Whatever it runs besides forwards of lade's, others wait for; so it
-                must not wait for them.
+                must not wait for another request.
             num_tokens: that prompt and answer may come to have.
         """
         with self._room.taken(num_tokens), self._turns.seat():
@@ -231,10 +240,13 @@ class _Room:
         turn = object()
         with self._changed:
             self._waiting.append(turn)
-            self._changed.wait_for(
-                lambda: self._waiting[0] is turn and self._num_taken + num_tokens <= limit
-            )
-            self._waiting.popleft()
+            try:
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is turn and self._num_taken + num_tokens <= limit
+                )
+            finally:  # also where an interrupt ends the waiting
+                self._waiting.remove(turn)
+                self._changed.notify_all()
             self._num_taken += num_tokens
             self._changed.notify_all()
         try:
@@ -248,12 +260,15 @@ class _Room:
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:
     """Return how many tokens a call may come to have, its prompt included."""
     prompt = call.get("input_ids", call.get("inputs_embeds"))
-    num_rows, num_prompt = (1, 1) if prompt is None else prompt.shape[:2]
-    options = call.get("generation_config") or model.generation_config
+    num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[1])
+    options: Any = call.get("generation_config") or model.generation_config
+    num_samples = call.get("num_return_sequences") or options.num_return_sequences or 1
     num_new = call.get("max_new_tokens") or options.max_new_tokens
-    longest = call.get("max_length") or options.max_length or 0
-    num_tokens: int = max(longest, num_prompt) if num_new is None else num_prompt + num_new
-    return num_rows * num_tokens
+    longest = call.get("max_length") or options.max_length
+    if num_new is None:
+        num_new = _USUAL_LENGTH if longest is None else max(0, longest - num_prompt)
+    num_tokens: int = num_prompts * num_samples * (num_prompt + num_new)
+    return num_tokens
 
 
 def _tokens_that_fit(model: Model) -> int | None:
@@ -261,9 +276,9 @@ def _tokens_that_fit(model: Model) -> int | None:
     config = model.config.get_text_config(decoder=True)
     num_layers = getattr(config, "num_hidden_layers", None)
     num_heads = getattr(config, "num_attention_heads", None)
-    if not num_layers or not num_heads:
-        return None
     num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if not all(isinstance(each, int) for each in (num_layers, num_heads, num_key_heads)):
+        return None  # each layer may have a number of its own
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     num_bytes = 2 * num_layers * num_key_heads * head_dim * model.dtype.itemsize
     free = _free_bytes(device_of_inputs(without_compiler(model)))
@@ -280,4 +295,18 @@ def _free_bytes(device: torch.device) -> int | None:
     except OSError:  # not Linux
         return None
     available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(available[0]) * 1024 if available and device.type == "cpu" else None
+    if not available or device.type != "cpu":
+        return None
+    return min(int(available[0]) * 1024, _left_in_container())
+
+
+def _left_in_container() -> int:
+    """Return the bytes that the control group of this process, a container's, has left."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        most, taken = (
+            (group / f"memory.{name}").read_text().strip() for name in ("max", "current")
+        )
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if most == "max" else max(0, int(most) - int(taken))

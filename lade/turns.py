@@ -64,6 +64,8 @@ class Turns:
         self._later = deque[Seat]()  # those that run a piece of a prompt after the next forward
         self._has_run_piece = False  # since the last forward
         self._num_seats = 0
+        #: Whether a call was found whose forwards may run together with others.
+        self.is_joint = False
         #: Tokens of a prompt that run in one piece, by the time that pieces take.
         self.piece = _FIRST_PIECE
         self.stall_sec = stall_sec
@@ -87,27 +89,36 @@ class Turns:
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def _forward(self, asked: Sequence[Any]) -> Sequence[Any]:
+    def _forward(self, asked: Sequence[Any]) -> list[Any]:
         """Run forwards, on a CPU always in the same thread.
 
         Each thread that runs parallel loops of OpenMP has workers of its own, and these get in
         each other's way as soon as there are more of them than cores.
         """
         if self._thread is None:
-            return self._run(asked)
-        has_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-        def run() -> Sequence[Any]:
-            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_gradients):
-                return self._run(asked)
-
-        return self._thread.submit(run).result()
+            return [*self._run(asked)]
+        try:
+            running = self._thread.submit(self._run, asked)
+        except RuntimeError:  # it was closed, or the interpreter ends
+            return [*self._run(asked)]
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                results = [*running.result()]
+            except KeyboardInterrupt as error:  # of the call that waits, not of the others
+                if running.done():
+                    raise
+                interrupt = error
+            else:
+                return results if interrupt is None else [interrupt, *results[1:]]
 
     def _next(self) -> "Seat | None":
         """Return whose turn is next; the first of those that ask runs the forward of all."""
         for waiting in (self._ready, self._asking, self._later):
-            if waiting:
-                return waiting.popleft()
+            while waiting:
+                seat = waiting.popleft()
+                if not seat._is_gone:
+                    return seat
         return None
 
 
@@ -119,6 +130,7 @@ class Seat:
         self._woken = threading.Semaphore(0)
         self._states: list[torch.Tensor] | None = None  # of generators, while others have the turn
         self._begin = 0.0
+        self._is_gone = False  # whether an interrupt has ended its waiting
         self._asked: Any = None
         self._result: Any = None
 
@@ -141,10 +153,14 @@ class Seat:
             raise result
         return result
 
+    def join(self) -> None:
+        """Note that forwards of this call may run together with those of others."""
+        self._turns.is_joint = True
+
     def pause(self) -> None:
         """Let others go on before a piece of a prompt is run, of which there is one a step."""
         turns = self._turns
-        if turns._has_run_piece and turns._asking:
+        if turns._has_run_piece and (turns._ready or turns._asking or turns._later):
             self._wait_in(turns._later)
         turns._has_run_piece = True
         self._begin = perf_counter()
@@ -175,7 +191,7 @@ class Seat:
         """Run what all ask for; theirs are the next turns."""
         turns = self._turns
         with turns._lock:
-            seats = [self, *turns._asking]
+            seats = [self, *(seat for seat in turns._asking if not seat._is_gone)]
             turns._asking.clear()
         try:
             results = turns._forward([seat._asked for seat in seats])
@@ -203,10 +219,19 @@ class Seat:
                     self._hand_on()
             must_wait = turns._holder is not self
         if must_wait:
-            self._woken.acquire()
+            try:
+                self._woken.acquire()
+            except BaseException:  # an interrupt of the main thread
+                with turns._lock:
+                    self._is_gone = True
+                    if turns._holder is self:
+                        self._hand_on()
+                raise
         self._swap_states()
 
     def _leave(self) -> None:
+        if self._is_gone:
+            return
         self._swap_states()
         with self._turns._lock:
             self._hand_on()

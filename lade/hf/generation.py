@@ -98,8 +98,11 @@ class Generation:
         self._has_callbacks = drafter is not None or any(map(is_own_callback, given))
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
-        # Code of the user's own in forwards is to see this call's alone.
-        self._seat = current_seat() if self._own_code is None else None
+        # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
+        is_apart = self._own_code is not None or torch.is_autocast_enabled(
+            call.input_ids.device.type
+        )
+        self._seat = None if is_apart else current_seat()
 
     def run(self) -> Any:
         """Decode, and return what `generate` returns."""

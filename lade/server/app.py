@@ -91,14 +91,18 @@ class Server:
                     max_batch_tokens=options.max_batch_tokens,
                 )
             )
-            line = Line(options.max_queue, options.max_batch_size, options.most_of_key)
-            self.metrics = Metrics(
-                self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
-            )
             grammars = stack.enter_context(closing(Grammars(loaded)))
             limits = RequestLimits(loaded.model, options)
             upstream = build_app(loaded, self.name, limits, grammars.pieces, batcher)
             self._manager = upstream.manager
+            self._manager.submit(_warm_up, loaded, options).result()
+            size = options.max_batch_size if batcher.is_joint else 1
+            logger.info("requests are answered %s", "together" if size > 1 else "one by one")
+            # Whoever waits for others in the batcher waits for whole answers, out of any order.
+            line = Line(options.max_queue, size, max(1, size - 1))
+            self.metrics = Metrics(
+                self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
+            )
             _add_routes(upstream.app, self.metrics, upstream.models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
@@ -108,7 +112,6 @@ class Server:
                 names_of(host, options.allowed_hosts),
             )
             self.metrics_url = self._serve_metrics(options, stack)
-            self._manager.submit(_warm_up, loaded, options).result()
             self._uvicorn = _Uvicorn(gate, options)
             self._stack = stack.pop_all()
         found = self._socket.getsockname()

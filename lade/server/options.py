@@ -27,7 +27,8 @@ class ServerOptions:
             is served with all else, but not to clients that have keys: it tells what others ask.
         certificate, private_key: files, in PEM, to serve by TLS.
         max_connections: clients that may be connected.
-        max_batch_size: requests that are answered at once; the last place is not for one key alone.
+        max_batch_size: requests that are answered at once, where forwards of the model can run
+            together; one key has all places but one at most.
         max_batch_tokens: of all of these, as for `lade.Batcher`.
         max_queue: requests that may wait, of each key or, without keys, from each address.
         max_prompt_tokens: of a request; None for what the model has positions for.
@@ -89,8 +90,3 @@ class ServerOptions:
             raise ValueError("expected a certificate and a private_key, or neither, got one")
         if not all(self.api_keys):
             raise ValueError("expected API keys of one character or more, got ''")
-
-    @property
-    def most_of_key(self) -> int:
-        """Requests of one key, or from one address, that are answered at once."""
-        return max(1, self.max_batch_size - 1)

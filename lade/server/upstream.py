@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -202,7 +203,7 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         # Not the base class's __init__, which starts a thread for one after the other.
         self._limits = limits
         self._batcher = batcher
-        self._threads = set[threading.Thread]()
+        self._threads = WeakSet[threading.Thread]()
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
@@ -240,13 +241,16 @@ class _Manager(GenerateManager):  # type: ignore[misc]
                 future.set_result(self._batcher.run(partial(fn, *args, **kwargs), num_tokens))
             except BaseException as error:  # it is raised where the result is awaited
                 future.set_exception(error)
-            finally:
-                self._threads.discard(thread)
 
         # A daemon, so that the process can end in the middle of a long forward.
         thread = threading.Thread(target=run, name="lade-answers", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many in this machine
+            if exchange is not None:
+                exchange.done()
+            raise
         self._threads.add(thread)
-        thread.start()
         return future
 
     def wait(self, sec: float) -> None:

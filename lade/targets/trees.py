@@ -169,7 +169,8 @@ class TreeTarget(Target):
     def _in_pieces(self, model: Model, seat: Seat) -> tuple[Model, GenerationConfig]:
         """Return a view that lets other calls go on before each piece, and options with its size.
 
-        A prompt with more than tokens, or one that transformers would run again, stays whole.
+        A prompt that has more than tokens, such as images, or one that transformers would run
+        again, stays whole.
         """
         view = with_own_hooks(model, [model])
 
@@ -288,8 +289,11 @@ class TreeTarget(Target):
             if self._seat is None:
                 output: Forward = view(**inputs)
             else:
-                kind = (self.attention, self._products)
-                part = Part(kind, view, inputs, self.discard, self._num_committed)
+                is_inference = torch.is_inference_mode_enabled()
+                shape = inputs["position_ids"].dim(), *sorted(inputs)
+                kind = (id(self._model), self.attention, self._products, is_inference, *shape)
+                of_call = (self.discard, self._num_committed, is_inference)
+                part = Part(kind, view, inputs, *of_call)
                 output = self._seat.run(part)
                 self._was_joint = part.was_joint or self._seat.has_company
         finally:
@@ -302,6 +306,7 @@ class TreeTarget(Target):
         has_own_angles = rope_of(self._model.config.get_text_config(decoder=True)) is not None
         if self._packs and len(self._input_ids) == 1 and is_whole and not has_own_angles:
             self._seat = seat
+            seat.join()
 
     def extend(self, tree: Tree, num_run: int) -> Forward:
         """Run a growing tree's nodes from `num_run` on; the others were run since the last commit.

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 import lade
-from lade.batcher import Batcher, _Room
+from lade.batcher import Batcher, _most_tokens, _Room
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.budget.joint import JointCosts
 from lade.targets.joint import JointForwards, Part
-from lade.turns import Turns
+from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
 
@@ -230,6 +231,7 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
 ) -> None:
     monkeypatch.setattr("lade.targets.joint.JointCache", lambda *_: None)
     monkeypatch.setattr("lade.targets.joint.limit_of", lambda _: 1e-3)
+    monkeypatch.setattr("lade.targets.joint.is_exact_in", lambda _: True)
     forwards, undone = JointForwards(), list[int]()
 
     def part(ids: list[int]) -> Part:
@@ -249,7 +251,7 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
     assert (forwards.why_not is not None) == is_found
     assert len(undone) == (3 if is_found else 2)
     assert [part.was_joint for part in parts] == [not is_found] * 2
-    assert forwards.price is not None
+    assert (forwards.price is None) == is_found
 
 
 def test_the_price_of_a_token_follows_what_joint_forwards_cost() -> None:
@@ -270,3 +272,118 @@ def test_joint_drafts_have_the_tokens_that_are_worth_their_price() -> None:
     assert sizes == [4, 3, 2, 0]
     assert PricedBudget({1: 1.0, 8: 1.0}).num_nodes_at(0.95, probs) == 4
     assert Budget(16).num_nodes_at(0.95, probs) == 4
+
+
+class Interrupted(threading.Semaphore):
+    """A semaphore whose waiting is interrupted."""
+
+    def acquire(self, *_: Any, **__: Any) -> bool:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_asking", [False, True])
+def test_an_interrupt_of_a_call_that_waits_lets_the_others_go_on(is_asking: bool) -> None:
+    turns, may_end, done = Turns(Recorded(), torch.device("cpu")), threading.Event(), list[int]()
+
+    def hold() -> None:
+        with turns.seat() as seat:
+            may_end.wait()
+            done.extend(seat.run(number) for number in (1, 2))
+
+    def interrupted() -> None:
+        with turns.seat() as seat:
+            other.start()
+            while not turns._ready:
+                pass
+            seat._woken = Interrupted()
+            may_end.set()
+            seat.run(0)
+
+    def interrupted_at_once() -> None:
+        other.start()
+        while turns._holder is None:
+            pass
+        seat = Seat(turns)
+        seat._woken = Interrupted()
+        seat._wait_in(turns._ready)
+
+    other = threading.Thread(target=hold)
+    with pytest.raises(KeyboardInterrupt):
+        (interrupted if is_asking else interrupted_at_once)()
+    may_end.set()
+    other.join(timeout=30)
+    assert done == [1, 2]
+    assert turns._holder is None
+
+
+def test_calls_with_other_inputs_or_of_another_model_run_apart() -> None:
+    model, other = tiny_model("gpt2"), tiny_model("gpt2", seed=1)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    types = torch.full_like(ids, 9)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30}
+    options["do_sample"] = False
+    expected = [
+        model.generate(ids, **options),
+        model.generate(ids, token_type_ids=types, **options),
+        other.generate(ids, **options),
+    ]
+    with Batcher(model) as batcher:
+        requests = [batcher.submit(ids, **options) for _ in range(3)]
+        typed = batcher.submit(ids, token_type_ids=types, **options)
+        of_other = batcher.run(lambda: lade.generate(other, ids, **options))
+        for request in requests:
+            assert torch.equal(request.result(), expected[0])
+        assert torch.equal(typed.result(), expected[1])
+        assert torch.equal(of_other, expected[2])
+    assert batcher.why_not_joint is None
+
+
+def test_a_new_call_begins_while_a_long_prompt_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.turns._FIRST_PIECE", 4)
+    monkeypatch.setattr("lade.turns.Seat.end_piece", lambda *_: None)
+    model = tiny_model()
+    order: list[str] = []
+    has_begun = threading.Event()
+    pause = Seat.pause
+
+    def paused(seat: Seat) -> None:
+        has_begun.set()
+        pause(seat)
+
+    monkeypatch.setattr(Seat, "pause", paused)
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+    with Batcher(model) as batcher:
+        for name, length in (("long", 400), ("short", 4)):
+            ids = torch.full((1, length), 5)
+            mask = torch.ones_like(ids)
+            note = partial(lambda name, _: order.append(name), name)
+            batcher.submit(ids, attention_mask=mask, on_step=note, **options)
+            has_begun.wait()
+    assert order[0] == "short"
+
+
+def test_a_batcher_that_was_closed_still_runs_functions() -> None:
+    model = tiny_model()
+    batcher = Batcher(model)
+    batcher.close()
+    ids = torch.tensor([[5, 6, 7]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+    tokens = batcher.run(lambda: lade.generate(model, ids, do_sample=False, **options))
+    assert torch.equal(tokens, model.generate(ids, do_sample=False, **options))
+
+
+def test_autocast_is_of_its_call_alone() -> None:
+    model = tiny_model(dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    with Batcher(model) as batcher, torch.autocast("cpu", torch.bfloat16):
+        tokens = batcher.run(lambda: lade.generate(model, ids, do_sample=False, **options))
+        alone = lade.generate(model, ids, do_sample=False, **options)
+    assert torch.equal(tokens, alone)
+
+
+def test_room_is_for_all_rows_of_a_call() -> None:
+    model = tiny_model()
+    call = {"input_ids": torch.ones(2, 5, dtype=torch.long), "max_new_tokens": 10}
+    assert _most_tokens(model, call) == 30
+    assert _most_tokens(model, {**call, "num_return_sequences": 3}) == 90
