@@ -262,7 +262,7 @@ def _most_tokens(model: Model, call: dict[str, Any]) -> int:
     prompt = call.get("input_ids", call.get("inputs_embeds"))
     num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[1])
     options: Any = call.get("generation_config") or model.generation_config
-    num_samples = call.get("num_return_sequences") or options.num_return_sequences or 1
+    num_samples: int = call.get("num_return_sequences") or options.num_return_sequences or 1
     num_new = call.get("max_new_tokens") or options.max_new_tokens
     longest = call.get("max_length") or options.max_length
     if num_new is None:
@@ -274,9 +274,9 @@ def _most_tokens(model: Model, call: dict[str, Any]) -> int:
 def _tokens_that_fit(model: Model) -> int | None:
     """Return how many tokens have keys and values in a share of free memory; None if unknown."""
     config = model.config.get_text_config(decoder=True)
-    num_layers = getattr(config, "num_hidden_layers", None)
-    num_heads = getattr(config, "num_attention_heads", None)
-    num_key_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    num_layers: Any = getattr(config, "num_hidden_layers", None)
+    num_heads: Any = getattr(config, "num_attention_heads", None)
+    num_key_heads: Any = getattr(config, "num_key_value_heads", None) or num_heads
     if not all(isinstance(each, int) for each in (num_layers, num_heads, num_key_heads)):
         return None  # each layer may have a number of its own
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
