@@ -221,7 +221,7 @@ class Seat:
         if must_wait:
             try:
                 self._woken.acquire()
-            except BaseException:  # an interrupt of the main thread
+            except (KeyboardInterrupt, SystemExit):  # of the main thread
                 with turns._lock:
                     self._is_gone = True
                     if turns._holder is self:
