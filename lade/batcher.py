@@ -12,7 +12,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -190,12 +189,7 @@ class Batcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
     def _answer(self, request: Request, seed: int | None, call: dict[str, Any]) -> Any:
@@ -248,7 +242,6 @@ class _Room:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
             self._num_taken += num_tokens
-            self._changed.notify_all()
         try:
             yield
         finally:

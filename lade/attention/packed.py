@@ -324,7 +324,8 @@ def packed_rows(
         With groups [1, num_nodes, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: there are groups and something that is not honoured.
+        NotImplementedError: there are groups or parts and something that is not honoured, or keys
+            and values that are not those that the caches of the parts have returned.
     """
     parts: Sequence[CallPart] | None = getattr(attention_mask, "_lade_parts", None)
     if parts is not None:

@@ -271,9 +271,7 @@ class PricedBudget(MeasuredBudget):
     def record(self, *_: Any, **__: Any) -> None:
         """Learn nothing."""
 
-    def num_nodes_at(self, price: float, probs: Probs) -> int:
-        """Return as many as for a call alone, so that runs are reproducible."""
-        return self.num_nodes(probs, 0)
+    num_nodes_at = Budget.num_nodes_at  # as for a call alone, so that runs are reproducible
 
     def _options(self, most: int, between: Sequence[int]) -> NDArray[np.int64]:
         return np.arange(most + 1, dtype=np.int64)

@@ -15,6 +15,7 @@ from lade.probing.profile import Profile, Profiles
 from lade.probing.requirements import lengths_of
 from lade.probing.rules import why_not_reused
 from lade.probing.values import Values, switches_of
+from lade.targets.inputs import is_text_alone
 from lade.targets.prefixes import (
     KeptText,
     Origin,
@@ -25,9 +26,6 @@ from lade.targets.prefixes import (
 )
 from lade.targets.rollback import crop, length_of, saved
 from ngram_pool import NamedPool
-
-# What a call may be given besides its tokens; with anything else, equal tokens may have other keys.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
 
 class Reuse:
@@ -132,10 +130,8 @@ def _is_plain_text(call: Call, cache: Any) -> bool:
         return False
     if getattr(cache, "_is_user_defined", False):
         return False
-    for name, value in model_kwargs.items():
-        is_nothing = value is None or value is False or (isinstance(value, dict) and not value)
-        if name not in _OF_TEXT and not is_nothing:
-            return False
+    if not is_text_alone(model_kwargs):
+        return False
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and not (mask.shape == input_ids.shape and bool(mask.all())):
         return False

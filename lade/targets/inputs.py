@@ -10,6 +10,20 @@ from transformers import GenerationConfig
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
 # Arguments with a value per token.
 CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
+# All that a prompt of tokens alone has.
+_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a prompt has tokens alone: no embeddings, images or token types.
+
+    Only then do equal tokens have equal keys, and may transformers run them in pieces.
+    """
+    for name, value in model_kwargs.items():
+        is_nothing = value is None or value is False or (isinstance(value, dict) and not value)
+        if name not in _OF_TEXT and not is_nothing:
+            return False
+    return True
 
 
 def num_slots_of(

@@ -17,7 +17,7 @@ from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
-from lade.targets.inputs import TOKEN_TYPES, extended, num_slots_of
+from lade.targets.inputs import TOKEN_TYPES, extended, is_text_alone, num_slots_of
 from lade.targets.joint import Part
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
@@ -41,8 +41,6 @@ MASK_IS_ADDED = {
 }
 
 
-# What a prompt of tokens alone has; transformers runs others in one piece.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _NUM_RECENT = 8  # steps that say how many tokens the next one commits
 
 
@@ -182,11 +180,7 @@ class TreeTarget(Target):
         view.register_forward_hook(end_piece, with_kwargs=True)
         options = self._generation_config
         num_left = self._input_ids.shape[1] - self.cache.get_seq_length()
-        # Embeddings and images are no tokens.
-        is_text = not any(
-            name not in _OF_TEXT and value is not None and value is not False
-            for name, value in self._model_kwargs.items()
-        )
+        is_text = is_text_alone(self._model_kwargs)
         goes_on = CHUNKS_GO_ON or not self.cache.get_seq_length()
         if options.prefill_chunk_size is None and is_text and goes_on and num_left > seat.piece:
             options = copy(options)
