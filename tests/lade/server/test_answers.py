@@ -20,6 +20,7 @@ from tests.lade.server.serving import (
     asked,
     client_of,
     loaded_model,
+    plain_ids,
     plain_text,
     post,
     printable_tokenizer,
@@ -105,6 +106,21 @@ def test_biases_are_added(client: openai.OpenAI) -> None:
 
 
 # --- stops ----------------------------------------------------------------------------------
+
+
+def test_an_answer_that_ends_itself_has_no_mark_of_its_end() -> None:
+    loaded = loaded_model(eos_token_id=93)
+    sampling = {"temperature": 0.9, "max_tokens": 24}
+    ids = {
+        seed: plain_ids(loaded, seed=seed, temperature=0.9, max_new_tokens=24) for seed in range(9)
+    }
+    seed = next(seed for seed, each in ids.items() if each[-1] == 93)
+    expected = loaded.tokenizer.decode(ids[seed][:-1])
+    assert plain_text(loaded, seed=seed, temperature=0.9, max_new_tokens=24) == expected
+    with serving(loaded) as server, client_of(server) as client:
+        whole = asked(client, seed=seed, **sampling).choices[0]
+        assert (whole.message.content, whole.finish_reason) == (expected, "stop")
+        assert text_of(asked(client, seed=seed, stream=True, **sampling)) == expected
 
 
 @pytest.mark.parametrize("place", [(3, 4), (9, 12), (20, 21)])
