@@ -264,6 +264,9 @@ def run_serve(
         ),
     ],
     prompts: PromptsOption,
+    clients: Annotated[
+        str, typer.Option(metavar="N,…", help="Comma-separated: clients that ask at once.")
+    ] = "1",
     max_new_tokens: MaxNewTokensOption = 128,
     limit: LimitOption = None,
     json: JsonOption = None,
@@ -272,10 +275,11 @@ def run_serve(
 
     They are asked in turn, greedily, with all turns of each prompt and their own earlier answers.
     """
+    from benchmarks.methods import numbers
     from benchmarks.serving import read_servers, run
 
-    addresses, files = read_servers(servers), files_of(json)
-    run(addresses, choose(prompts, limit, None), max_new_tokens, files)
+    addresses, files, num_clients = read_servers(servers), files_of(json), numbers(clients)
+    run(addresses, choose(prompts, limit, None), max_new_tokens, num_clients, files)
 
 
 @app.command("engines")

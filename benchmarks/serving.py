@@ -1,16 +1,17 @@
 """Speed of OpenAI-compatible servers, asked in turn: tokens a second and time to the first token.
 
-Servers are asked one after the other, question by question, so that all of them meet the machine as
-it is at that moment; nothing else is asked of any meanwhile.
+So many clients at once ask one server a few questions, then the next server the same, so that all
+meet the machine as it is at that moment; nothing else is asked of any meanwhile.
 """
 
+import asyncio
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, NamedTuple
+
+import httpx
 
 from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
@@ -21,12 +22,12 @@ from lade.cli.results import ResultFiles, keeping, progress_bar
 from lade.errors import LadeError
 
 _TIMEOUT_SEC = 600.0
+_ROUND = 4  # conversations of each client before the next server is asked
 
 
 class Reply(NamedTuple):
     """One streamed answer of a server."""
 
-    server: str
     prompt_id: str
     turn: int  # from 0
     num_prompt_tokens: int
@@ -36,8 +37,17 @@ class Reply(NamedTuple):
     text: str
 
 
+class Round(NamedTuple):
+    """What a server replied to clients that asked at once."""
+
+    server: str
+    num_clients: int
+    sec: float  # from the first question to the end of the last answer
+    replies: list[Reply]
+
+
 class ServerSummary(NamedTuple):
-    """What a server's replies come to."""
+    """What a server's replies to so many clients come to."""
 
     num_tokens: int
     tokens_per_sec: float  # of all time, that to first tokens included
@@ -51,84 +61,139 @@ def ask_all(
     servers: Mapping[str, str],
     prompts: Sequence[Prompt],
     max_new_tokens: int,
-) -> Iterator[Reply]:
-    """Hold every conversation with every server, greedily, and yield the replies.
+    num_clients: Sequence[int] = (1,),
+) -> Iterator[Round]:
+    """Hold every conversation with every server, greedily, and yield what they replied.
 
     A server is asked each turn with its own earlier answers, as a chat client asks. Which is asked
-    first changes from prompt to prompt.
+    first changes from round to round.
 
     Raises:
         LadeError: a server cannot be reached, or answers with an error.
     """
     names = [*servers]
-    for number, prompt in enumerate(prompts):
-        messages: dict[str, list[dict[str, str]]] = {name: [] for name in names}
-        first = number % len(names)
-        for turn, text in enumerate(prompt.turns):
+    for count in num_clients:
+        size = _ROUND * count
+        for number, begin in enumerate(range(0, len(prompts), size)):
+            first = number % len(names)
             for name in (*names[first:], *names[:first]):
-                messages[name].append({"role": "user", "content": text})
-                reply = _ask(name, servers[name], messages[name], max_new_tokens)
-                reply = reply._replace(prompt_id=prompt.id, turn=turn)
-                messages[name].append({"role": "assistant", "content": reply.text})
-                yield reply
+                asked = prompts[begin : begin + size]
+                start = perf_counter()
+                replies = asyncio.run(_hold(name, servers[name], asked, max_new_tokens, count))
+                yield Round(name, count, perf_counter() - start, replies)
 
 
-def summarise(replies: Sequence[Reply], server: str, baseline: str) -> ServerSummary:
-    """Summarise the replies of one server."""
-    mine = {reply[1:3]: reply for reply in replies if reply.server == server}
-    others = {reply[1:3]: reply for reply in replies if reply.server == baseline}
+def summarise(rounds: Sequence[Round], server: str, baseline: str, count: int) -> ServerSummary:
+    """Summarise what one server replied to so many clients."""
+    mine, others = (
+        {reply[:2]: reply for each in rounds if each[:2] == (name, count) for reply in each.replies}
+        for name in (server, baseline)
+    )
     last = dict(sorted(mine))
     first_token = [reply.first_token_sec for reply in mine.values()]
     num_tokens = sum(reply.num_tokens for reply in mine.values())
     shared = mine.keys() & others.keys()
     return ServerSummary(
         num_tokens,
-        num_tokens / sum(reply.sec for reply in mine.values()),
+        num_tokens / sum(each.sec for each in rounds if each[:2] == (server, count)),
         median(first_token),
         quantiles(first_token, n=10)[-1] if len(first_token) > 1 else first_token[0],
         median(mine[key].first_token_sec for key in last.items()),
-        sum(mine[key].text == others[key].text for key in shared) / len(shared),
+        sum(mine[key].text == others[key].text for key in shared) / max(1, len(shared)),
     )
 
 
-def table(replies: Sequence[Reply], title: str) -> Sheet:
-    """Return the servers beside each other, as compared with the first."""
-    names = [*dict.fromkeys(reply.server for reply in replies)]
-    of_first = summarise(replies, names[0], names[0])
-    rows = []
-    for name in names:
-        found = summarise(replies, name, names[0])
-        rows.append(
+def table(rounds: Sequence[Round], title: str) -> Sheet:
+    """Return the servers beside each other, as compared with the first, by number of clients."""
+    sections = []
+    for count, by_name in _summaries(rounds).items():
+        of_first = next(iter(by_name.values()))
+        sections.append(
             [
-                name,
-                f"{found.tokens_per_sec:.1f}",
-                speedup_text(found.tokens_per_sec / of_first.tokens_per_sec),
-                f"{1000 * found.first_token_sec:,.0f}",
-                f"{1000 * found.first_token_p90_sec:,.0f}",
-                f"{1000 * found.last_turn_first_token_sec:,.0f}",
-                f"{found.num_tokens:,}",
-                f"{found.same_text:.0%}",
+                [
+                    str(count),
+                    name,
+                    f"{found.tokens_per_sec:.1f}",
+                    speedup_text(found.tokens_per_sec / of_first.tokens_per_sec),
+                    f"{1000 * found.first_token_sec:,.0f}",
+                    f"{1000 * found.first_token_p90_sec:,.0f}",
+                    f"{1000 * found.last_turn_first_token_sec:,.0f}",
+                    f"{found.num_tokens:,}",
+                    f"{found.same_text:.0%}",
+                ]
+                for name, found in by_name.items()
             ]
         )
     headings = (
-        *("server", "tokens/s", "speed", "first token, ms", "its p90", "in last turns"),
+        *("clients", "server", "tokens/s", "speed", "first token, ms", "its p90", "in last turns"),
         *("tokens", "same text"),
     )
     caption = "speed: tokens a second, over those of the first server. first token: median."
-    return Sheet(title, headings, 1, [rows], caption)
+    return Sheet(title, headings, 2, sections, caption)
 
 
-def as_json(replies: Sequence[Reply]) -> dict[str, Any]:
+def as_json(rounds: Sequence[Round]) -> dict[str, Any]:
     """Return summary and replies, ready for JSON; of the text, only its length."""
-    names = [*dict.fromkeys(reply.server for reply in replies)]
+    summary = {
+        str(count): {name: found._asdict() for name, found in by_name.items()}
+        for count, by_name in _summaries(rounds).items()
+    }
+    replies = [
+        {"server": each.server, "num_clients": each.num_clients}
+        | {**reply._asdict(), "text": len(reply.text)}
+        for each in rounds
+        for reply in each.replies
+    ]
+    return {"summary": summary, "replies": replies}
+
+
+def _summaries(rounds: Sequence[Round]) -> dict[int, dict[str, ServerSummary]]:
+    """Return the summaries by number of clients and by server, in the order asked."""
+    names = [*dict.fromkeys(each.server for each in rounds)]
+    met = {each[:2] for each in rounds}
     return {
-        "summary": {name: summarise(replies, name, names[0])._asdict() for name in names},
-        "replies": [{**reply._asdict(), "text": len(reply.text)} for reply in replies],
+        count: {
+            name: summarise(rounds, name, names[0], count) for name in names if (name, count) in met
+        }
+        for count in dict.fromkeys(each.num_clients for each in rounds)
     }
 
 
-def _ask(
-    name: str, address: str, messages: Sequence[Mapping[str, str]], max_new_tokens: int
+async def _hold(
+    name: str, address: str, prompts: Sequence[Prompt], max_new_tokens: int, num_clients: int
+) -> list[Reply]:
+    """Have clients hold conversations with a server, each one after the other."""
+    waiting, replies = iter(prompts), list[Reply]()
+    limits = httpx.Limits(max_connections=None)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for prompt in waiting:
+            messages: list[dict[str, str]] = []
+            for turn, text in enumerate(prompt.turns):
+                messages.append({"role": "user", "content": text})
+                try:
+                    reply = await _ask(http, messages, max_new_tokens)
+                except httpx.HTTPError as error:
+                    raise LadeError(
+                        f"the server {name!r} at {address} cannot be asked: {error}"
+                    ) from None
+                except LadeError as error:
+                    raise LadeError(f"the server {name!r} {error}") from None
+                messages.append({"role": "assistant", "content": reply.text})
+                replies.append(reply._replace(prompt_id=prompt.id, turn=turn))
+
+    async with httpx.AsyncClient(base_url=address, timeout=_TIMEOUT_SEC, limits=limits) as http:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(num_clients):
+                    tasks.create_task(client(http))
+        except* LadeError as errors:
+            raise errors.exceptions[0] from None
+    return replies
+
+
+async def _ask(
+    http: httpx.AsyncClient, messages: Sequence[Mapping[str, str]], max_new_tokens: int
 ) -> Reply:
     """Ask for one streamed answer."""
     body = {
@@ -138,48 +203,32 @@ def _ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    request = urllib.request.Request(
-        f"{address.rstrip('/')}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
+    first_token_sec, text, usage = None, list[str](), None
     start = perf_counter()
-    first_token_sec, text, usage = None, [], None
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SEC) as response:
-            for chunk in _events(response):
-                if "error" in chunk:
-                    raise LadeError(f"the server {name!r} answered {str(chunk['error'])[:200]}")
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    part = choice["delta"].get("content")
-                    if part:
-                        first_token_sec = first_token_sec or perf_counter() - start
-                        text.append(part)
-    except urllib.error.HTTPError as error:
-        said = error.read(200).decode(errors="replace")
-        raise LadeError(f"the server {name!r} answered {error.code}: {said}") from None
-    except OSError as error:
-        raise LadeError(f"the server {name!r} at {address} cannot be asked: {error}") from None
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            said = (await response.aread())[:200].decode(errors="replace")
+            raise LadeError(f"answered {response.status_code}: {said}")
+        async for chunk in _events(response):
+            if "error" in chunk:
+                raise LadeError(f"answered {str(chunk['error'])[:200]}")
+            usage = chunk.get("usage") or usage
+            for choice in chunk.get("choices", ()):
+                part = choice["delta"].get("content")
+                if part:
+                    first_token_sec = first_token_sec or perf_counter() - start
+                    text.append(part)
     sec = perf_counter() - start
     if usage is None:
-        raise LadeError(f"the server {name!r} does not say how many tokens it generated")
-    return Reply(
-        name,
-        "",
-        0,
-        usage["prompt_tokens"],
-        usage["completion_tokens"],
-        sec if first_token_sec is None else first_token_sec,
-        sec,
-        "".join(text),
-    )
+        raise LadeError("does not say how many tokens it generated")
+    num_prompt_tokens, num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    return Reply("", 0, num_prompt_tokens, num_tokens, first_token_sec or sec, sec, "".join(text))
 
 
-def _events(response: Any) -> Iterator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """Yield the JSON of a stream of server-sent events."""
-    for line in response:
-        data = line.decode().strip().removeprefix("data:").strip()
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
         if data.startswith("{"):
             yield json.loads(data)
 
@@ -202,25 +251,33 @@ def read_servers(texts: Sequence[str]) -> dict[str, str]:
 
 
 def run(
-    servers: Mapping[str, str], chosen: Chosen, max_new_tokens: int, files: ResultFiles
+    servers: Mapping[str, str],
+    chosen: Chosen,
+    max_new_tokens: int,
+    num_clients: Sequence[int],
+    files: ResultFiles,
 ) -> None:
     """Ask all servers; show and write what they replied, also when interrupted."""
-    replies: list[Reply] = []
+    rounds: list[Round] = []
     num_turns = sum(len(prompt.turns) for prompt in chosen.prompts)
-    with keeping(replies) as stopped, progress_bar() as bars:
-        task = bars.add_task("asking", total=num_turns * len(servers))
-        for reply in ask_all(servers, chosen.prompts, max_new_tokens):
-            replies.append(reply)
-            bars.update(task, advance=1, description=f"{reply.prompt_id}, {reply.server}")
-    if len({reply.server for reply in replies}) < len(servers):
+    num_answers = num_turns * len(servers) * len(num_clients)
+    with keeping(rounds) as stopped, progress_bar() as bars:
+        task = bars.add_task("asking", total=num_answers)
+        for each in ask_all(servers, chosen.prompts, max_new_tokens, num_clients):
+            rounds.append(each)
+            described = f"{each.num_clients} at once, {each.server}"
+            bars.update(task, advance=len(each.replies), description=described)
+    if len({each.server for each in rounds}) < len(servers):
         stopped.pass_on()  # there is nothing to compare
     title = f"{len(chosen.prompts)} conversations, {num_turns} turns, {max_new_tokens} tokens each"
-    stopped.tell(f"stopped after {len(replies)} of {num_turns * len(servers)} answers")
+    num_asked = sum(len(each.replies) for each in rounds)
+    stopped.tell(f"stopped after {num_asked} of {num_answers} answers")
     settings = {
         "prompts": chosen.described,
         "max_new_tokens": max_new_tokens,
+        "num_clients": [*num_clients],
         "interrupted": stopped.by is not None,
     }
-    content = {"environment": environment(), "settings": settings, **as_json(replies)}
-    files.show(content, table(replies, title))
+    content = {"environment": environment(), "settings": settings, **as_json(rounds)}
+    files.show(content, table(rounds, title))
     stopped.pass_on()

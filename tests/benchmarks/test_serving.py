@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.serving import Reply, ask_all, summarise, table
+from benchmarks.serving import Reply, Round, ask_all, summarise, table
 from lade.bench.prompts import Prompt
 from lade.errors import LadeError
 
@@ -35,6 +35,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.stream, self.status = stream, status
         self.asked: list[dict[str, Any]] = []
+        self.meeting: threading.Barrier | None = None  # where answers wait for each other
+        self.num_open = self.most_at_once = 0
 
     @property
     def address(self) -> str:
@@ -48,6 +50,11 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/v1/chat/completions"
         size = int(self.headers["Content-Length"])
         self.server.asked.append(json.loads(self.rfile.read(size)))
+        self.server.num_open += 1
+        self.server.most_at_once = max(self.server.most_at_once, self.server.num_open)
+        if self.server.meeting is not None:
+            self.server.meeting.wait()
+        self.server.num_open -= 1
         self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(self.server.stream.encode())
@@ -74,15 +81,15 @@ def test_every_server_gets_all_turns_with_its_own_answers() -> None:
         serving(delta(None), delta("A"), delta("b"), USAGE, "data: [DONE]\n\n") as one,
         serving(delta("C"), USAGE) as two,
     ):
-        replies = [*ask_all({"one": one.address, "two": f"{two.address}/"}, prompts, 7)]
-    order = [(reply.prompt_id, reply.turn, reply.server) for reply in replies]
-    assert order == [
-        *(("1", 0, "one"), ("1", 0, "two"), ("1", 1, "one"), ("1", 1, "two")),
-        *(("2", 0, "two"), ("2", 0, "one")),
-    ]
-    assert [reply.text for reply in replies] == ["Ab", "C", "Ab", "C", "C", "Ab"]
-    assert {reply[3:5] for reply in replies} == {(9, 4)}
+        rounds = [*ask_all({"one": one.address, "two": f"{two.address}/"}, prompts, 7)]
+    assert [each[:2] for each in rounds] == [("one", 1), ("two", 1)]
+    replies = [reply for each in rounds for reply in each.replies]
+    order = [(reply.prompt_id, reply.turn) for reply in replies]
+    assert order == [("1", 0), ("1", 1), ("2", 0)] * 2
+    assert [reply.text for reply in replies] == ["Ab"] * 3 + ["C"] * 3
+    assert {reply[2:4] for reply in replies} == {(9, 4)}
     assert all(0 < reply.first_token_sec <= reply.sec for reply in replies)
+    assert all(sum(reply.sec for reply in each.replies) <= each.sec for each in rounds)
     said = [[(each["role"], each["content"]) for each in body["messages"]] for body in one.asked]
     assert said == [
         [("user", "Hi")],
@@ -91,6 +98,18 @@ def test_every_server_gets_all_turns_with_its_own_answers() -> None:
     ]
     assert two.asked[1]["messages"][1] == {"role": "assistant", "content": "C"}
     assert all(body["temperature"] == 0 and body["max_tokens"] == 7 for body in one.asked)
+
+
+def test_so_many_clients_ask_at_once() -> None:
+    """And no more: an answer waits until as many are asked, and fails if one more is."""
+    prompts = [Prompt(str(number), "a", "Hi") for number in range(6)]
+    with serving(delta("A"), USAGE) as one, serving(delta("A"), USAGE) as two:
+        one.meeting = two.meeting = threading.Barrier(3, timeout=30)
+        rounds = [*ask_all({"one": one.address, "two": two.address}, prompts, 7, [3])]
+    assert [each[:2] for each in rounds] == [("one", 3), ("two", 3)]
+    for server, each in zip((one, two), rounds, strict=True):
+        assert sorted(reply.prompt_id for reply in each.replies) == list("012345")
+        assert server.most_at_once == 3
 
 
 @pytest.mark.parametrize(
@@ -114,19 +133,29 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_servers_are_compared_with_the_first() -> None:
-    replies = [
-        Reply("one", "a", 0, 5, 10, 1.0, 2.0, "x"),
-        Reply("two", "a", 0, 5, 12, 0.5, 1.0, "x"),
-        Reply("one", "a", 1, 9, 10, 3.0, 3.0, "y"),
-        Reply("two", "a", 1, 9, 12, 0.1, 1.0, "z"),
+    rounds = [
+        Round("one", 1, 5.0, [Reply("a", 0, 5, 10, 1.0, 2.0, "x")]),
+        Round("two", 1, 1.5, [Reply("a", 0, 5, 12, 0.5, 1.0, "x")]),
+        Round("one", 1, 5.0, [Reply("a", 1, 9, 10, 3.0, 3.0, "y")]),
+        Round("two", 1, 0.5, [Reply("a", 1, 9, 12, 0.1, 1.0, "z")]),
+        Round("one", 2, 1.0, [Reply("a", 0, 5, 10, 1.0, 2.0, "x")]),
+        Round("two", 2, 2.0, [Reply("a", 0, 5, 10, 1.0, 2.0, "y")]),
     ]
-    one, two = (summarise(replies, name, "one") for name in ("one", "two"))
-    assert (one.num_tokens, one.tokens_per_sec, one.same_text) == (20, 4.0, 1.0)
+    one, two = (summarise(rounds, name, "one", 1) for name in ("one", "two"))
+    assert (one.num_tokens, one.tokens_per_sec, one.same_text) == (20, 2.0, 1.0)
     assert (two.num_tokens, two.tokens_per_sec, two.same_text) == (24, 12.0, 0.5)
     assert (one.first_token_sec, one.last_turn_first_token_sec) == (2.0, 3.0)
     assert (two.first_token_sec, two.last_turn_first_token_sec) == (0.3, 0.1)
-    (rows,) = table(replies, "title").sections
-    assert [row[:3] for row in rows] == [["one", "4.0", "1.00x"], ["two", "12.0", "3.00x"]]
+    alone, at_once = table(rounds, "title").sections
+    assert [row[:4] for row in alone] == [
+        ["1", "one", "2.0", "1.00x"],
+        ["1", "two", "12.0", "6.00x"],
+    ]
+    assert [row[:4] for row in at_once] == [
+        ["2", "one", "10.0", "1.00x"],
+        ["2", "two", "5.0", "0.50x"],
+    ]
+    assert [row[-1] for row in at_once] == ["100%", "0%"]
 
 
 def test_results_are_shown_and_written_without_text(tmp_path: Path) -> None:
@@ -134,13 +163,14 @@ def test_results_are_shown_and_written_without_text(tmp_path: Path) -> None:
     prompts.write_text(json.dumps({"question_id": "q", "turns": ["Hi", "And?"]}) + "\n")
     with serving(delta("secret"), USAGE) as one, serving(delta("secret"), USAGE) as two:
         command = ["serve", f"a={one.address}", f"b={two.address}"]
-        command += ["--prompts", str(prompts), "--json", str(path)]
+        command += ["--prompts", str(prompts), "--clients", "1,2", "--json", str(path)]
         result = CliRunner().invoke(app, command, env={"COLUMNS": "120"}, catch_exceptions=False)
     assert result.exit_code == 0
     assert "100%" in result.stdout
     content = json.loads(path.read_text())
-    assert [*content["summary"]] == ["a", "b"]
-    assert len(content["replies"]) == 4
+    assert [*content["summary"]] == ["1", "2"]
+    assert [*content["summary"]["2"]] == ["a", "b"]
+    assert len(content["replies"]) == 8
     assert content["settings"]["prompts"]["name"] == "p.jsonl"
     assert "secret" not in path.read_text()
 
