@@ -6,7 +6,6 @@ turns, and `lade.targets.joint` runs their forwards as one.
 
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from lade.turns import Turns
 
 _Result = TypeVar("_Result")
 _SHARE_OF_MEMORY = 0.5
+_CHECK_SEC = 0.5  # how often a call that waits for room looks whether it is still wanted
 _USUAL_LENGTH = 20  # new tokens where nobody says how many, as in transformers
 
 
@@ -97,8 +97,8 @@ class Batcher:
         model: a transformers causal LM. Nobody else may run it meanwhile.
         max_batch_size: calls that run at once; others wait, first come, first served.
         max_batch_tokens: of all calls that run, prompts and answers that they may come to have;
-            others wait, and one of more runs alone. None for as many as have keys and values in
-            half of the memory that is free now.
+            others wait, though calls that fit pass some that do not, and one of more runs alone.
+            None for as many as have keys and values in half of the memory that is free now.
         pool, drafter, config: of calls that bring none of their own, as for `lade.generate`.
         stall_sec: how long a piece of a new prompt may keep the others waiting, on a CPU.
 
@@ -170,15 +170,21 @@ class Batcher:
         running.add_done_callback(request._end)
         return request
 
-    def run(self, call: Callable[[], _Result], num_tokens: int = 0) -> _Result:
+    def run(
+        self,
+        call: Callable[[], _Result],
+        num_tokens: int = 0,
+        check: Callable[[], object] = bool,
+    ) -> _Result:
         """Run a function that generates, in this thread, among the calls of the batcher.
 
         Args:
             call: the function. Whatever it runs besides forwards of lade's, others wait for; so it
                 must not wait for another request.
             num_tokens: that prompt and answer may come to have.
+            check: called now and then while the call waits for room; what it raises ends that.
         """
-        with self._room.taken(num_tokens), self._turns.seat():
+        with self._room.taken(num_tokens, check), self._turns.seat():
             return call()
 
     def close(self) -> None:
@@ -207,11 +213,22 @@ class Batcher:
             torch.manual_seed(torch.seed() if seed is None else seed)
             return generate(self._model, on_step=note, **call)
 
-        return self.run(decode, _most_tokens(self._model, call))
+        return self.run(decode, _most_tokens(self._model, call), request._check)
+
+
+class _Waiting:
+    """A call that waits for room, and how many tokens of later ones went before it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_before = 0
 
 
 class _Room:
-    """A number of tokens that calls take and give back; first come, first served.
+    """A number of tokens that calls take and give back.
+
+    Calls that fit pass those that wait for more, so that one who asks for much does not keep the
+    others from what is free; but each only by as many tokens as there are, so that its turn comes.
 
     Args:
         num_tokens: how many there are; None for any number.
@@ -221,33 +238,47 @@ class _Room:
         self._limit = num_tokens
         self._num_taken = 0
         self._changed = threading.Condition()
-        self._waiting = deque[object]()
+        self._waiting: list[_Waiting] = []
 
     @contextmanager
-    def taken(self, num_tokens: int) -> Iterator[None]:
-        """Wait for so many tokens; for more than there are, until nobody else has any."""
-        limit = self._limit
-        if limit is None:
+    def taken(self, num_tokens: int, check: Callable[[], object] = bool) -> Iterator[None]:
+        """Wait for so many tokens; for more than there are, until nobody else has any.
+
+        Args:
+            num_tokens: of the call.
+            check: called now and then meanwhile; what it raises ends the waiting.
+        """
+        if self._limit is None:
             yield
             return
-        num_tokens = min(num_tokens, limit)
-        turn = object()
+        call = _Waiting(min(num_tokens, self._limit))
         with self._changed:
-            self._waiting.append(turn)
+            self._waiting.append(call)
             try:
-                self._changed.wait_for(
-                    lambda: self._waiting[0] is turn and self._num_taken + num_tokens <= limit
-                )
+                while not self._changed.wait_for(lambda: self._fits(call), _CHECK_SEC):
+                    check()
+                self._num_taken += call.num_tokens
             finally:  # also where an interrupt ends the waiting
-                self._waiting.remove(turn)
+                self._waiting.remove(call)
                 self._changed.notify_all()
-            self._num_taken += num_tokens
         try:
             yield
         finally:
             with self._changed:
-                self._num_taken -= num_tokens
+                self._num_taken -= call.num_tokens
                 self._changed.notify_all()
+
+    def _fits(self, call: _Waiting) -> bool:
+        """Return whether a call may begin; if so, those that came earlier are passed by it."""
+        limit, earlier = self._limit or 0, self._waiting[: self._waiting.index(call)]
+        if any(self._num_taken + each.num_tokens <= limit for each in earlier):
+            return False  # it is about to begin
+        passed = max((each.num_before for each in earlier), default=0)
+        if max(self._num_taken, passed) + call.num_tokens > limit:
+            return False
+        for each in earlier:
+            each.num_before += call.num_tokens
+        return True
 
 
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:

@@ -119,27 +119,76 @@ def test_limits_below_one_are_refused(options: dict[str, Any]) -> None:
         lade.Batcher(tiny_model(), **options)
 
 
-def test_calls_wait_for_room_in_the_order_they_came() -> None:
-    room, order = _Room(10), list[str]()
-    has_begun = threading.Semaphore(0)
+class Queue:
+    """Has calls wait for room, one after the other, and notes the order in which they begin."""
 
-    def take(name: str, num_tokens: int) -> None:
-        has_begun.release()
-        with room.taken(num_tokens):
-            order.append(name)
+    def __init__(self, num_tokens: int) -> None:
+        self.room, self.order = _Room(num_tokens), list[str]()
+        self._threads: list[threading.Thread] = []
 
-    with room.taken(8):
-        threads = []
-        for name, num_tokens in (("large", 1000), ("small", 1)):
-            threads.append(threading.Thread(target=take, args=(name, num_tokens)))
-            threads[-1].start()
-            has_begun.acquire()
-            while len(room._waiting) < len(threads):
+    def add(self, name: str, num_tokens: int) -> None:
+        """Wait until a call waits or has begun."""
+
+        def take() -> None:
+            with self.room.taken(num_tokens):
+                self.order.append(name)
+
+        num_before = len(self.room._waiting)
+        self._threads.append(threading.Thread(target=take))
+        self._threads[-1].start()
+        while name not in self.order and len(self.room._waiting) == num_before:
+            pass
+
+    def end(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def test_calls_that_fit_pass_one_that_does_not() -> None:
+    queue = Queue(10)
+    with queue.room.taken(8):
+        queue.add("large", 1000)
+        queue.add("small", 2)
+        queue.add("too large", 3)
+        assert queue.order == ["small"]
+    queue.end()
+    assert queue.order == ["small", "large", "too large"]
+
+
+def test_a_large_call_is_passed_by_only_so_many() -> None:
+    queue = Queue(10)
+    with queue.room.taken(5):
+        queue.add("large", 10)
+        for number in range(4):
+            queue.add(str(number), 4)
+        assert queue.order == ["0", "1"]
+    queue.end()
+    assert queue.order[:3] == ["0", "1", "large"]
+
+
+def test_a_call_that_waits_for_room_can_be_cancelled() -> None:
+    model, ids = tiny_model(), torch.tensor([[1, 2]])
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with room.taken(100):
+            is_held.wait()
+
+    with Batcher(model, max_batch_tokens=100) as batcher:
+        room = batcher._room
+        holder = threading.Thread(target=hold)
+        holder.start()
+        try:
+            request = batcher.submit(ids, max_new_tokens=5)
+            while not room._waiting:
                 pass
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == ["large", "small"]
+            assert request.cancel()
+            with pytest.raises(CancelledError):
+                request.result(timeout=30)
+            assert not room._waiting
+        finally:
+            is_held.set()
+            holder.join()
 
 
 class Recorded:
