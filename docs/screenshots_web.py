@@ -32,7 +32,6 @@ def main() -> None:
     loaded = load(dtype="float32")
     page = Page(Setup(loaded, Settings(max_new_tokens=120)))
     address = page.launch()
-    _warm_up(page)
     with sync_playwright() as playwright:
         names = ("chromium", "chromium-browser", "google-chrome")
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
@@ -56,14 +55,6 @@ def main() -> None:
         _take(tab, "race", ("desktop",))
         browser.close()
     page.close()
-
-
-def _warm_up(page: Page) -> None:
-    """Let what happens once per model happen before."""
-    session = page.sessions.of("warm")
-    for _ in session.conversation.answer("Hello"):
-        pass
-    page.sessions.close("warm")
 
 
 def _sized(name: str) -> Any:

@@ -111,7 +111,6 @@ CATCHES_ANYTHING = {
     "lade/attention/tree.py": 1,
     "lade/chat/conversation.py": 1,
     "lade/chat/terminal.py": 1,
-    "lade/chat/web_sessions.py": 1,
     "lade/cli/__init__.py": 1,
     "lade/cli/loading.py": 1,
     "lade/cli/results.py": 1,

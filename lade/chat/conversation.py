@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from lade.batcher import Batcher
 from lade.chat.pieces import Piece, PieceStream
 from lade.chat.settings import Settings
 from lade.config import Config
@@ -122,8 +123,8 @@ class Conversation:
     One pool is kept for all answers. A question is there with its answer, or neither is: what fails
     or is stopped before its first word leaves the messages as they were.
 
-    Answers that sample draw from torch's own generator, so conversations that sample at the same
-    time do not repeat; it is for the caller to have one after another.
+    Answers that sample draw from torch's own generator. Conversations that answer at the same time
+    share a batcher, in which each has random numbers of its own.
 
     Args:
         loaded: the model and its tokenizer.
@@ -133,6 +134,7 @@ class Conversation:
         drafter: drafts from that pool and whatever else it has, as a `lade.drafters.Merged` of a
             `CallPool` and others does; None for the pool alone.
         system: a system prompt.
+        batcher: has answers share forwards with other calls of the model; None to run alone.
 
     Attributes:
         messages: of user and assistant in turn, as chat templates take them; without the system's.
@@ -153,6 +155,7 @@ class Conversation:
         pool: Pools | None = None,
         drafter: Drafter | None = None,
         system: str | None = None,
+        batcher: Batcher | None = None,
     ) -> None:
         self.loaded = loaded
         self.settings = settings or Settings()
@@ -161,6 +164,7 @@ class Conversation:
         self._config = Config(reuses_prefix=True) if config is None else config
         self._pools = pools_of(NGramPool() if pool is None else pool)
         self._drafter = drafter
+        self._batcher = batcher
         self._num_answers = 0
         self._num_plain_tokens, self._plain_sec = 0, 0.0
         self._is_answering = False
@@ -417,7 +421,6 @@ class _Worker:
 
     def start(self) -> None:
         """Begin the answer."""
-        self._begin = perf_counter()
         self._thread.start()
 
     def pieces(self, stream: PieceStream) -> Iterator[Piece]:
@@ -462,23 +465,35 @@ class _Worker:
         return new
 
     def _run(self) -> None:
+        batcher = self._conversation._batcher
         try:
-            torch.manual_seed(self._turn.seed)
-            stats = None
-            if self._turn.is_plain:
-                self._plainly()
+            if batcher is None:
+                stats = self._generate()
             else:
-                stats = self._with_drafts()
+                num_tokens = self._turn.num_prompt_tokens + self._options["max_new_tokens"]
+                stats = batcher.run(self._generate, num_tokens)
             self._queue.put(_Done(stats, perf_counter()))
         except BaseException as error:  # raised where the pieces are taken
             self._queue.put(error)
 
-    def _with_drafts(self) -> DecodeStats:
-        conversation = self._conversation
+    def _generate(self) -> DecodeStats | None:
+        """Answer; plain `generate` counts nothing."""
+        self._begin = perf_counter()
+        conversation, options = self._conversation, dict(self._options)
+        model = conversation.loaded.model
+        defaults = model.generation_config
+        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
+            # What transformers would choose, too, with a line that says so.
+            eos = defaults.eos_token_id
+            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
+        options |= self._inputs | {"stopping_criteria": StoppingCriteriaList([self._stop])}
+        torch.manual_seed(self._turn.seed)
+        if self._turn.is_plain:  # by the class's generate, in case the model is wrapped
+            type(model).generate(model, **options, streamer=_Stream(self._put))
+            return None
         output = generate(
-            conversation.loaded.model,
-            **self._inputs,
-            **self._own_options(),
+            model,
+            **options,
             pool=conversation._pools,
             drafter=conversation._drafter,
             config=conversation._config,
@@ -487,23 +502,6 @@ class _Worker:
         )
         stats: DecodeStats = output.stats
         return stats
-
-    def _plainly(self) -> None:
-        """Answer by the model's own `generate`, which counts nothing."""
-        model = self._conversation.loaded.model
-        # The class's generate, in case the model is wrapped.
-        options = self._own_options()
-        type(model).generate(model, **self._inputs, **options, streamer=_Stream(self._put))
-
-    def _own_options(self) -> dict[str, Any]:
-        options = dict(self._options)
-        defaults = self._conversation.loaded.model.generation_config
-        if defaults.pad_token_id is None and defaults.eos_token_id is not None:
-            # What transformers would choose, too, with a line that says so.
-            eos = defaults.eos_token_id
-            options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        stop = StoppingCriteriaList([self._stop])
-        return {**options, "stopping_criteria": stop}
 
     def _put(self, step: Step) -> None:
         self._queue.put(_Tokens(step, perf_counter()))

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError(error.name or "gradio", "web") from None
 
 from lade.chat.conversation import Turn
+from lade.chat.learning import IdleLearner
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
 from lade.chat.web_gate import PageGate
 from lade.chat.web_html import (
@@ -32,14 +33,11 @@ from lade.chat.web_html import (
 from lade.chat.web_sessions import (
     MAX_SESSIONS,
     Choices,
-    Desk,
     QuestionAndAnswer,
     Race,
-    Rest,
     Session,
     Sessions,
     Setup,
-    no_rest,
 )
 from lade.hosts import check_port, names_of
 
@@ -66,16 +64,14 @@ class Page:
 
     Args:
         setup: what conversations are made of, and what the page's options are set to at first.
-        rest: as for `Desk`.
+        learner: learns while nobody is answered; None for nothing.
 
     Raises:
         ValueError: the model has no place for the system prompt.
     """
 
-    def __init__(self, setup: Setup, rest: Rest = no_rest) -> None:
-        setup.conversation()  # what is wrong with it is wrong with all
-        self._desk = Desk(rest)
-        self.sessions = Sessions(self._desk, setup)
+    def __init__(self, setup: Setup, learner: IdleLearner | None = None) -> None:
+        self.sessions = Sessions(setup, learner)
         self._blocks = self._build(setup)
 
     def launch(
@@ -138,7 +134,7 @@ class Page:
 
     def close(self) -> None:
         """Stop answers and server."""
-        self._desk.close()
+        self.sessions.close()
         self._blocks.close(verbose=False)
 
     # --- what it consists of ----------------------------------------------------------------
@@ -159,7 +155,7 @@ class Page:
                     charts = gr.HTML(_charts_html(None, None), elem_id="charts")
             self._connect(chat, race, options, charts)
             blocks.unload(self._closed)
-        # Answers stand in a line of their own, which the page can show.
+        # Answers wait for each other elsewhere, which the page can show.
         return blocks.queue(default_concurrency_limit=None)
 
     def _chat_tab(self) -> dict[str, Any]:
@@ -261,9 +257,9 @@ class Page:
         async for shown in self._watch(session, question=text):
             yield *shown, box
             box = skip
-        if not task.has_run:
+        if task.cancelled():
             yield skip, "", note_html("Stopped before its turn."), skip, text
-        elif task.error:
+        elif session.error:
             yield skip, skip, skip, skip, text
 
     async def _retry(
@@ -286,7 +282,7 @@ class Page:
 
     def _closed(self, request: gr.Request) -> None:
         name = _name_of(request)
-        self.sessions.close(name)
+        self.sessions.end(name)
         # What Gradio keeps of the page, answers included, until many other pages were opened.
         self._blocks.app.state_holder.session_data.pop(name, None)
 
@@ -352,19 +348,17 @@ class Page:
     async def _progress(self, session: Session) -> AsyncIterator[str]:
         """Yield what happens as a line of HTML, again and again until the session rests."""
         while True:
-            task = session.task
-            is_over = task is None or task.is_done
-            if task is None:
-                yield ""
-            elif task.error:
-                yield note_html(task.error, is_error=True)
-            elif is_over:
-                yield note_html("Stopped." if task.cancelled.is_set() else "Answered.")
-            elif not task.num_before:
+            is_over = not session.is_busy
+            if session.error:
+                yield note_html(session.error, is_error=True)
+            elif session.is_waiting:
+                yield note_html("Waiting for other answers …")
+            elif not is_over:
                 yield note_html("Answering …")
+            elif session.task is None:
+                yield ""
             else:
-                waits = "answer" if task.num_before == 1 else "answers"
-                yield note_html(f"Waiting for {task.num_before} other {waits} …")
+                yield note_html("Stopped." if session.is_stopped else "Answered.")
             if is_over:
                 return
             await asyncio.sleep(_FRAME_SEC)

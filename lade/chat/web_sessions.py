@@ -1,21 +1,24 @@
-"""Sessions of the page: a conversation and a pool for each browser tab, one answer at a time.
+"""Sessions of the page: a conversation and a pool for each browser tab, answered side by side.
 
 Knows nothing of Gradio: `web.py` shows what stands here.
 """
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
-from queue import SimpleQueue
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+from lade.batcher import Batcher
 from lade.chat.conversation import Conversation, Turn
 from lade.chat.figures import likeness_of
+from lade.chat.learning import IdleLearner
 from lade.chat.settings import Settings
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -23,145 +26,16 @@ from lade.errors import LadeError, in_one_line
 from lade.models.loading import LoadedModel
 from ngram_pool import NGramPool
 
-# Conversations kept at once. A pool takes some megabytes; tabs that are closed are gone at once,
-# and one that was idle for so long makes room.
+# Conversations kept at once, each of which may have a question that waits. A pool takes some
+# megabytes; tabs that are closed are gone at once, and one that was idle for so long makes room.
 MAX_SESSIONS = 32
 _IDLE_SEC = 1800.0
-# Answers that may wait for others.
-_MAX_WAITING = 16
+# Answers given at once, as those of `lade serve`.
+_MAX_ANSWERS = 8
 
 
 class BusyError(LadeError):
-    """A session has not ended what it was asked before, or there is too much to do for others."""
-
-
-# --- one at a time --------------------------------------------------------------------------
-
-
-Rest = Callable[[float], AbstractContextManager[None]]
-
-
-def no_rest(sec: float) -> AbstractContextManager[None]:
-    """Do nothing while nothing is asked."""
-    return nullcontext()
-
-
-class Task:
-    """Work that waits for its turn, runs, or is done."""
-
-    def __init__(self, desk: "Desk") -> None:
-        self.cancelled = threading.Event()  # looked at by the work
-        self._desk = desk
-        self._future: Future[None] = Future()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
-        return self._future.running()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, failed or will never run."""
-        return self._future.done()
-
-    @property
-    def has_run(self) -> bool:
-        """Whether it is done and was begun."""
-        return self.is_done and not self._future.cancelled()
-
-    @property
-    def num_before(self) -> int:
-        """How many other tasks end before this one begins."""
-        return self._desk.num_before(self)
-
-    @property
-    def error(self) -> str | None:
-        """What went wrong, in one line."""
-        error = self._future.exception() if self.has_run else None
-        if error is None:
-            return None
-        return str(error) if isinstance(error, LadeError | ValueError) else in_one_line(error)
-
-    def cancel(self) -> None:
-        """Let it end soon, or never begin."""
-        self.cancelled.set()
-        self._future.cancel()
-
-    def do(self, work: "Work") -> None:
-        """Do its work, unless it was cancelled before."""
-        if not self._future.set_running_or_notify_cancel():
-            return
-        try:
-            work(self)
-        except BaseException as error:  # shown on the page
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(None)
-
-
-Work = Callable[[Task], object]
-
-
-class Desk:
-    """Does one task after the other in the order they came: one model computes for all.
-
-    Args:
-        rest: gives what to do while nothing is asked, as a context, by the seconds that the last
-            task took; entered and left in the thread that does the tasks.
-    """
-
-    def __init__(self, rest: Rest = no_rest) -> None:
-        self._rest = rest
-        self._queue: SimpleQueue[tuple[Task, Work] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._tasks: list[Task] = []  # not done when last looked at
-        # A daemon: leaving does not wait for a long forward.
-        self._thread = threading.Thread(target=self._run, name="lade-desk", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Work) -> Task:
-        """Put work at the end of the line.
-
-        Raises:
-            BusyError: too much waits.
-        """
-        task = Task(self)
-        with self._lock:
-            self._tasks = [each for each in self._tasks if not each.is_done]
-            if len(self._tasks) > _MAX_WAITING:
-                raise BusyError("too many questions wait already: ask again later")
-            self._queue.put((task, work))
-            self._tasks.append(task)
-        return task
-
-    def num_before(self, task: Task) -> int:
-        """Return how many tasks are to be done before this one; 0 if it runs or is done."""
-        with self._lock:
-            if task not in self._tasks:
-                return 0
-            before = self._tasks[: self._tasks.index(task)]
-        return sum(not each.is_done for each in before)
-
-    def close(self) -> None:
-        """Stop what runs, drop what waits, and wait for the end."""
-        with self._lock:
-            for task in self._tasks:
-                task.cancel()
-            self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        sec = 0.0
-        while True:
-            with self._rest(sec):
-                taken = self._queue.get()
-            if taken is None:
-                return
-            begin = perf_counter()
-            task, work = taken
-            task.do(work)
-            del taken, work  # a session is not held while nothing is asked
-            sec = perf_counter() - begin
+    """A session has not ended what it was asked before, or too many pages are open."""
 
 
 # --- one browser tab ------------------------------------------------------------------------
@@ -177,12 +51,17 @@ class Setup(NamedTuple):
     pools: Sequence[NGramPool] = ()  # read by all of them
     drafter: Drafter | None = None  # drafts beside their pools
 
-    def conversation(self, *, reuses_prefix: bool = True) -> Conversation:
-        """Begin a conversation, with a pool of its own."""
+    def conversation(self, batcher: Batcher | None) -> Conversation:
+        """Begin a conversation, with a pool of its own.
+
+        Args:
+            batcher: that answers share forwards in; None for one that ends with its first answer.
+        """
         return Conversation(
             self.loaded,
             settings=self.settings,
-            config=replace(self.config, reuses_prefix=reuses_prefix),
+            config=replace(self.config, reuses_prefix=batcher is not None),
+            batcher=batcher,
             pool=[NGramPool(), *self.pools],
             drafter=self.drafter,
             system=self.system,
@@ -222,27 +101,55 @@ class QuestionAndAnswer(NamedTuple):
 class Session:
     """What one browser tab asked and was answered; its conversation and pool are its own.
 
-    Answers are given by tasks at the desk. Only one of a session is there at a time, and nothing
-    else touches the conversation until it is done.
+    One thing at a time is done for it, in a thread; nothing else touches the conversation until
+    that has ended.
+
+    Args:
+        setup: what its conversations are made of.
+        batcher: that their answers share forwards in.
+        submit: has a function called in a thread.
     """
 
-    def __init__(self, desk: Desk, setup: Setup) -> None:
-        self._desk = desk
+    def __init__(
+        self,
+        setup: Setup,
+        batcher: Batcher,
+        submit: Callable[[Callable[[], None]], Future[None]],
+    ) -> None:
         self._setup = setup
-        self.conversation = setup.conversation()
-        self.task: Task | None = None  # the last one
+        self._batcher = batcher
+        self._submit = submit
+        self.conversation = setup.conversation(batcher)
+        self.task: Future[None] | None = None  # the last one
         self.race: Race | None = None
+        self._work: Callable[[], None] | None = None
+        self._cancelled = threading.Event()  # the last task
         self._is_closed = False
 
     @property
     def is_busy(self) -> bool:
         """Whether something of this session waits or runs."""
-        return self.task is not None and not self.task.is_done
+        return self.task is not None and not self.task.done()
 
     @property
     def is_waiting(self) -> bool:
         """Whether something of this session waits for others."""
-        return self.is_busy and self.task is not None and not self.task.is_running
+        return self.task is not None and self.is_busy and not self.task.running()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last thing asked was to be stopped."""
+        return self._cancelled.is_set()
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong with the last thing asked, in one line."""
+        if self.task is None or not self.task.done() or self.task.cancelled():
+            return None
+        error = self.task.exception()
+        if error is None:
+            return None
+        return str(error) if isinstance(error, LadeError | ValueError) else in_one_line(error)
 
     @property
     def is_answering(self) -> bool:
@@ -257,14 +164,14 @@ class Session:
         questions = [each["content"] for each in messages if each["role"] == "user"]
         return [*map(QuestionAndAnswer, questions, turns)]
 
-    def ask(self, question: str, choices: Choices) -> Task:
-        """Answer a question.
+    def ask(self, question: str, choices: Choices) -> Future[None]:
+        """Answer a question; the future ends with the answer.
 
         Raises:
             BusyError: the answer before has not ended.
         """
         self._check_idle()
-        return self._submit(lambda task: self._answer(question, choices, task))
+        return self._begin(lambda: self._answer(question, choices))
 
     def retry(self, choices: Choices) -> None:
         """Answer the last question again.
@@ -275,7 +182,7 @@ class Session:
         """
         self._check_idle()
         self._check_asked()
-        self._submit(lambda task: self._answer(None, choices, task))
+        self._begin(lambda: self._answer(None, choices))
 
     def undo(self) -> None:
         """Take the last question and its answer back.
@@ -296,7 +203,7 @@ class Session:
             BusyError: the last answer has not ended.
         """
         self._check_idle()
-        self.conversation = self._setup.conversation()
+        self.conversation = self._setup.conversation(self._batcher)
         self.task = None
 
     def start_race(self, question: str, choices: Choices) -> None:
@@ -307,16 +214,18 @@ class Session:
         """
         self._check_idle()
         race = self.race = Race(question)
-        self._submit(lambda task: race.run(self._setup, choices, task))
+        self._begin(lambda: race.run(self._setup, choices, self._batcher, self._cancelled))
 
     def stop(self) -> None:
         """End what runs, keeping what was said, or drop what waits."""
+        self._cancelled.set()
         if self.task is not None:
             self.task.cancel()
 
     def close(self) -> None:
         """End what runs and let nothing begin any more."""
         self._is_closed = True
+        self._work = None
         self.stop()
 
     def _check_idle(self) -> None:
@@ -327,16 +236,26 @@ class Session:
         if not self.conversation.messages:
             raise LadeError("there is no question to go back to")
 
-    def _submit(self, work: Callable[[Task], None]) -> Task:
+    def _begin(self, work: Callable[[], None]) -> Future[None]:
         if self._is_closed:
             raise BusyError("this session was closed: reload the page")
-        self.task = self._desk.submit(work)
-        return self.task
+        self._work, self._cancelled = work, threading.Event()
+        # Where it waits and the tab is closed, nothing holds the conversation any more.
+        task = self.task = self._submit(partial(_run, weakref.ref(self)))
+        return task
 
-    def _answer(self, question: str | None, choices: Choices, task: Task) -> None:
+    def _answer(self, question: str | None, choices: Choices) -> None:
         choices.apply(self.conversation)
-        for _ in self.conversation.answer(question, cancelled=task.cancelled):
+        for _ in self.conversation.answer(question, cancelled=self._cancelled):
             pass  # its turn has them
+
+
+def _run(reference: weakref.ref[Session]) -> None:
+    session = reference()
+    if session is not None:
+        work, session._work = session._work, None
+        if work is not None:
+            work()
 
 
 class Race:
@@ -351,17 +270,19 @@ class Race:
         self.result = ""  # who was faster, in words; once both answers are complete
         self._conversations: list[Conversation] = []
 
-    def run(self, setup: Setup, choices: Choices, task: Task) -> None:
-        """Give both answers."""
+    def run(
+        self, setup: Setup, choices: Choices, batcher: Batcher, cancelled: threading.Event
+    ) -> None:
+        """Give both answers, each alone: what others are asked waits, so that times compare."""
         for is_plain in (True, False):
-            if task.cancelled.is_set():
+            if cancelled.is_set():
                 return
-            conversation = setup.conversation(reuses_prefix=False)  # it ends with its answer
+            conversation = setup.conversation(None)
             choices.apply(conversation)
-            answer = conversation.answer(self.question, is_plain=is_plain, cancelled=task.cancelled)
+            answer = conversation.answer(self.question, is_plain=is_plain, cancelled=cancelled)
             self._conversations.append(conversation)
-            for _ in answer:
-                pass  # its turn has them
+            # The conversation's own thread decodes while this one has the turn.
+            batcher.run(partial(list, answer), choices.max_new_tokens)
         self.result = self._compared()
 
     @property
@@ -390,14 +311,30 @@ class Race:
 
 
 class Sessions:
-    """Sessions by the hash that each tab has; of many, one that was long idle makes room."""
+    """Sessions by the hash that each tab has; of many, one that was long idle makes room.
 
-    def __init__(self, desk: Desk, setup: Setup) -> None:
-        self._desk = desk
+    Args:
+        setup: what conversations are made of.
+        learner: learns while nobody is answered; None for nothing.
+
+    Raises:
+        ValueError: the model has no place for the system prompt.
+    """
+
+    def __init__(self, setup: Setup, learner: IdleLearner | None = None) -> None:
         self._setup = setup
+        self._learner = learner
         self._lock = threading.Lock()
         # With the time of their last use, which is their order.
         self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()
+        self._pausing = threading.Lock()
+        self._pause = ExitStack()  # in which the learner learns
+        self._num_answering = 0
+        self._batcher = Batcher(setup.loaded.model)
+        self._warm_up()
+        # Whoever waits here can be stopped, unlike who waits for whole answers in the batcher.
+        num_threads = _MAX_ANSWERS if self._batcher.is_joint else 1
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lade-page")
 
     def of(self, name: str) -> Session:
         """Return the session of that name, begun if there is none.
@@ -411,7 +348,7 @@ class Sessions:
             if session is None:
                 if len(self._sessions) >= MAX_SESSIONS:
                     self._end_oldest(now)
-                session = Session(self._desk, self._setup)
+                session = Session(self._setup, self._batcher, self._submit)
             self._sessions[name] = session, now
             return session
 
@@ -422,12 +359,44 @@ class Sessions:
         del self._sessions[name]
         oldest.close()
 
-    def close(self, name: str) -> None:
+    def end(self, name: str) -> None:
         """End a session: its answer stops, its conversation and pool are gone."""
         with self._lock:
             session, _ = self._sessions.pop(name, (None, 0.0))
         if session is not None:
             session.close()
 
+    def close(self) -> None:
+        """Stop what runs, drop what waits, and wait for the end."""
+        for name in [*self._sessions]:
+            self.end(name)
+        self._threads.shutdown()
+        self._pause.close()
+        self._batcher.close()
+
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def _warm_up(self) -> None:
+        """Check the model and whether answers can share forwards; what fails now fails for all."""
+        conversation = self._setup.conversation(self._batcher)
+        conversation.settings = replace(self._setup.settings, max_new_tokens=2)
+        for _ in conversation.answer("Hi"):
+            pass
+
+    def _submit(self, work: Callable[[], None]) -> Future[None]:
+        return self._threads.submit(self._do, work)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Do something while nothing is learned."""
+        with self._pausing:
+            self._num_answering += 1
+            self._pause.close()
+        begin = perf_counter()
+        try:
+            work()
+        finally:
+            with self._pausing:
+                self._num_answering -= 1
+                if self._learner is not None and not self._num_answering:
+                    self._pause.enter_context(self._learner.pause(perf_counter() - begin))

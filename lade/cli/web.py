@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from lade.chat.learning import IdleLearner
 from lade.chat.web import Page
-from lade.chat.web_sessions import Setup, no_rest
-from lade.cli.generate import check_verification
+from lade.chat.web_sessions import Setup
 from lade.cli.loading import console, note
 from lade.hosts import is_local
-from lade.models.loading import LoadedModel, encode
+from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.chat.settings import Settings
@@ -28,14 +27,12 @@ def run(
     options: "PageOptions",
 ) -> None:
     """Serve the page; its address is printed to standard output."""
-    hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
-    check_verification(loaded.model, hello, drafting.config, drafter)
-    learns = learns and not drafting.is_plain
-    rest = IdleLearner(loaded.model, note).pause if learns else no_rest
+    learner = IdleLearner(loaded.model, note) if learns and not drafting.is_plain else None
     host = options.host or "127.0.0.1"
     password = options.password or os.environ.get("LADE_PASSWORD") or None
     with drafting.open_pools(loaded) as (_, *layers):
-        page = Page(Setup(loaded, settings, drafting.config, system, layers, drafter), rest)
+        console.print("[dim]Checking how the model verifies drafts …[/dim]")
+        page = Page(Setup(loaded, settings, drafting.config, system, layers, drafter), learner)
         try:
             print(page.launch(host, options.port, options.share, password), flush=True)
             if password is None and (options.share or not is_local(host)):

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -349,16 +350,16 @@ def test_what_goes_wrong_is_shown(
 
 
 @pytest.mark.exhaustive
-def test_tabs_wait_for_each_other_and_share_nothing(
+def test_tabs_are_answered_side_by_side_and_share_nothing(
     open_tab: Callable[..., Tab], served: Served
 ) -> None:
     first, second = open_tab(), open_tab()
     first.begin_long_answer("alpha")
     second.ask("omega")
-    second.wait_for_note("Waiting for 1 other answer")
-    assert second.find("#current .question p").text_content() == "omega"
-    first.find("#stop").click()
     second.wait_for_answers(1)
+    assert first.find("#current .answer.running").count() == 1
+    first.find("#stop").click()
+    first.wait_for_answers(1)
     one, other = (session.conversation for session in served.sessions)
     assert {one.messages[0]["content"], other.messages[0]["content"]} == {"alpha", "omega"}
     assert one.pool is not other.pool
@@ -367,12 +368,14 @@ def test_tabs_wait_for_each_other_and_share_nothing(
 
 @pytest.mark.exhaustive
 def test_a_question_stopped_before_its_turn_is_given_back(
-    open_tab: Callable[..., Tab], served: Served
+    open_tab: Callable[..., Tab], served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served.page.sessions, "_threads", ThreadPoolExecutor(1))
     first, second = open_tab(), open_tab()
     first.begin_long_answer()
     second.ask("second")
-    second.wait_for_note("Waiting for 1 other answer")
+    second.wait_for_note("Waiting for other answers")
+    assert second.find("#current .question p").text_content() == "second"
     second.find("#stop").click()
     second.wait_for_note("Stopped before its turn.")
     assert second.message.input_value() == "second"

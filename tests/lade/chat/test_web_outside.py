@@ -15,7 +15,7 @@ from tests.lade.tiny import tiny_model
 pytest.importorskip("gradio", reason='needs the extra: pip install "lade-decoding[web]"')
 
 from lade.chat.web import Page
-from lade.chat.web_sessions import BusyError, Desk, Setup
+from lade.chat.web_sessions import Setup
 
 pytestmark = pytest.mark.xdist_group("web")  # whoever looks for a free port does so alone
 
@@ -86,14 +86,3 @@ def test_a_password_keeps_others_off() -> None:
             assert visitor.get("/config").status_code == 200
     finally:
         page.close()
-
-
-def test_only_so_many_questions_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lade.chat.web_sessions._MAX_WAITING", 2)
-    desk = Desk()
-    tasks = [desk.submit(lambda task: task.cancelled.wait(60)) for _ in range(3)]
-    with pytest.raises(BusyError, match="too many questions wait"):
-        desk.submit(lambda task: None)
-    for task in tasks:
-        task.cancel()
-    desk.close()

@@ -1,27 +1,40 @@
-"""What the page is made of, without a browser: charts, HTML, and whose turn it is."""
+"""What the page is made of, without a browser: charts, HTML, and sessions side by side."""
 
+import gc
 import html
 import re
-import threading
+import time
+import weakref
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from lade.chat.conversation import Conversation
 from lade.chat.pieces import Piece
 from lade.chat.settings import Settings
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
 from lade.chat.web_html import escaped, note_html, pieces_html
-from lade.chat.web_sessions import BusyError, Choices, Desk, Session, Sessions, Setup, Task
+from lade.chat.web_sessions import BusyError, Choices, Session, Sessions, Setup
 from lade.config import Config
 from lade.errors import LadeError
 from lade.models.loading import LoadedModel
+from lade.models.prompts import encode_messages
+from lade.probing.profile import Profiles
 from lade.stats import Step
+from lade.targets.joint import JointForwards
 from ngram_pool import NGramPool
+from tests.lade.chat.conftest import tokenizer_with
+from tests.lade.tiny import MAMBA2, tiny_model
 
-_DEADLINE = 30.0
-SHORT = Choices("", 0.0, 16)
+_DEADLINE = 60.0
+SHORT, LONG = Choices("", 0.0, 16), Choices("", 0.0, 4096)
 
 
 # --- charts ---------------------------------------------------------------------------------
@@ -125,123 +138,250 @@ def test_notes_tell_errors_apart() -> None:
     assert 'role="alert"' in note_html("no", is_error=True)
 
 
-# --- whose turn it is -----------------------------------------------------------------------
+# --- answers side by side -------------------------------------------------------------------
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    made = Desk()
-    yield made
-    made.close()
+def make(loaded: LoadedModel) -> Iterator[Callable[..., Sessions]]:
+    made: list[Sessions] = []
+
+    def make(setup: Setup | None = None, learner: Any = None) -> Sessions:
+        made.append(Sessions(setup or Setup(loaded, Settings()), learner))
+        return made[-1]
+
+    yield make
+    for sessions in made:
+        sessions.close()
 
 
-def wait(task: Task) -> None:
-    done = threading.Event()
-    task._future.add_done_callback(lambda _: done.set())
-    assert done.wait(_DEADLINE)
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one thing done at a time."""
+    monkeypatch.setattr("lade.chat.web_sessions._MAX_ANSWERS", 1)
 
 
-def test_tasks_are_done_one_after_the_other(desk: Desk) -> None:
-    go_on, order = threading.Event(), list[str]()
-
-    def begin(task: Task) -> None:
-        go_on.wait(_DEADLINE)
-        order.append("first")
-
-    first = desk.submit(begin)
-    second = desk.submit(lambda task: order.append("second"))
-    third = desk.submit(lambda task: order.append("third"))
-    last = desk.submit(lambda task: order.append("last"))
-    assert [each.num_before for each in (first, second, third, last)] == [0, 1, 2, 3]
-    third.cancel()
-    assert third.is_done
-    assert not third.has_run
-    assert last.num_before == 2  # the one that never begins is not waited for
-    go_on.set()
-    wait(last)
-    assert order == ["first", "second", "last"]
-    assert [each.num_before for each in (first, second, last)] == [0, 0, 0]
+def wait(session: Session) -> None:
+    assert session.task is not None
+    session.task.result(_DEADLINE)
 
 
-def test_a_task_that_fails_says_why_and_stops_nobody(desk: Desk) -> None:
-    def fail(error: BaseException) -> Task:
-        def work(task: Task) -> None:
-            raise error
+def begin_long_answer(session: Session) -> None:
+    session.ask("abcabc", LONG)
+    end = time.monotonic() + _DEADLINE
+    while session.conversation.turn is None or not session.conversation.turn.num_tokens:
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
 
-        return desk.submit(work)
 
-    tasks = [fail(each) for each in (KeyError("x"), LadeError("what it is"), SystemExit(3))]
-    well = desk.submit(lambda task: None)
-    wait(well)
-    assert [each.error for each in tasks] == ["KeyError: 'x'", "what it is", "SystemExit: 3"]
+def of_generate(session: Session, settings: Settings) -> str:
+    """Return what plain generate answers to the only question of a session."""
+    loaded, (question, _) = session.conversation.loaded, session.conversation.messages
+    inputs = encode_messages(loaded, [question])
+    torch.manual_seed(settings.seed)
+    ids = loaded.model.generate(**inputs, **settings.options())[0, inputs["input_ids"].shape[1] :]
+    text: str = loaded.tokenizer.decode(ids)
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tabs_share_forwards_and_have_the_texts_of_generate(
+    make: Callable[..., Sessions], monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    numbers = set[int]()
+    run = JointForwards.__call__
+
+    def counted(self: JointForwards, asked: Sequence[Any]) -> Any:
+        numbers.add(len(asked))
+        return run(self, asked)
+
+    monkeypatch.setattr(JointForwards, "__call__", counted)
+    sessions = make()
+    tabs = [sessions.of(name) for name in ("one", "two", "three")]
+    for tab, question in zip(tabs, ("abcabcabc", "xyz", "and so on and so on"), strict=True):
+        tab.ask(question, Choices("", temperature, 100))
+    for tab in tabs:  # all, for plain generate draws from the same random numbers
+        wait(tab)
+    for tab in tabs:
+        turn = tab.conversation.turn
+        assert turn is not None
+        assert turn.num_tokens == 100
+        assert turn.text == of_generate(tab, Settings(100, temperature))
+    assert max(numbers) > 1
+
+
+def test_stopping_one_tab_frees_its_place_and_stops_no_other(
+    make: Callable[..., Sessions], alone: None
+) -> None:
+    sessions = make()
+    first, second, third = (sessions.of(name) for name in ("first", "second", "third"))
+    begin_long_answer(first)
+    for waiting in (second, third):
+        waiting.ask("def", SHORT)
+    assert (first.is_waiting, second.is_waiting) == (False, True)
+    second.stop()
+    assert not second.is_busy
+    assert first.is_busy
+    assert third.is_waiting
+    first.stop()
+    for session in (first, third):
+        wait(session)
+    assert first.is_stopped
+    assert first.conversation.turn is not None
+    assert first.conversation.turn.is_interrupted
+    assert second.exchanges == []
+    assert third.conversation.turn is not None
+    assert third.conversation.turn.num_tokens == 16
+
+
+def test_models_that_go_alone_answer_one_at_a_time() -> None:
+    options = {**MAMBA2, "attention": "eager", "vocab_size": 256, "eos_token_id": None}
+    model = tiny_model("mamba2", **options)
+    sessions = Sessions(Setup(LoadedModel(model, tokenizer_with(), "tiny"), Settings()))
+    first, second = sessions.of("first"), sessions.of("second")
+    begin_long_answer(first)
+    second.ask("abc", SHORT)
+    second.stop()  # at once, whatever the first takes
+    assert not second.is_busy
+    sessions.close()
+    assert first.is_stopped
+
+
+def test_what_fails_says_why_and_stops_nobody(
+    make: Callable[..., Sessions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = make()
+    errors = (KeyError("x"), LadeError("what it is"), SystemExit(3))
+    failing = [sessions.of(str(error)) for error in errors]
+    well = sessions.of("well")
+    begin_long_answer(well)
+    with monkeypatch.context() as patch:
+        for session, error in zip(failing, errors, strict=True):
+            patch.setattr(Conversation, "answer", Mock(side_effect=error))
+            session.ask("abc", SHORT)
+            assert session.task is not None
+            session.task.exception(_DEADLINE)
+    assert [each.error for each in failing] == ["KeyError: 'x'", "what it is", "SystemExit: 3"]
+    assert well.is_busy
     assert well.error is None
 
 
-def test_a_desk_rests_while_nothing_is_asked() -> None:
-    rests = list[float]()
+def test_it_learns_while_nobody_is_answered(make: Callable[..., Sessions]) -> None:
+    said = list[str]()
 
-    @contextmanager
-    def rest(sec: float) -> Iterator[None]:
-        rests.append(sec)
-        yield
+    class Learner:
+        @contextmanager
+        def pause(self, sec: float) -> Iterator[None]:
+            assert sec > 0
+            said.append("learn")
+            yield
+            said.append("rest")
 
-    desk = Desk(rest)
-    wait(desk.submit(lambda task: None))
-    desk.close()
-    assert rests[0] == 0
-    assert len(rests) == 2
-    assert rests[1] > 0
+    sessions = make(learner=Learner())
+    assert said == []
+    one, other = sessions.of("one"), sessions.of("other")
+    begin_long_answer(one)
+    other.ask("abc", SHORT)
+    wait(other)
+    assert said == []
+    one.stop()
+    wait(one)
+    other.ask("abc", SHORT)
+    wait(other)
+    assert said == ["learn", "rest", "learn"]
+    sessions.close()
+    assert said[3:] == ["rest"]
 
 
-def test_closing_a_desk_ends_what_runs_and_drops_what_waits() -> None:
-    desk = Desk()
-    runs = desk.submit(lambda task: task.cancelled.wait(_DEADLINE) or pytest.fail("not told"))
-    waits = desk.submit(lambda task: pytest.fail("begun"))
-    desk.close()
-    assert runs.is_done
-    assert not waits.has_run
+def test_closing_ends_what_runs_and_drops_what_waits(
+    make: Callable[..., Sessions], alone: None
+) -> None:
+    sessions = make()
+    runs, waits = sessions.of("runs"), sessions.of("waits")
+    begin_long_answer(runs)
+    waits.ask("abc", SHORT)
+    sessions.close()
+    assert runs.task is not None
+    assert waits.task is not None
+    assert runs.task.done()
+    assert runs.conversation.turn is not None
+    assert runs.conversation.turn.is_interrupted
+    assert waits.task.cancelled()
 
 
-def test_a_session_does_one_thing_at_a_time(desk: Desk, loaded: LoadedModel) -> None:
-    session = Session(desk, Setup(loaded, Settings()))
+@pytest.mark.parametrize("waits", [False, True])
+def test_closing_a_tab_forgets_what_was_said(
+    make: Callable[..., Sessions], alone: None, waits: bool
+) -> None:
+    sessions = make()
+    other, closed = sessions.of("other"), sessions.of("closed")
+    pool = weakref.ref(closed.conversation.pool)
+    if waits:
+        begin_long_answer(other)
+        closed.ask("a secret", SHORT)
+    else:
+        begin_long_answer(closed)
+    prefixes = Profiles.of(closed.conversation.loaded.model).prefixes
+    task = closed.task
+    assert task is not None
+    del closed
+    sessions.end("closed")
+    futures.wait([task], _DEADLINE)
+    gc.collect()
+    assert pool() is None
+    assert len(sessions) == 1
+    other.stop()
+    wait(other) if waits else None
+    sessions.end("other")
+    del other
+    gc.collect()
+    assert prefixes.num_bytes == 0
+
+
+def test_a_session_does_one_thing_at_a_time(make: Callable[..., Sessions]) -> None:
+    session = make().of("one")
     with pytest.raises(LadeError, match="no question to go back to"):
         session.retry(SHORT)
-    go_on = threading.Event()
-    desk.submit(lambda task: go_on.wait(_DEADLINE))
-    task = session.ask("abc", SHORT)
-    assert session.is_waiting
+    begin_long_answer(session)
     for act in (session.undo, session.clear, lambda: session.ask("def", SHORT)):
         with pytest.raises(BusyError):
             act()
-    go_on.set()
-    wait(task)
+    session.stop()
+    wait(session)
+    session.undo()
+    session.ask("abc", SHORT)
+    wait(session)
     (exchange,) = session.exchanges
     assert exchange.question == "abc"
     assert exchange.turn.num_tokens == 16
     assert not session.is_busy
 
 
-def test_greedy_and_sampled_answers_share_a_page(desk: Desk, loaded: LoadedModel) -> None:
-    session = Session(desk, Setup(loaded, Settings(temperature=0.5, top_p=0.8), system="Be kind."))
-    wait(session.ask("abc", Choices("Be kind.", 0.0, 8)))
+def test_greedy_and_sampled_answers_share_a_page(
+    make: Callable[..., Sessions], loaded: LoadedModel
+) -> None:
+    setup = Setup(loaded, Settings(temperature=0.5, top_p=0.8), system="Be kind.")
+    session = make(setup).of("one")
+    session.ask("abc", Choices("Be kind.", 0.0, 8))
+    wait(session)
     assert session.conversation.settings == Settings(8, 0.0, 0.8)
     assert session.conversation.system == "Be kind."
-    wait(session.ask("abc", Choices(" ", 0.5, 8)))
+    session.ask("abc", Choices(" ", 0.5, 8))
+    wait(session)
     assert session.conversation.settings == Settings(8, 0.5, 0.8)
     assert session.conversation.system is None
 
 
 def test_pools_of_sessions_are_their_own_beside_those_all_read(
-    desk: Desk, loaded: LoadedModel
+    make: Callable[..., Sessions], loaded: LoadedModel
 ) -> None:
     shared = NGramPool()
     shared.observe([*b"abcdefgh"] * 4)
     num_shared = len(shared)
-    setup = Setup(loaded, Settings(8), pools=[shared.as_read_only()])
-    sessions = Sessions(desk, setup)
+    sessions = make(Setup(loaded, Settings(8), pools=[shared.as_read_only()]))
     one, other = sessions.of("one"), sessions.of("other")
     assert sessions.of("one") is one
-    wait(one.ask("a secret", SHORT))
+    one.ask("a secret", SHORT)
+    wait(one)
     own, others = one.conversation.pool, other.conversation.pool
     assert own is not None
     assert others is not None
@@ -254,10 +394,10 @@ def test_pools_of_sessions_are_their_own_beside_those_all_read(
 
 
 def test_no_tab_ends_another_but_one_that_was_long_idle(
-    desk: Desk, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Sessions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lade.chat.web_sessions.MAX_SESSIONS", 2)
-    sessions = Sessions(desk, Setup(loaded, Settings(8)))
+    sessions = make()
     first, second = sessions.of("first"), sessions.of("second")
     sessions.of("first")
     with pytest.raises(BusyError, match="too many pages"):
@@ -270,19 +410,20 @@ def test_no_tab_ends_another_but_one_that_was_long_idle(
     assert sessions.of("first") is first
     with pytest.raises(BusyError, match="reload the page"):
         second.ask("abc", SHORT)
-    sessions.close("first")
+    sessions.end("first")
     assert len(sessions) == 1
     with pytest.raises(BusyError, match="reload the page"):
         first.start_race("abc", SHORT)
 
 
-def test_a_race_knows_nothing_of_earlier_ones(desk: Desk, loaded: LoadedModel) -> None:
-    session = Session(desk, Setup(loaded, Settings(), Config(max_draft_tokens=8)))
+def test_a_race_knows_nothing_of_earlier_ones(
+    make: Callable[..., Sessions], loaded: LoadedModel
+) -> None:
+    session = make(Setup(loaded, Settings(), Config(max_draft_tokens=8))).of("one")
     steps = []
     for _ in range(2):
         session.start_race("abcabcabc", SHORT)
-        assert session.task is not None
-        wait(session.task)
+        wait(session)
         race = session.race
         assert race is not None
         assert race.plain is not None
@@ -300,15 +441,32 @@ def test_a_race_knows_nothing_of_earlier_ones(desk: Desk, loaded: LoadedModel) -
     assert session.exchanges == []
 
 
-def test_a_stopped_race_has_no_winner(desk: Desk, loaded: LoadedModel) -> None:
-    session = Session(desk, Setup(loaded, Settings()))
-    go_on = threading.Event()
-    desk.submit(lambda task: go_on.wait(_DEADLINE))
-    session.start_race("abc", SHORT)
-    assert session.task is not None
-    session.task.cancelled.set()  # as if stopped in its first moment
-    go_on.set()
-    wait(session.task)
-    assert session.race is not None
+def test_others_wait_while_the_answers_of_a_race_are_timed(make: Callable[..., Sessions]) -> None:
+    sessions = make()
+    chatting, racing = sessions.of("chatting"), sessions.of("racing")
+    begin_long_answer(chatting)
+    racing.start_race("abcabcabc", Choices("", 0.0, 60))
+    wait(racing)
+    race, turn = racing.race, chatting.conversation.turn
+    assert race is not None
+    assert race.plain is not None
+    assert race.lade is not None
+    assert race.plain.text == race.lade.text
+    assert race.result
+    assert turn is not None
+    num_tokens = turn.num_tokens
+    while turn.num_tokens == num_tokens:
+        assert chatting.is_busy
+    gaps = [b - a for a, b in pairwise(turn.token_times)]
+    assert max(gaps) >= max(race.plain.sec, race.lade.sec)
+
+
+def test_a_stopped_race_has_no_winner(make: Callable[..., Sessions]) -> None:
+    session = make().of("one")
+    session.start_race("abc", LONG)
+    while session.race is None or session.race.plain is None:
+        time.sleep(0.001)
+    session.stop()
+    wait(session)
     assert session.race.result == ""
     assert session.race.lade is None
