@@ -102,8 +102,10 @@ def run_methods(
     from lade.cli.bench import run
 
     settings = BenchSettings(
-        *(max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed or 0),
-        *(batch_size, num_return_sequences),
+        max_new_tokens,
+        **{**vars(sampling), "seed": sampling.seed or 0},
+        batch_size=batch_size,
+        num_return_sequences=num_return_sequences,
     )
     pools, assistant, first_layers = drafting.pools or [], drafting.assistant, drafting.first_layers
     names = choose_methods(

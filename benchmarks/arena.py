@@ -20,7 +20,6 @@ from benchmarks.rivals.catalogue import RIVALS
 from lade.bench.baselines import Given, Method, plain
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.prompts import Prompt
-from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.prompting import check_prompts
@@ -29,7 +28,7 @@ from lade.config import Config
 from lade.models.loading import LoadedModel
 from lade.prewarming.tables import table_for
 from lade.probing.report import probe
-from lade.stats import DecodeStats
+from lade.stats import DecodeStats, ends_in_loop
 
 #: The methods that draft nothing but what they verify; without a table, two of lade's are the same.
 METHODS = {

@@ -16,7 +16,6 @@ from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.prompts import Prompt
-from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
@@ -27,6 +26,7 @@ from lade.drafting.pool_drafter import PoolDrafter
 from lade.drafting.successors import Successors
 from lade.models.loading import LoadedModel
 from lade.prewarming.tables import table_for
+from lade.stats import ends_in_loop
 from ngram_pool import NGramPool, SuccessorTable, _kernels
 
 _MAX_DRAFT_TOKENS = 16  # of the steps that are learned from

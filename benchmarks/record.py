@@ -13,7 +13,6 @@ from lade.bench.baselines import new_rows
 from lade.bench.batches import encode_batch, find_pad_token_id
 from lade.bench.environment import environment
 from lade.bench.prompts import Prompt
-from lade.bench.run import ends_in_loop
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
@@ -23,6 +22,7 @@ from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.hf.api import generate
 from lade.models.loading import LoadedModel
+from lade.stats import ends_in_loop
 from ngram_pool import NGramPool
 
 #: Likeliest tokens to keep at each position.

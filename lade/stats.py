@@ -1,6 +1,6 @@
 """`DecodeStats`, the only place where acceptance is counted and named."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -10,6 +10,10 @@ _DERIVED = (
     *("num_tokens", "mean_accepted_tokens", "acceptance_rate", "correction_rate"),
     *("draft_tokens_per_step", "draft_sec_per_step", "overhead", "sec", "tokens_per_sec"),
 )
+
+_LOOP_MAX_PERIOD = 32
+_LOOP_MIN_TOKENS = 24
+_LOOP_MIN_REPEATS = 3
 
 
 class Step(NamedTuple):
@@ -230,6 +234,20 @@ class DecodeStats:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         values["sources"] = {name: asdict(of_source) for name, of_source in self.sources.items()}
         return values | {name: getattr(self, name) for name in _DERIVED}
+
+
+def ends_in_loop(token_ids: Sequence[int]) -> bool:
+    """Return whether a text ends in the same few tokens over and over.
+
+    That is, it ends in a block of at most 32 tokens, three times or more, over 24 tokens or more.
+    Small models often loop in greedy decoding, which flatters every n-gram method.
+    """
+    for period in range(1, _LOOP_MAX_PERIOD + 1):
+        length = max(_LOOP_MIN_REPEATS * period, _LOOP_MIN_TOKENS)
+        tail = token_ids[-length:]
+        if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
+            return True
+    return False
 
 
 def _ratio(part: float, whole: float) -> float:

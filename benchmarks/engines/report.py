@@ -9,8 +9,8 @@ from benchmarks.engines.job import Answer, PhaseResult
 from benchmarks.engines.methods import PLAIN
 from benchmarks.engines.plan import DRAWS, phase_name
 from lade.bench.report import msec_text, rounded, share_text, speedup_text
-from lade.bench.run import ends_in_loop
 from lade.bench.tables import Sheet
+from lade.stats import ends_in_loop
 
 
 class Summary(NamedTuple):

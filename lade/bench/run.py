@@ -16,14 +16,10 @@ from lade.bench.prompts import Prompt
 from lade.bench.settings import BenchSettings
 from lade.errors import UnsupportedModelError
 from lade.models.loading import LoadedModel
-from lade.stats import DecodeStats
+from lade.stats import DecodeStats, ends_in_loop
 
 #: The category of a batch with prompts of several categories.
 MIXED = "mixed"
-
-_LOOP_MAX_PERIOD = 32
-_LOOP_MIN_TOKENS = 24
-_LOOP_MIN_REPEATS = 3
 
 
 class Result(NamedTuple):
@@ -121,20 +117,6 @@ def run_methods(
             loops = any(map(ends_in_loop, answers.get("plain", answers[names[0]]).rows))
             num_prompt_tokens = int(inputs["attention_mask"].sum())
             results.append(Result(batch, num_pass, num_prompt_tokens, answers, loops))
-
-
-def ends_in_loop(token_ids: Sequence[int]) -> bool:
-    """Return whether a text ends in the same few tokens over and over.
-
-    That is, it ends in a block of at most 32 tokens, three times or more, over 24 tokens or more.
-    Small models often loop in greedy decoding, which flatters every n-gram method.
-    """
-    for period in range(1, _LOOP_MAX_PERIOD + 1):
-        length = max(_LOOP_MIN_REPEATS * period, _LOOP_MIN_TOKENS)
-        tail = token_ids[-length:]
-        if len(tail) == length and all(tail[i] == tail[i - period] for i in range(period, length)):
-            return True
-    return False
 
 
 def passes_of(results: Iterable[Result]) -> list[list[Result]]:

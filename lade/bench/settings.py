@@ -32,11 +32,6 @@ class BenchSettings(chat.Settings):
                 f"expected a temperature above 0 with {self.num_return_sequences} sequences of "
                 "each prompt, as greedy ones are all the same; got temperature 0"
             )
-        if self.temperature == 0 and self.top_p < 1:
-            raise ValueError(
-                f"expected a temperature above 0 with top_p={self.top_p}, as greedy decoding has "
-                "no use for it; got temperature 0"
-            )
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +52,10 @@ class BenchSettings(chat.Settings):
         parts = [f"sampling at temperature {self.temperature:g}" if self.temperature else "greedy"]
         if self.top_p < 1:
             parts.append(f"top-p {self.top_p:g}")
+        if self.top_k:
+            parts.append(f"top-k {self.top_k}")
+        if self.repetition_penalty is not None:
+            parts.append(f"repetition penalty {self.repetition_penalty:g}")
         if self.batch_size > 1:
             parts.append(f"batches of {self.batch_size}")
         if self.num_return_sequences > 1:

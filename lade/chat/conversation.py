@@ -29,7 +29,7 @@ from lade.hf.api import generate
 from lade.hf.pools import Pools, pools_of
 from lade.models.loading import LoadedModel
 from lade.models.prompts import check_system, encode_messages, num_positions, room_after
-from lade.stats import DecodeStats, Step
+from lade.stats import DecodeStats, Step, ends_in_loop
 from ngram_pool import NGramPool
 from ngram_pool.writing import write_whole
 
@@ -96,6 +96,11 @@ class Turn:
         """MAT: tokens committed per step after the prompt's; plain decoding is 1.00."""
         steps = self.steps[1:]
         return sum(len(step.token_ids) for step in steps) / len(steps) if steps else 0.0
+
+    @property
+    def ends_in_loop(self) -> bool:
+        """Whether it ends in the same few tokens over and over, which flatters drafts."""
+        return ends_in_loop([token_id for step in self.steps for token_id in step.token_ids])
 
 
 class Context(NamedTuple):

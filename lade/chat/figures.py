@@ -22,13 +22,15 @@ def figures_of(turn: Turn, plain_tokens_per_sec: float | None) -> list[str]:
         parts.insert(0, "plain")
     if turn.is_interrupted:
         parts.insert(0, "stopped")
+    if turn.ends_in_loop:
+        parts.append("ends in a loop")
     return parts
 
 
 def speed_of(turn: Turn, plain_tokens_per_sec: float | None) -> list[str]:
-    """Return how fast an answer came, in parts."""
+    """Return how fast an answer came, in parts; one that is whole and no loop beside plain."""
     parts = [f"{turn.tokens_per_sec:.1f} a second", f"{turn.mean_accepted_tokens:.2f} a step"]
-    if plain_tokens_per_sec and not turn.is_plain:
+    if plain_tokens_per_sec and not (turn.is_plain or turn.is_interrupted or turn.ends_in_loop):
         parts.append(f"{turn.tokens_per_sec / plain_tokens_per_sec:.2f}x plain")
     return parts
 
@@ -39,7 +41,8 @@ def likeness_of(plain: Turn, with_drafts: Turn, model: Any) -> str:
         return ""
     one, other = (turn.thinking + turn.text for turn in (plain, with_drafts))
     if one == other:
-        return "The texts are the same."
+        loops = " They end in a loop, which flatters drafts." * with_drafts.ends_in_loop
+        return f"The texts are the same.{loops}"
     pairs = enumerate(zip(one, other, strict=False))
     num_same = next((i for i, pair in pairs if len({*pair}) > 1), min(len(one), len(other)))
     parting = f"The texts part after {num_same:,} characters"

@@ -15,46 +15,39 @@ class Settings:
     """
 
     max_new_tokens: int = 1024
-    temperature: float = 0.0  # 0 is greedy; above it, sampling from the whole vocabulary
-    top_p: float = 1.0  # of no effect on greedy answers
+    temperature: float = 0.0  # 0 is greedy, on which top_p and top_k have no effect
+    top_p: float = 1.0
     seed: int = 0  # of the first answer; each further one has the next
+    top_k: int = 0  # 0 samples from the whole vocabulary
+    repetition_penalty: float | None = None  # None for the model's own
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("seed", 0)):
+        for name, least in (("max_new_tokens", 1), ("seed", 0), ("top_k", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"expected {name} to be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"expected {name} of {least} or more, got {value}")
-        for name in ("temperature", "top_p"):
-            value = getattr(self, name)
+        penalty = 1.0 if self.repetition_penalty is None else self.repetition_penalty
+        numbers = {"temperature": self.temperature, "top_p": self.top_p}
+        for name, value in {**numbers, "repetition_penalty": penalty}.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
                 raise TypeError(f"expected {name} to be a number, got {value!r}")
-        check_sampling(self.temperature, self.top_p)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"expected a finite temperature of 0 (greedy) or more, got {self.temperature}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"expected top_p above 0 and up to 1, got {self.top_p}")
+        if not 0 < penalty < math.inf:
+            raise ValueError(f"expected a finite repetition_penalty above 0, got {penalty}")
 
     def options(self) -> dict[str, Any]:
         """Return options for `generate`."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            **sampling_options(self.temperature, self.top_p),
-        }
-
-
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Raise if there is no such sampling.
-
-    Raises:
-        ValueError: one of them is out of its range.
-    """
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"expected a finite temperature of 0 (greedy) or more, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"expected top_p above 0 and up to 1, got {top_p}")
-
-
-def sampling_options(temperature: float, top_p: float) -> dict[str, Any]:
-    """Return options for `generate` to sample from the whole vocabulary, or greedily at 0."""
-    if temperature == 0:
-        return {"do_sample": False}
-    # top_k: transformers' own default would be 50.
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+        if self.repetition_penalty is not None:
+            options["repetition_penalty"] = float(self.repetition_penalty)
+        if self.temperature > 0:  # top_k: transformers' own default would be 50
+            sampled = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            options |= {"do_sample": True, **sampled}
+        return options

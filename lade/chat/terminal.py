@@ -219,14 +219,19 @@ class Terminal:
         turns, plain_speed = self.conversation.turns, self.conversation.plain_tokens_per_sec
         if not turns:
             raise ValueError("expected an answer to show figures of, there is none yet")
+        num_loops = sum(turn.ends_in_loop for turn in turns)
+        apart = f", {num_loops} of them ending in a loop and not counted below" * (num_loops > 0)
+        answers = f"{len(turns)}{apart}"
+        turns = [turn for turn in turns if not turn.ends_in_loop]
         total = DecodeStats()
         for turn in turns:
             if turn.stats is not None:
                 total.add(turn.stats)
         num_tokens, sec = sum(turn.num_tokens for turn in turns), sum(turn.sec for turn in turns)
+        rate = num_tokens / sec if sec else 0.0
         rows = {
-            "answers": f"{len(turns)}",
-            "tokens": f"{num_tokens:,} in {sec:.1f} s, {num_tokens / sec:.1f} a second",
+            "answers": answers,
+            "tokens": f"{num_tokens:,} in {sec:.1f} s, {rate:.1f} a second",
             "plain generate": f"{plain_speed:.1f} a second"
             if plain_speed
             else "unknown: see /plain",

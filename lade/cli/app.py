@@ -48,7 +48,6 @@ app = typer.Typer(
     help="Generate faster with any Hugging Face causal LM: no draft model, no training, same text.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",  # in which paragraphs flow
 )
 
@@ -284,9 +283,7 @@ def bench(
     from lade.bench.settings import BenchSettings
     from lade.cli.bench import Chosen, compare
 
-    settings = BenchSettings(
-        max_new_tokens, sampling.temperature, sampling.top_p, sampling.seed or 0
-    )
+    settings = BenchSettings(max_new_tokens, **{**vars(sampling), "seed": sampling.seed or 0})
     files.check()
     chosen = Chosen.read(prompts, limit)
     predicted = drafting.predicted(prediction)

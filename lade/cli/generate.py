@@ -6,10 +6,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import TextStreamer
 
 import lade
 from lade.chat.figures import sources_text
+from lade.chat.pieces import TextStream
 from lade.chat.settings import Settings
 from lade.cli.loading import console
 from lade.cli.options import PoolOptions
@@ -19,7 +19,7 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.predictions import predicted_ids
 from lade.models.loading import LoadedModel
-from lade.stats import DecodeStats
+from lade.stats import DecodeStats, Step
 
 
 def run(
@@ -50,7 +50,11 @@ def run(
         options |= {"stop_strings": [*stops], "tokenizer": loaded.tokenizer}
     predicted = None if prediction is None else predicted_ids(prediction, loaded.tokenizer)
     check_verification(loaded.model, inputs, drafting.config, drafter)
-    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stream = TextStream(loaded.tokenizer)
+
+    def show(step: Step) -> None:
+        print("".join(map(stream.put, step.token_ids)), end="", flush=True)
+
     with drafting.open_pools(loaded) as pools:
         torch.manual_seed(settings.seed)
         start = perf_counter()
@@ -59,7 +63,7 @@ def run(
                 loaded.model,
                 **inputs,
                 **options,
-                streamer=streamer,
+                on_step=show,
                 pool=pools,
                 drafter=drafter,
                 config=drafting.config,
@@ -67,8 +71,9 @@ def run(
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
-            streamer.end()  # prints the part of the last word that was held back, ends the line
+            print(stream.end(is_cut=True), flush=True)
             raise
+        print(stream.end(), flush=True)
         sec = perf_counter() - start
     stats = output.stats
     noun = "token" if stats.num_tokens == 1 else "tokens"

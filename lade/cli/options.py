@@ -10,14 +10,15 @@ from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
+from secrets import randbelow
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lade.chat.settings import Settings
 from lade.cli.places import check_place, check_pool
 
 if TYPE_CHECKING:
-    from lade.chat.settings import Settings
     from lade.config import Config
     from lade.drafting.drafter import Drafter
     from lade.models.loading import LoadedModel
@@ -156,6 +157,19 @@ class SamplingOptions:
             help="Sample from the likeliest tokens that make up this probability; 1 is off.",
         ),
     ] = 1.0
+    top_k: Annotated[
+        int,
+        _of_sampling("--top-k", metavar="N", help="Sample from the N likeliest tokens; 0 is off."),
+    ] = 0
+    repetition_penalty: Annotated[
+        float | None,
+        _of_sampling(
+            "--repetition-penalty",
+            metavar="X",
+            help="Make tokens that prompt or answer already have less likely by this factor; 1 is "
+            "off. Without it, the model's own.",
+        ),
+    ] = None
     seed: Annotated[
         int | None,
         _of_sampling(
@@ -167,20 +181,17 @@ class SamplingOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.temperature == 0 and self.top_p < 1:
-            raise ValueError(
-                f"expected a temperature above 0 with top_p={self.top_p}, as greedy decoding has "
-                "no use for it; got temperature 0"
-            )
+        for name, off in (("top_p", 1.0), ("top_k", 0)):
+            if self.temperature == 0 and (value := getattr(self, name)) != off:
+                raise ValueError(
+                    f"expected a temperature above 0 with {name}={value}, as greedy decoding has "
+                    "no use for it; got temperature 0"
+                )
 
-    def settings(self, max_new_tokens: int) -> "Settings":
+    def settings(self, max_new_tokens: int) -> Settings:
         """Return settings of answers; without a seed, they have a random one, short to type."""
-        from secrets import randbelow
-
-        from lade.chat.settings import Settings
-
         seed = randbelow(10**6) if self.seed is None else self.seed
-        return Settings(max_new_tokens, self.temperature, self.top_p, seed)
+        return Settings(max_new_tokens, **{**vars(self), "seed": seed})
 
 
 # --- drafts ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lade.config import Config
 from lade.errors import ContextLengthError
 from lade.models.loading import LoadedModel
 from lade.models.prompts import encode_messages
-from lade.stats import Step
+from lade.stats import DecodeStats, Step
 from ngram_pool import NGramPool
 from tests.grids import thinned
 from tests.lade.chat.conftest import TEMPLATE
@@ -232,6 +233,27 @@ def test_what_was_said_before_an_error_is_kept(
     assert conversation.turn.is_interrupted
 
 
+def test_a_character_that_was_cut_is_dropped(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    conversation, cancelled = Conversation(loaded, settings=SHORT), threading.Event()
+    token_ids = loaded.tokenizer("so \N{GRINNING FACE}")["input_ids"][:-1]
+
+    def interrupted(
+        *_: Any, on_step: Callable[[Step], None], stopping_criteria: Any, **__: Any
+    ) -> Any:
+        on_step(Step(token_ids, 0, 0))
+        cancelled.set()
+        stopping_criteria(torch.tensor([token_ids]), None)
+        return SimpleNamespace(stats=DecodeStats())
+
+    monkeypatch.setattr("lade.chat.conversation.generate", interrupted)
+    assert said(conversation, "abc", cancelled=cancelled) == "so "
+    assert conversation.messages[-1]["content"] == "so "
+    conversation.save(tmp_path / "chat.json")
+    assert json.loads((tmp_path / "chat.json").read_text())["messages"][-1]["content"] == "so "
+
+
 def test_one_answer_at_a_time(loaded: LoadedModel) -> None:
     conversation = Conversation(loaded, settings=SHORT)
     pieces: Any = conversation.answer("abc")
@@ -440,6 +462,8 @@ def test_a_file_of_something_else_is_refused_and_changes_nothing(
         ({"temperature": float("inf")}, "finite temperature"),
         ({"top_p": 0.0}, "top_p above 0"),
         ({"top_p": 1.1}, "top_p above 0"),
+        ({"top_k": -1}, "top_k of 0 or more"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty above 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
@@ -447,7 +471,9 @@ def test_settings_out_of_range_are_refused(options: dict[str, Any], message: str
         Settings(**options)
 
 
-@pytest.mark.parametrize("options", [{"seed": 1.5}, {"temperature": "hot"}, {"top_p": None}])
+@pytest.mark.parametrize(
+    "options", [{"seed": 1.5}, {"temperature": "hot"}, {"top_p": None}, {"top_k": 0.5}]
+)
 def test_settings_of_a_wrong_type_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="expected"):
         Settings(**options)

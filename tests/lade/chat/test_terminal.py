@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from lade.chat.conversation import Conversation
-from lade.chat.figures import fitted, likeness_of
+from lade.chat.figures import figures_of, fitted, likeness_of
 from lade.chat.settings import Settings
 from lade.chat.terminal import Terminal, _Completer, history_in
 from lade.config import Config
 from lade.models.loading import LoadedModel
+from lade.stats import Step
 from ngram_pool import NGramPool
 from tests.lade.chat.screen import Screen, screen_console
 
@@ -225,6 +227,26 @@ def test_texts_that_part_are_told(chat: Chat) -> None:
     told = likeness_of(other, turn, chat.conversation.loaded.model)
     assert told.startswith(f"The texts part after {len(turn.pieces[0].text)} characters")
     assert "report this as a fault" in told  # in float64
+
+
+def test_loops_and_interrupted_answers_are_not_held_against_plain(loaded: LoadedModel) -> None:
+    chat = Chat(loaded)
+    chat.take("abc")
+    whole = chat.conversation.turn
+    assert whole is not None
+    assert "x plain" in " ".join(figures_of(whole, 5.0))
+    stopped = replace(whole, is_interrupted=True)
+    assert "x plain" not in " ".join(figures_of(stopped, 5.0))
+    loop = replace(whole, steps=[Step([7, 8], 1, 1)] * 20, token_times=[0.1] * 40)
+    assert "x plain" not in " ".join(figures_of(loop, 5.0))
+    assert figures_of(loop, 5.0)[-1] == "ends in a loop"
+    assert "which flatters drafts" in likeness_of(loop, loop, loaded.model)
+    chat.conversation.turns.append(loop)
+    shown = chat.take("/stats")
+    assert "answers         2, 1 of them ending in a loop and not counted below" in shown
+    assert "tokens          10 in " in shown
+    del chat.conversation.turns[0]
+    assert "tokens          0 in 0.0 s" in chat.take("/stats")
 
 
 def test_an_interrupted_plain_answer_is_not_compared(

@@ -38,8 +38,8 @@ from tests.lade.tiny import byte_tokenizer, tiny_model
 LADE = [sys.executable, "-c", "from lade.cli import main; main()"]
 
 
-def run(*args: str) -> Any:
-    wide = {"COLUMNS": "150"}
+def run(*args: str, **env: str) -> Any:
+    wide = {"COLUMNS": "150", **env}
     return CliRunner().invoke(app, list(args), catch_exceptions=False, env=wide)
 
 
@@ -237,6 +237,12 @@ def test_an_interrupted_demo_shows_what_it_measured(
     assert [row["title"] for row in content["prompts"]] == ["prompt 1"]
 
 
+def test_shells_complete_commands_and_options() -> None:
+    typed = {"COMP_WORDS": "lade generate --top", "COMP_CWORD": "2"}
+    assert run(**typed, _LADE_COMPLETE="complete_bash").stdout.split() == ["--top-p", "--top-k"]
+    assert "--install-completion" in run("--help").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -379,6 +385,17 @@ def test_generate_samples_the_text_of_plain_generate_with_the_same_seed(folder: 
     assert run("generate", "abcabc", "--model", folder, *SHORT).stdout != result.stdout
 
 
+def test_generate_samples_from_the_likeliest_and_minds_what_was_said(folder: str) -> None:
+    options = ["--temperature", "1.5", "--top-k", "3", "--repetition-penalty", "0.1"]
+    result = run("generate", "abcabc", "--model", folder, *SHORT, *options, "--seed", "7")
+    torch.manual_seed(7)
+    sampling = {"do_sample": True, "temperature": 1.5, "top_k": 3}
+    assert result.stdout == plain_text(folder, "abcabc", **sampling, repetition_penalty=0.1) + "\n"
+    result = run("generate", "abcabc", "--model", folder, *SHORT, *options[-2:])
+    assert result.stdout == plain_text(folder, "abcabc", repetition_penalty=0.1) + "\n"
+    assert result.stdout != run("generate", "abcabc", "--model", folder, *SHORT).stdout
+
+
 @pytest.mark.exhaustive
 def test_generate_tells_the_seed_that_it_has_drawn(folder: str) -> None:
     options = ["generate", "abcabc", "--model", folder, *SHORT, "--temperature", "2"]
@@ -417,7 +434,10 @@ def test_generate_ends_with_the_first_of_several_stops(folder: str) -> None:
         (["--system", "x", "--raw"], "expected --system or --raw, got both"),
         (["--stop", ""], "expected each --stop to be a text of one character or more"),
         (["--top-p", "0.5"], "expected a temperature above 0 with top_p=0.5"),
+        (["--top-k", "5"], "expected a temperature above 0 with top_k=5"),
         (["--temperature", "1", "--top-p", "0"], "expected top_p above 0"),
+        (["--temperature", "1", "--top-k", "-1"], "expected top_k of 0 or more"),
+        (["--repetition-penalty", "0"], "expected a finite repetition_penalty above 0"),
         (["--system", "\udcff"], "expected UTF-8 as prompt"),
     ],
 )
