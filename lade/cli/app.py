@@ -1,6 +1,6 @@
 """Commands, their options and help texts; the implementations are in other modules.
 
-Shared options are in `options.py`, those of `lade pool` in `pool_app.py` and those of `lade serve`
+Shared options are in `options.py`, those of `lade pool` in `pool.py` and those of `lade serve`
 in `serve_app.py`.
 """
 
@@ -27,7 +27,7 @@ from lade.cli.options import (
     grouped,
     of_drafting,
 )
-from lade.cli.pool_app import pool
+from lade.cli.pool import app as pool
 from lade.cli.results import JsonOption, ResultFiles
 from lade.cli.serve_app import serve
 from lade.hosts import check_port

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.settings import BenchSettings
-from lade.cli.loading import load_beside
+from lade.cli.loading import load_beside, open_pools
 from lade.cli.options import DraftOptions, LoadOptions
 from lade.cli.prompting import check_prompts
 from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
@@ -109,7 +109,6 @@ def run(
     from lade.bench.plots import plot_speedups
     from lade.bench.report import as_json, source_table, table
     from lade.bench.run import run_methods, warm_up_methods
-    from lade.cli.pool import open_pools
     from lade.probing.report import probe
 
     prompts = chosen.prompts

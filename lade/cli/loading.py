@@ -1,12 +1,12 @@
-"""Load a model with progress output, and explain in one line why it could not be loaded."""
+"""Load models, with progress and in one line why that failed, and open pools to draft from."""
 
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -18,9 +18,13 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+import lade
 from lade.errors import LadeError, in_one_line
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.loading import LoadedModel, find_model, load
+
+if TYPE_CHECKING:
+    from ngram_pool import NGramPool
 
 # Progress and notes go to standard error; standard output is for results.
 console = Console(stderr=True, highlight=False)
@@ -177,3 +181,32 @@ def _showing_progress() -> Iterator[Progress]:
             bars.update(task, completed=done)
 
         yield show
+
+
+@contextmanager
+def open_pools(
+    loaded: LoadedModel, paths: Sequence[Path], save_path: Path | None
+) -> "Iterator[list[NGramPool]]":
+    """Open the pools of `--pool` and `--save-pool`; save the latter at the end, however that comes.
+
+    Yields:
+        The one that learns first, loaded if its file exists, then those that are read.
+    """
+    from ngram_pool import NGramPool
+
+    model, tokenizer = loaded.model, loaded.tokenizer
+    own = NGramPool()
+    if save_path is not None and save_path.exists():
+        own = lade.load_pool(save_path, tokenizer=tokenizer, model=model)
+    kept = None if save_path is None else save_path.resolve()
+    layers = [
+        lade.load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
+        for path in dict.fromkeys(path.resolve() for path in paths)
+        if path != kept
+    ]
+    try:
+        yield [own, *layers]
+    finally:
+        if save_path is not None:
+            lade.save_pool(own, save_path, tokenizer=tokenizer, model=model)
+            console.print(f"[dim]{len(own):,} tokens kept in {save_path}[/dim]", soft_wrap=True)

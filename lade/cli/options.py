@@ -372,8 +372,8 @@ class PoolOptions(DraftOptions):
                 check_pool(self.save_pool)
 
     def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
-        """Open them; as `lade.cli.pool.open_pools`."""
-        from lade.cli.pool import open_pools
+        """Open them; as `lade.cli.loading.open_pools`."""
+        from lade.cli.loading import open_pools
 
         return open_pools(loaded, self.pools or [], self.save_pool)
 

@@ -1,60 +1,71 @@
-"""`lade pool …`, and the pools that other commands draft from: read, made and written here."""
+"""`lade pool …`: commands that build and look after pools on disk."""
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 import lade
-from lade.cli.build import Built, Sources, build
-from lade.cli.forgetting import decoded, forget
 from lade.cli.loading import console, load_tokenizer, note
+from lade.cli.options import ModelOption, TrustOption
 from lade.cli.places import check_place
-from lade.models.loading import LoadedModel
-from ngram_pool import NGramPool
+
+if TYPE_CHECKING:
+    from lade.cli.build import Built
 
 # A gigabyte of memory when full; arrays grow as text comes.
-DEFAULT_BUILD_TOKENS = 2**24
+_BUILD_TOKENS = 2**24
+
+app = typer.Typer(
+    help="Build and look after pools on disk, to draft from.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+# A pool needs a model's tokenizer alone.
+PoolArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The pool.", exists=True, dir_okay=False)
+]
 
 
-@contextmanager
-def open_pools(
-    loaded: LoadedModel, paths: Sequence[Path], save_path: Path | None
-) -> Iterator[list[NGramPool]]:
-    """Open the pools of `--pool` and `--save-pool`; save the latter at the end, however that comes.
-
-    Yields:
-        The one that learns first, loaded if its file exists, then those that are read.
-    """
-    model, tokenizer = loaded.model, loaded.tokenizer
-    own = NGramPool()
-    if save_path is not None and save_path.exists():
-        own = lade.load_pool(save_path, tokenizer=tokenizer, model=model)
-    kept = None if save_path is None else save_path.resolve()
-    layers = [
-        lade.load_pool(path, tokenizer=tokenizer, model=model, read_only=True)
-        for path in dict.fromkeys(path.resolve() for path in paths)
-        if path != kept
-    ]
-    try:
-        yield [own, *layers]
-    finally:
-        if save_path is not None:
-            lade.save_pool(own, save_path, tokenizer=tokenizer, model=model)
-            console.print(f"[dim]{len(own):,} tokens kept in {save_path}[/dim]", soft_wrap=True)
-
-
-def run_build(
-    paths: Sequence[Path],
-    out: Path,
-    model: str | None,
-    capacity_tokens: int | None,
-    trust_remote_code: bool,
+@app.command("build")
+def pool_build(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="FILE", help="The pool to make or add to.", dir_okay=False),
+    ],
+    capacity_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes.",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
-    """Add files to a pool on disk, or make it; keep what was read, even after an interruption."""
+    """Read files into a pool, tokenised as for a model, whose weights are not needed.
+
+    Read are text and code in UTF-8; chats in JSON lines or JSON, as messages, turns, conversations
+    or prompt and response, in the model's chat template; transcripts whose turns begin with who
+    speaks; and all of these gzipped. In folders, hidden files, virtual environments and what is no
+    text are left out and counted.
+
+    Ctrl-C keeps what was read. Run it again to go on: files that have not changed since they were
+    read are not read again.
+    """
     check_place(out)
+    from lade.cli.build import Built, Sources, build
+    from ngram_pool import NGramPool
+
     tokenizer = load_tokenizer(model, trust_remote_code)
     if out.exists():
         pool = lade.load_pool(out, tokenizer=tokenizer)
@@ -64,7 +75,7 @@ def run_build(
                 f"{pool.capacity_tokens:,}; lade pool prune changes it"
             )
     else:
-        pool = NGramPool(capacity_tokens or DEFAULT_BUILD_TOKENS)
+        pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
     sources, built, num_before = Sources.of(out), Built(), len(pool)
     if sources.lost is not None:
         note(f"{sources.lost}; all files are read again")
@@ -77,7 +88,7 @@ def run_build(
     try:
         build(
             pool,
-            paths,
+            files,
             tokenizer,
             sources=sources,
             save=save,
@@ -93,7 +104,7 @@ def run_build(
             console.print("stopped; the same command goes on from here")
 
 
-def _tell_built(built: Built, out: Path, num_held: int, num_before: int) -> None:
+def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> None:
     rate = built.num_tokens / max(built.sec, 1e-3)
     print(
         f"{built.num_tokens:,} tokens of {built.num_files:,} files in {built.sec:.1f} seconds "
@@ -118,15 +129,19 @@ def _tell_built(built: Built, out: Path, num_held: int, num_before: int) -> None
         )
 
 
-def run_info(path: Path) -> None:
-    """Print what a pool on disk holds."""
-    pool = NGramPool.load(path, read_only=True)
-    num_files = sum(read.num_pieces > 0 for read in Sources.of(path).read.values())
+@app.command("info")
+def pool_info(file: PoolArgument) -> None:
+    """Tell what a pool holds, and whose tokenizer and model it is of."""
+    from lade.cli.build import Sources
+    from ngram_pool import NGramPool
+
+    pool = NGramPool.load(file, read_only=True)
+    num_files = sum(read.num_pieces > 0 for read in Sources.of(file).read.values())
     lines = {
         "tokens": f"{len(pool):,} of at most {pool.capacity_tokens:,}",
         "texts": f"{sum(1 for _ in pool.texts()):,}",
         "longest n-gram": str(pool.max_ngram_size),
-        "file": f"{path.stat().st_size / 10**6:,.1f} MB",
+        "file": f"{file.stat().st_size / 10**6:,.1f} MB",
         "tokenizer": pool.tokenizer or "unknown",
         "model": pool.model or "none: text alone",
     }
@@ -137,11 +152,31 @@ def run_info(path: Path) -> None:
         print(f"{name.ljust(width)}  {value}")
 
 
-def run_merge(paths: Sequence[Path], out: Path, capacity_tokens: int | None) -> None:
-    """Write all text of several pools to one; of the first one's tokenizer, and its model."""
+@app.command("merge")
+def pool_merge(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES", help="The pools.", exists=True, dir_okay=False),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The pool to write.", dir_okay=False)
+    ],
+    capacity_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Hold N tokens, the newest; without it, what holds them all."
+        ),
+    ] = None,
+) -> None:
+    """Write all text of several pools to one, in the order they are named.
+
+    They are of one tokenizer. What a model found likely is taken from pools of the first one's.
+    """
     check_place(out)
+    from ngram_pool import NGramPool
+
     pools: list[NGramPool] = []
-    for path in paths:
+    for path in files:
         known = {"tokenizer": pools[0].tokenizer, "model": pools[0].model} if pools else {}
         pools.append(NGramPool.load(path, read_only=True, **known))
     num_tokens = sum(map(len, pools))
@@ -156,53 +191,85 @@ def run_merge(paths: Sequence[Path], out: Path, capacity_tokens: int | None) -> 
     print(f"{len(merged):,} of {num_tokens:,} tokens of {len(pools)} pools in {out.name}")
 
 
-def run_prune(path: Path, capacity_tokens: int) -> None:
-    """Give a pool on disk another capacity; its newest text stays."""
-    sources = Sources.of(path)
-    pool = NGramPool.load(path, read_only=True)
+@app.command("prune")
+def pool_prune(
+    file: PoolArgument,
+    capacity_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Hold N tokens: the newest are kept.")
+    ],
+) -> None:
+    """Make a pool smaller, or larger for text to come."""
+    from lade.cli.build import Sources
+    from ngram_pool import NGramPool
+
+    sources = Sources.of(file)
+    pool = NGramPool.load(file, read_only=True)
     pruned = NGramPool(capacity_tokens, pool.max_ngram_size)
     pruned.merge(pool)
     pruned.tokenizer, pruned.model = pool.tokenizer, pool.model
-    pruned.save(path)
+    pruned.save(file)
     if sources.read:
-        sources.save(path)
-    print(f"{len(pruned):,} of {len(pool):,} tokens left in {path.name}")
+        sources.save(file)
+    print(f"{len(pruned):,} of {len(pool):,} tokens left in {file.name}")
 
 
-def run_forget(
-    path: Path, texts: Sequence[str], model: str | None, trust_remote_code: bool
+@app.command("forget")
+def pool_forget(
+    file: PoolArgument,
+    texts: Annotated[
+        list[str], typer.Argument(metavar="TEXT", help="The text to remove, letter by letter.")
+    ],
+    model: ModelOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
-    """Remove texts from a pool on disk for good."""
+    """Remove every occurrence of a text for good, however it was tokenised.
+
+    What is left is searched again until nothing is found.
+    """
+    from lade.cli.build import Sources
+    from lade.cli.forgetting import forget
+
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise ValueError("expected each TEXT to have more than white space, got ''")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    sources = Sources.of(path)
-    pool = lade.load_pool(path, tokenizer=tokenizer)
+    sources = Sources.of(file)
+    pool = lade.load_pool(file, tokenizer=tokenizer)
     with console.status("searching"):
         counts = [forget(pool, tokenizer, text) for text in stripped]
     if any(counts):
-        pool.save(path)
+        pool.save(file)
         if sources.read:
-            sources.save(path)
+            sources.save(file)
     for text, count in zip(stripped, counts, strict=True):
-        print(f"{count:,} of {text!r} removed from {path.name}" if count else f"no {text!r}")
+        print(f"{count:,} of {text!r} removed from {file.name}" if count else f"no {text!r}")
     if any(counts) and sources.read:
         note("files that it was built from may still hold the text, and are read if they change")
 
 
-def run_export(path: Path, out: Path | None, model: str | None, trust_remote_code: bool) -> None:
-    """Write the texts of a pool as JSON lines, oldest first."""
+@app.command("export")
+def pool_export(
+    file: PoolArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Write to this file instead of standard output.",
+            dir_okay=False,
+        ),
+    ] = None,
+    model: ModelOption = None,
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Write the texts of a pool as JSON lines, which `lade pool build` reads."""
+    from lade.cli.forgetting import decoded
+
     tokenizer = load_tokenizer(model, trust_remote_code)
-    pool = lade.load_pool(path, tokenizer=tokenizer, read_only=True)
-    with out.open("w", encoding="utf-8") if out is not None else _standard_output() as file:
+    pool = lade.load_pool(file, tokenizer=tokenizer, read_only=True)
+    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as file:
         for token_ids in pool.texts():
             line = {"text": decoded(tokenizer, token_ids.tolist())}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     if out is not None:
         console.print(f"[dim]written to {out}[/dim]")
-
-
-@contextmanager
-def _standard_output() -> Iterator[Any]:
-    yield sys.stdout
