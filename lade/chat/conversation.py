@@ -46,7 +46,6 @@ class Turn:
         seed: of torch's generator when it began.
         is_plain: whether the model's own `generate` made it.
         num_prompt_tokens: of the whole conversation before it.
-        num_reused_tokens: those of them that were not run again; known once the answer has ended.
         pieces: what was said, thinking included.
         steps: what each forward committed, the prompt's first.
         token_times: seconds from the begin to each token.
@@ -58,7 +57,6 @@ class Turn:
     seed: int
     is_plain: bool
     num_prompt_tokens: int
-    num_reused_tokens: int = 0
     pieces: list[Piece] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
@@ -80,6 +78,11 @@ class Turn:
     def num_tokens(self) -> int:
         """Number of tokens of the answer, its end and thinking included."""
         return len(self.token_times)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens of the prompt that were not run again; known once the answer has ended."""
+        return self.stats.num_reused_tokens if self.stats else 0
 
     @property
     def first_token_sec(self) -> float | None:
@@ -240,15 +243,14 @@ class Conversation:
         self._is_answering = True
         closed = threading.Event()
         worker = _Worker(self, turn, inputs, options, (cancelled, closed))
-        stream = PieceStream(self.loaded.tokenizer, inputs["input_ids"][0].tolist())
         try:
             worker.start()
-            yield from worker.pieces(stream)
+            yield from worker.pieces()
         finally:
             closed.set()
             try:
                 with suppress(Exception):  # there is another one already
-                    for _ in worker.pieces(stream):  # what was said meanwhile
+                    for _ in worker.pieces():  # what was said meanwhile
                         pass
             finally:
                 self._is_answering = False
@@ -385,24 +387,10 @@ class Conversation:
             raise RuntimeError("expected the answer before to have ended, or its iterator closed")
 
 
-class _Tokens(NamedTuple):
-    """What a forward committed, and when."""
-
-    step: Step
-    at: float
-
-
-class _Done(NamedTuple):
-    """The end of an answer."""
-
-    stats: DecodeStats | None
-    at: float
-
-
-class _Worker:
+class _Worker(threading.Thread):
     """One answer, generated in a thread of its own.
 
-    Tokens go through a queue, and everything else is done by whoever takes them out.
+    Its steps go through a queue, and everything else is done by whoever takes them out.
     """
 
     def __init__(
@@ -413,63 +401,54 @@ class _Worker:
         options: dict[str, Any],
         stops: tuple[threading.Event, ...],
     ) -> None:
+        # A daemon, so that a second interrupt can leave in the middle of a long forward.
+        super().__init__(name="lade-chat", daemon=True)
         self._conversation = conversation
         self._turn = turn
         self._inputs = inputs
         self._options = options
-        self._stop = _Stop(stops)
-        self._queue: SimpleQueue[_Tokens | _Done | BaseException] = SimpleQueue()
-        # A daemon, so that a second interrupt can leave in the middle of a long forward.
-        self._thread = threading.Thread(target=self._run, name="lade-chat", daemon=True)
+        self._stops = _Stop(stops)
+        self._stream = PieceStream(conversation.loaded.tokenizer, inputs["input_ids"][0].tolist())
+        # Steps, then the end: statistics, none, or an error. Each with its time.
+        self._queue: SimpleQueue[tuple[Step | DecodeStats | BaseException | None, float]]
+        self._queue = SimpleQueue()
         self._begin = 0.0
         self.is_done = False
 
-    def start(self) -> None:
-        """Begin the answer."""
-        self._thread.start()
-
-    def pieces(self, stream: PieceStream) -> Iterator[Piece]:
-        """Take tokens out until the end, note them in the turn, and yield their text.
+    def pieces(self) -> Iterator[Piece]:
+        """Take steps out until the end, note each as a whole in the turn, and yield its text.
 
         May be called again to go on where it was closed.
 
         Raises:
             BaseException: what the thread raised.
         """
+        turn, stream = self._turn, self._stream
         while not self.is_done:
-            taken = self._queue.get()
-            if isinstance(taken, _Tokens):
-                yield from self._noted(taken, stream)
-                continue
-            self._thread.join()
-            self.is_done = True
-            turn = self._turn
-            turn.is_interrupted = self._stop.was_asked or isinstance(taken, BaseException)
-            is_at_limit = turn.num_tokens >= self._options["max_new_tokens"]
-            rest = stream.end(is_cut=turn.is_interrupted or is_at_limit)
-            turn.pieces += rest
-            if isinstance(taken, _Done):
-                turn.sec, turn.stats = taken.at - self._begin, taken.stats
-                turn.num_reused_tokens = taken.stats.num_reused_tokens if taken.stats else 0
-            yield from rest
+            taken, at = self._queue.get()
+            turn.sec = at - self._begin
+            if isinstance(taken, Step):
+                turn.steps.append(taken)
+                turn.token_times += [turn.sec] * len(taken.token_ids)
+                new = [
+                    piece
+                    for i, token_id in enumerate(taken.token_ids)
+                    for piece in stream.put(token_id, i < taken.num_accepted)
+                ]
+            else:
+                self.join()
+                self.is_done = True
+                turn.stats = taken if isinstance(taken, DecodeStats) else None
+                turn.is_interrupted = self._stops.was_asked or isinstance(taken, BaseException)
+                is_at_limit = turn.num_tokens >= self._options["max_new_tokens"]
+                new = stream.end(is_cut=turn.is_interrupted or is_at_limit)
+            turn.pieces += new
+            yield from new
             if isinstance(taken, BaseException):
                 raise taken
 
-    def _noted(self, tokens: _Tokens, stream: PieceStream) -> list[Piece]:
-        """Note what a forward committed, all of it before any is shown; return its text."""
-        turn, step = self._turn, tokens.step
-        turn.sec = tokens.at - self._begin
-        turn.steps.append(step)
-        turn.token_times += [turn.sec] * len(step.token_ids)
-        new = [
-            piece
-            for i, token_id in enumerate(step.token_ids)
-            for piece in stream.put(token_id, i < step.num_accepted)
-        ]
-        turn.pieces += new
-        return new
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Answer; in the thread."""
         batcher = self._conversation._batcher
         try:
             if batcher is None:
@@ -477,9 +456,9 @@ class _Worker:
             else:
                 num_tokens = self._turn.num_prompt_tokens + self._options["max_new_tokens"]
                 stats = batcher.run(self._generate, num_tokens)
-            self._queue.put(_Done(stats, perf_counter()))
+            self._put(stats)
         except BaseException as error:  # raised where the pieces are taken
-            self._queue.put(error)
+            self._put(error)
 
     def _generate(self) -> DecodeStats | None:
         """Answer; plain `generate` counts nothing."""
@@ -491,7 +470,7 @@ class _Worker:
             # What transformers would choose, too, with a line that says so.
             eos = defaults.eos_token_id
             options["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
-        options |= self._inputs | {"stopping_criteria": StoppingCriteriaList([self._stop])}
+        options |= self._inputs | {"stopping_criteria": StoppingCriteriaList([self._stops])}
         torch.manual_seed(self._turn.seed)
         if self._turn.is_plain:  # by the class's generate, in case the model is wrapped
             type(model).generate(model, **options, streamer=_Stream(self._put))
@@ -508,8 +487,8 @@ class _Worker:
         stats: DecodeStats = output.stats
         return stats
 
-    def _put(self, step: Step) -> None:
-        self._queue.put(_Tokens(step, perf_counter()))
+    def _put(self, made: Step | DecodeStats | BaseException | None) -> None:
+        self._queue.put((made, perf_counter()))
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

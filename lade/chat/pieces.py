@@ -10,11 +10,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # Tokens decoded before a new one: tokenizers join and space neighbours.
 _CONTEXT = 6
 # What models put around their thinking: Qwen, DeepSeek and most others; Magistral; Gemma.
-_MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel>thought\n", "<channel|>"),
-)
+_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
 # What response templates of transformers call it.
 _THINKING_FIELDS = ("reasoning_content", "thinking")
 # Tokens at the end of a prompt that may hold a mark.

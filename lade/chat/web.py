@@ -23,13 +23,7 @@ from lade.chat.conversation import Turn
 from lade.chat.learning import IdleLearner
 from lade.chat.web_charts import Timeline, fill_chart, race_chart, rate_chart, steps_chart
 from lade.chat.web_gate import PageGate
-from lade.chat.web_html import (
-    answer_html,
-    escaped,
-    lane_html,
-    note_html,
-    question_html,
-)
+from lade.chat.web_html import answer_html, escaped, lane_html, note_html, question_html
 from lade.chat.web_sessions import (
     MAX_SESSIONS,
     Choices,
@@ -229,11 +223,7 @@ class Page:
         raced = [race["result"], race["note"], charts]
         for starts in (race["question"].submit, race["start"].click):
             starts(
-                self._race,
-                [race["question"], *options],
-                raced,
-                **shared,
-                trigger_mode="multiple",
+                self._race, [race["question"], *options], raced, **shared, trigger_mode="multiple"
             )
         for button in (chat["Stop"], race["stop"]):
             button.click(self._stop, None, None, **shared, queue=False)
@@ -266,7 +256,7 @@ class Page:
         self, system: str, temperature: float, longest: float, request: gr.Request
     ) -> AsyncIterator[Outputs]:
         choices = Choices(system, temperature, int(longest))
-        async for shown in self._attempt(request, lambda session: session.retry(choices)):
+        async for shown in self._attempt(request, lambda session: session.ask(None, choices)):
             yield shown
 
     async def _undo(self, request: gr.Request) -> AsyncIterator[Outputs]:
@@ -310,7 +300,7 @@ class Page:
         return self.sessions.of(_name_of(request))
 
     async def _attempt(
-        self, request: gr.Request, act: Callable[[Session], None]
+        self, request: gr.Request, act: Callable[[Session], object]
     ) -> AsyncIterator[Outputs]:
         """Stop a session's answer, do something to it, and show what comes of it."""
         session = self._session(request)

@@ -85,9 +85,7 @@ class Choices(NamedTuple):
         if system != conversation.system:
             conversation.system = system
         conversation.settings = replace(
-            conversation.settings,
-            temperature=self.temperature,
-            max_new_tokens=self.max_new_tokens,
+            conversation.settings, temperature=self.temperature, max_new_tokens=self.max_new_tokens
         )
 
 
@@ -102,7 +100,8 @@ class Session:
     """What one browser tab asked and was answered; its conversation and pool are its own.
 
     One thing at a time is done for it, in a thread; nothing else touches the conversation until
-    that has ended.
+    that has ended. Whatever would raises `BusyError`, and `LadeError` where it takes a question
+    that there was not.
 
     Args:
         setup: what its conversations are made of.
@@ -111,10 +110,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        batcher: Batcher,
-        submit: Callable[[Callable[[], None]], Future[None]],
+        self, setup: Setup, batcher: Batcher, submit: Callable[[Callable[[], None]], Future[None]]
     ) -> None:
         self._setup = setup
         self._batcher = batcher
@@ -164,54 +160,25 @@ class Session:
         questions = [each["content"] for each in messages if each["role"] == "user"]
         return [*map(QuestionAndAnswer, questions, turns)]
 
-    def ask(self, question: str, choices: Choices) -> Future[None]:
-        """Answer a question; the future ends with the answer.
-
-        Raises:
-            BusyError: the answer before has not ended.
-        """
-        self._check_idle()
+    def ask(self, question: str | None, choices: Choices) -> Future[None]:
+        """Answer a question, or the last one again; the future ends with the answer."""
+        self._check_idle(needs_question=question is None)
         return self._begin(lambda: self._answer(question, choices))
 
-    def retry(self, choices: Choices) -> None:
-        """Answer the last question again.
-
-        Raises:
-            BusyError: the answer before has not ended.
-            LadeError: there was no question.
-        """
-        self._check_idle()
-        self._check_asked()
-        self._begin(lambda: self._answer(None, choices))
-
     def undo(self) -> None:
-        """Take the last question and its answer back.
-
-        Raises:
-            BusyError: the answer has not ended.
-            LadeError: there was no question.
-        """
-        self._check_idle()
-        self._check_asked()
+        """Take the last question and its answer back."""
+        self._check_idle(needs_question=True)
         self.conversation.undo()
         self.task = None
 
     def clear(self) -> None:
-        """Begin anew: no messages, and a pool that knows nothing of those there were.
-
-        Raises:
-            BusyError: the last answer has not ended.
-        """
+        """Begin anew: no messages, and a pool that knows nothing of those there were."""
         self._check_idle()
         self.conversation = self._setup.conversation(self._batcher)
         self.task = None
 
     def start_race(self, question: str, choices: Choices) -> None:
-        """Answer a question with plain generate, then with lade, outside the conversation.
-
-        Raises:
-            BusyError: the answer before has not ended.
-        """
+        """Answer a question with plain generate, then with lade, outside the conversation."""
         self._check_idle()
         race = self.race = Race(question)
         self._begin(lambda: race.run(self._setup, choices, self._batcher, self._cancelled))
@@ -228,12 +195,10 @@ class Session:
         self._work = None
         self.stop()
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, needs_question: bool = False) -> None:
         if self.is_busy:
             raise BusyError("an answer is being given: wait for its end, or stop it")
-
-    def _check_asked(self) -> None:
-        if not self.conversation.messages:
+        if needs_question and not self.conversation.messages:
             raise LadeError("there is no question to go back to")
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
@@ -283,7 +248,14 @@ class Race:
             self._conversations.append(conversation)
             # The conversation's own thread decodes while this one has the turn.
             batcher.run(partial(list, answer), choices.max_new_tokens)
-        self.result = self._compared()
+        plain, lade = self.plain, self.lade
+        if plain is None or lade is None:
+            return
+        if likeness := likeness_of(plain, lade, setup.loaded.model):
+            ratio = lade.tokens_per_sec / plain.tokens_per_sec
+            self.result = (
+                f"lade had {ratio:.2f} times the tokens per second of generate. {likeness}"
+            )
 
     @property
     def plain(self) -> Turn | None:
@@ -294,16 +266,6 @@ class Race:
     def lade(self) -> Turn | None:
         """The answer of lade, as far as it is given."""
         return self._turn(1)
-
-    def _compared(self) -> str:
-        plain, lade = self.plain, self.lade
-        if plain is None or lade is None:
-            return ""
-        likeness = likeness_of(plain, lade, self._conversations[0].loaded.model)
-        if not likeness:
-            return ""
-        ratio = lade.tokens_per_sec / plain.tokens_per_sec
-        return f"lade had {ratio:.2f} times the tokens per second of generate. {likeness}"
 
     def _turn(self, place: int) -> Turn | None:
         conversations = [*self._conversations]
@@ -348,7 +310,9 @@ class Sessions:
             if session is None:
                 if len(self._sessions) >= MAX_SESSIONS:
                     self._end_oldest(now)
-                session = Session(self._setup, self._batcher, self._submit)
+                session = Session(
+                    self._setup, self._batcher, lambda work: self._threads.submit(self._do, work)
+                )
             self._sessions[name] = session, now
             return session
 
@@ -383,9 +347,6 @@ class Sessions:
         conversation.settings = replace(self._setup.settings, max_new_tokens=2)
         for _ in conversation.answer("Hi"):
             pass
-
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
-        return self._threads.submit(self._do, work)
 
     def _do(self, work: Callable[[], None]) -> None:
         """Do something while nothing is learned."""

@@ -94,17 +94,8 @@ def run(
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption.
 
-    Args:
-        loaded: the model.
-        chosen: the prompts.
-        methods: by name; those that cannot decode batches are left out where there are some.
-        settings: of all methods.
-        given: what methods are made with, but for the pools.
-        files: where to write.
-        pool_paths: of pools to read.
-        save_path: of a pool to learn into.
-        num_passes: how often to repeat everything.
-        add: adds to the content of the result file.
+    Methods are made with `given` and the pools. Those that cannot decode batches are left out where
+    there are some. `add` adds to the content of the result file.
     """
     from lade.bench.plots import plot_speedups
     from lade.bench.report import as_json, source_table, table

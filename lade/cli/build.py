@@ -100,16 +100,10 @@ def build(
     built: Built,
     excluded: Sequence[Path] = (),
 ) -> None:
-    """Add the text of files to a pool, saving now and then; not at the end.
+    """Add the text of files, each or each chat as a sequence of its own; `save` now and then.
 
-    Args:
-        pool: receives the text, each file or chat as a sequence of its own.
-        paths: files and folders.
-        tokenizer: of transformers.
-        sources: what the pool has of these files; brought up to date after every batch.
-        save: called every minute or so.
-        built: receives what was done, also where this is interrupted.
-        excluded: files to leave out.
+    `sources` is brought up to date after every batch, and `built` receives what was done, also
+    where this is interrupted. Nothing is saved at the end.
     """
     start = saved_at = perf_counter()
     found = find_files(paths, excluded)

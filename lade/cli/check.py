@@ -81,13 +81,8 @@ def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
 def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
     """Answer prompts with plain generate and lade in turn until the time is up.
 
-    Args:
-        loaded: the model.
-        seconds: after this time, no answer is begun; the first prompt is always answered.
-        rows: receives a row for each prompt as it is answered, so an interruption loses none.
-
-    Returns:
-        Why nothing was measured; None if something was.
+    The first prompt is always answered; `rows` receives each as it is, so an interruption loses
+    none. Return why nothing was measured; None if something was.
     """
     limit = num_positions(loaded.model)
     encoded = [(title, encode_prompt(loaded, text)) for title, text in DEMO_PROMPTS]

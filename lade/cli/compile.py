@@ -13,9 +13,6 @@ from lade.models.loading import LoadedModel
 def run(loaded: LoadedModel | None) -> None:
     """Compile, or load what was compiled before, and say where it is kept.
 
-    Args:
-        loaded: a model to compile for as well; None for what serves all models.
-
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.
     """

@@ -1,7 +1,6 @@
 """`lade demo`: compare plain generate and lade on the same prompts, streaming lade's answers."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,15 +19,12 @@ from lade.cli.options import PoolOptions
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.cli.results import ResultFiles, keeping
-from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.models.loading import LoadedModel, encode
 from lade.probing.report import probe
 from lade.stats import Step
-from ngram_pool import NGramPool
 
 _DRAFTED = "bold green"
-_OWN = ""
 
 
 def run(
@@ -65,7 +61,18 @@ def run(
         warm_up(loaded, method, settings)
     rows: list[Row] = []
     with keeping(rows) as stopped, drafting.open_pools(loaded) as pools:
-        _answer_all(loaded, titled, settings, config, pools, drafter, out, rows)
+        for title, prompt in titled:
+            out.rule(f"[bold]{title}", align="left")
+            out.print(Text(_shortened(prompt), style="dim"))
+            inputs = encode(loaded.tokenizer, prompt, model.device)
+            with out.status("plain generate …"):
+                expected = plain(model, inputs, settings.options())
+            show = TokenPrinter(loaded.tokenizer, out).show
+            got = Lade(config, pools, show, drafter)(model, inputs, settings.options())
+            out.print()
+            row = Row.of(title, model, inputs, expected, got)
+            rows.append(row)
+            out.print(f"[dim]{row.speedup:.2f}x plain, {verdict(row.difference)}[/dim]\n")
     if stopped.by is not None:
         out.print()
     described |= {
@@ -84,32 +91,6 @@ def run(
     stopped.pass_on()
 
 
-def _answer_all(
-    loaded: LoadedModel,
-    titled: list[tuple[str, str]],
-    settings: BenchSettings,
-    config: Config,
-    pools: Sequence[NGramPool],
-    drafter: Drafter | None,
-    out: Console,
-    rows: list[Row],
-) -> None:
-    """Answer each prompt with both methods, appending to `rows` as each is done."""
-    model, options = loaded.model, settings.options()
-    for title, prompt in titled:
-        out.rule(f"[bold]{title}", align="left")
-        out.print(Text(_shortened(prompt), style="dim"))
-        inputs = encode(loaded.tokenizer, prompt, model.device)
-        with out.status("plain generate …"):
-            expected = plain(model, inputs, options)
-        printer = TokenPrinter(loaded.tokenizer, out)
-        got = Lade(config, pools, printer.show, drafter)(model, inputs, options)
-        out.print()
-        row = Row.of(title, model, inputs, expected, got)
-        rows.append(row)
-        out.print(f"[dim]{row.speedup:.2f}x plain, {verdict(row.difference)}[/dim]\n")
-
-
 class TokenPrinter:
     """Printer of tokens as text as they come, drafted ones in a colour of their own."""
 
@@ -122,7 +103,7 @@ class TokenPrinter:
         for i, token_id in enumerate(step.token_ids):
             text = self._stream.put(token_id)
             if text:
-                style = _DRAFTED if i < step.num_accepted else _OWN
+                style = _DRAFTED if i < step.num_accepted else ""
                 self._out.print(Text(text, style=style), end="", soft_wrap=True)
         sys.stdout.flush()
 

@@ -32,18 +32,7 @@ def run(
     learns: bool,
     prediction: str | None = None,
 ) -> None:
-    """Print the answer to standard output and a line of figures to standard error.
-
-    Args:
-        inputs: `input_ids` and `attention_mask` of the prompt, int64 [1, num_tokens].
-        stops: texts, the first of which ends the answer.
-        loaded: the model.
-        settings: of the answer.
-        drafting: how to draft, and from which pools.
-        drafter: drafts beside the pools.
-        learns: whether to add to the model's table afterwards.
-        prediction: what the answer will probably be.
-    """
+    """Print the answer to standard output and a line of figures to standard error."""
     room = room_for(loaded.model, inputs["input_ids"].shape[1], settings.max_new_tokens)
     options = replace(settings, max_new_tokens=room).options()
     if stops:
@@ -76,9 +65,9 @@ def run(
         print(stream.end(), flush=True)
         sec = perf_counter() - start
     stats = output.stats
-    noun = "token" if stats.num_tokens == 1 else "tokens"
+    count = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
     speed = f"{stats.num_tokens / sec:.1f} a second"
-    figures = [f"{stats.num_tokens} {noun}", speed, f"{stats.mean_accepted_tokens:.2f} a step"]
+    figures = [count, speed, f"{stats.mean_accepted_tokens:.2f} a step"]
     tell_figures(figures, settings, settings.seed, stats)
     if learns and not drafting.is_plain:
         learn_after(loaded, sec)

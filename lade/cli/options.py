@@ -4,6 +4,7 @@ Metavars are short, to leave the help texts room on a terminal of 80 columns.
 """
 
 import inspect
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lade.chat.settings import Settings
-from lade.cli.places import check_place, check_pool
 
 if TYPE_CHECKING:
     from lade.config import Config
@@ -128,8 +128,7 @@ MaxNewTokensOption = Annotated[
     ),
 ]
 SystemOption = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Put a system prompt before it."),
+    str | None, typer.Option(metavar="TEXT", help="Put a system prompt before it.")
 ]
 
 
@@ -286,13 +285,10 @@ class DraftOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.is_plain and (self.assistant or self.first_layers or self.pools):
-            raise ValueError(
-                "expected no --assistant, --first-layers or --pool with --verification plain, "
-                "which drafts nothing"
-            )
+        given = {"assistant": self.assistant, "first-layers": self.first_layers}
+        self._refuse_if_plain(given | {"pool": self.pools})
         for path in self.pools or []:
-            check_pool(path)
+            _check_pool(path)
 
     @property
     def is_plain(self) -> bool:
@@ -307,10 +303,7 @@ class DraftOptions:
         """
         if path is None:
             return None
-        if self.is_plain:
-            raise ValueError(
-                "expected no --prediction with --verification plain, which drafts nothing"
-            )
+        self._refuse_if_plain({"prediction": path})
         from lade.cli.prompting import read_prediction
 
         return read_prediction(path)
@@ -340,6 +333,13 @@ class DraftOptions:
             parts.append(FirstLayers(self.first_layers))
         return Merged([CallPool(), *parts]) if parts else None
 
+    def _refuse_if_plain(self, given: dict[str, Any]) -> None:
+        names = [f"--{name}" for name, value in given.items() if value]
+        if self.is_plain and names:
+            raise ValueError(
+                f"expected no {' or '.join(names)} with --verification plain, which drafts nothing"
+            )
+
 
 @dataclass(frozen=True)
 class PoolOptions(DraftOptions):
@@ -362,20 +362,36 @@ class PoolOptions(DraftOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_plain and self.save_pool:
-            raise ValueError(
-                "expected no --save-pool with --verification plain, which drafts nothing"
-            )
+        self._refuse_if_plain({"save-pool": self.save_pool})
         if self.save_pool is not None:
             check_place(self.save_pool)
             if self.save_pool.exists():
-                check_pool(self.save_pool)
+                _check_pool(self.save_pool)
 
     def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
         """Open them; as `lade.cli.loading.open_pools`."""
         from lade.cli.loading import open_pools
 
         return open_pools(loaded, self.pools or [], self.save_pool)
+
+
+def check_place(path: Path) -> None:
+    """Raise if a file could not be written at a path later.
+
+    Raises:
+        ValueError: there is no such folder.
+        OSError: nothing can be written to it.
+    """
+    if not path.parent.is_dir():
+        raise ValueError(f"no such folder: {path.parent}")
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def _check_pool(path: Path) -> None:
+    from ngram_pool.files import check_begin  # imports Numba
+
+    check_begin(path)
 
 
 # --- the page of a chat ---------------------------------------------------------------------
@@ -407,8 +423,7 @@ class PageOptions:
         ),
     ] = None
     share: Annotated[
-        bool,
-        _of_page("--share", help="Let Gradio's servers forward a public address to the page."),
+        bool, _of_page("--share", help="Let Gradio's servers forward a public address to the page.")
     ] = False
     password: Annotated[
         str | None,

@@ -10,8 +10,7 @@ import typer
 
 import lade
 from lade.cli.loading import console, load_tokenizer, note
-from lade.cli.options import ModelOption, TrustOption
-from lade.cli.places import check_place
+from lade.cli.options import ModelOption, TrustOption, check_place
 
 if TYPE_CHECKING:
     from lade.cli.build import Built
@@ -34,8 +33,7 @@ PoolArgument = Annotated[
 @app.command("build")
 def pool_build(
     files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True),
+        list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
     out: Annotated[
         Path,
@@ -155,8 +153,7 @@ def pool_info(file: PoolArgument) -> None:
 @app.command("merge")
 def pool_merge(
     files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILES", help="The pools.", exists=True, dir_okay=False),
+        list[Path], typer.Argument(metavar="FILES", help="The pools.", exists=True, dir_okay=False)
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="The pool to write.", dir_okay=False)
@@ -267,9 +264,9 @@ def pool_export(
 
     tokenizer = load_tokenizer(model, trust_remote_code)
     pool = lade.load_pool(file, tokenizer=tokenizer, read_only=True)
-    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as file:
+    with out.open("w", encoding="utf-8") if out is not None else nullcontext(sys.stdout) as lines:
         for token_ids in pool.texts():
             line = {"text": decoded(tokenizer, token_ids.tolist())}
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines.write(json.dumps(line, ensure_ascii=False) + "\n")
     if out is not None:
         console.print(f"[dim]written to {out}[/dim]")

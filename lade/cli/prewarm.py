@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lade.chat.learning import seconds_after
 from lade.cli.loading import console, note
 from lade.errors import LadeError
 from lade.models.loading import LoadedModel
@@ -20,10 +21,6 @@ _TOKENS_PER_TOKEN = 2
 _SECONDS = 60.0
 # What is left of it is not worth the wait.
 _LEAST_SECONDS = 5.0
-# How long a command learns after an answer, in seconds and as a share of the answer's time.
-_LEAST_TO_LEARN, _SHARE_TO_LEARN = 2.0, 0.05
-# The first time, to find the prefix of single tokens, without which a table hardly grows.
-_FIRST_TO_LEARN = 10.0
 
 
 def run(loaded: LoadedModel, seconds: float) -> None:
@@ -91,10 +88,10 @@ def learn_after(loaded: LoadedModel, seconds: float) -> None:
     from lade.prewarming.run import prewarm
     from lade.prewarming.tables import effort_of
 
-    seconds = max(_LEAST_TO_LEARN, _SHARE_TO_LEARN * seconds)
     try:
-        if effort_of(loaded.model).prefix_token_id is None:
-            seconds = max(_FIRST_TO_LEARN, seconds)
+        has_prefix = effort_of(loaded.model).prefix_token_id is not None
+        seconds = seconds_after(seconds, has_prefix)
+        if not has_prefix:
             console.print(
                 f"[dim]learning for {seconds:.0f} seconds what the model itself finds likely, to "
                 "make later answers faster; nothing of yours is kept, and --no-learn switches it "

@@ -62,12 +62,6 @@ def encode_prompt(
 ) -> dict[str, Any]:
     """Return `input_ids` and `attention_mask` of a prompt, int64 [1, num_tokens].
 
-    Args:
-        loaded: the model and its tokenizer.
-        text: of the user.
-        system: a prompt that the chat template places before it.
-        is_raw: whether to leave out the chat template.
-
     Raises:
         ValueError: the prompt has no token, or there is no place for a system prompt.
     """

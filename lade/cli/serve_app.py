@@ -41,10 +41,9 @@ class ServingOptions:
             help="Let pages of this site send requests; may be repeated, * for all.",
         ),
     ] = None
-    metrics_host: Annotated[
-        str,
-        _of_server(metavar="NAME", help="Address of --metrics-port."),
-    ] = "127.0.0.1"
+    metrics_host: Annotated[str, _of_server(metavar="NAME", help="Address of --metrics-port.")] = (
+        "127.0.0.1"
+    )
     metrics_port: Annotated[
         int | None,
         _of_server(
@@ -100,14 +99,12 @@ class ServingOptions:
             help="The longest prompt. Without it, what the model has positions for.",
         ),
     ] = None
-    max_new_tokens: Annotated[
-        int,
-        _of_limits(metavar="N", min=1, help="The longest answer."),
-    ] = 4096
-    max_body_bytes: Annotated[
-        int,
-        _of_limits(metavar="N", min=1, help="The largest request."),
-    ] = 2**22
+    max_new_tokens: Annotated[int, _of_limits(metavar="N", min=1, help="The longest answer.")] = (
+        4096
+    )
+    max_body_bytes: Annotated[int, _of_limits(metavar="N", min=1, help="The largest request.")] = (
+        2**22
+    )
     timeout_sec: Annotated[
         float,
         _of_limits(
@@ -134,10 +131,9 @@ class ServingOptions:
             "reveals to each what the others wrote.",
         ),
     ] = False
-    pool_memory_bytes: Annotated[
-        int,
-        of_drafting(metavar="N", min=1, help="Memory for pools."),
-    ] = 2**30
+    pool_memory_bytes: Annotated[int, of_drafting(metavar="N", min=1, help="Memory for pools.")] = (
+        2**30
+    )
     pool_disk_bytes: Annotated[int, of_drafting(metavar="N", min=1, help="Disk for pools.")] = 2**34
     save_every_sec: Annotated[
         float,

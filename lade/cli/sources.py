@@ -53,11 +53,7 @@ def find_files(paths: Iterable[Path], excluded: Iterable[Path] = ()) -> FoundFil
     """Return all files of folders in order, each once, and those that are named.
 
     Left out of folders are hidden files and folders such as `.git`, virtual environments, folders
-    that tools make, links, and what is no file.
-
-    Args:
-        paths: files and folders.
-        excluded: files to leave out uncounted.
+    that tools make, links, and what is no file; those excluded are not even counted.
     """
     found = FoundFiles()
     seen = {path.resolve() for path in excluded}
@@ -104,10 +100,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 def pieces_of(path: Path, content: BinaryIO, render: Render) -> Iterator[TextPiece]:
     """Yield the text of a file in pieces, always the same ones.
 
-    Args:
-        path: its name says how to read it.
-        content: what is in it, unzipped.
-        render: makes a text of a chat.
+    Its name says how to read its content, which is unzipped already.
 
     Raises:
         UnreadableError: it is no text, from here on; the message says why.

@@ -340,7 +340,7 @@ def test_closing_a_tab_forgets_what_was_said(
 def test_a_session_does_one_thing_at_a_time(make: Callable[..., Sessions]) -> None:
     session = make().of("one")
     with pytest.raises(LadeError, match="no question to go back to"):
-        session.retry(SHORT)
+        session.ask(None, SHORT)
     begin_long_answer(session)
     for act in (session.undo, session.clear, lambda: session.ask("def", SHORT)):
         with pytest.raises(BusyError):

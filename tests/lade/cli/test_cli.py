@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from typer.testing import CliRunner
 
 from lade import errors
-from lade.cli import prewarm
+from lade.chat import learning
 from lade.cli.app import app
 from lade.cli.check import measure
 from lade.cli.comparison import Difference, Row, find_difference, verdict, why_different
@@ -102,8 +102,8 @@ def test_no_name_or_address_is_cut_in_help_texts() -> None:
 @pytest.fixture(autouse=True)
 def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait for what is learned after every answer."""
-    monkeypatch.setattr(prewarm, "_LEAST_TO_LEARN", 0.02)
-    monkeypatch.setattr(prewarm, "_FIRST_TO_LEARN", 0.5)
+    monkeypatch.setattr(learning, "_LEAST_SEC", 0.02)
+    monkeypatch.setattr(learning, "_FIRST_SEC", 0.5)
 
 
 def test_a_prediction_is_read_from_a_file(folder: str, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_generate_learns_after_the_answer_unless_it_is_told_not_to(
     later = first
     seconds = 1.0  # in which a busy machine may learn nothing
     while "learning for" in later.stderr and seconds < 100:
-        monkeypatch.setattr("lade.cli.prewarm._FIRST_TO_LEARN", seconds)
+        monkeypatch.setattr("lade.chat.learning._FIRST_SEC", seconds)
         later, seconds = run(*command), 2 * seconds
     assert "learning for" not in later.stderr
     assert first.stdout == later.stdout

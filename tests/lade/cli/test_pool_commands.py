@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import lade
-from lade.cli import build, prewarm, sources
+from lade.chat import learning
+from lade.cli import build, sources
 from lade.cli.app import app
 from lade.cli.forgetting import runs_with
 from ngram_pool import NGramPool, PoolFileError
@@ -23,8 +24,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 @pytest.fixture(autouse=True)
 def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prewarm, "_LEAST_TO_LEARN", 0.02)
-    monkeypatch.setattr(prewarm, "_FIRST_TO_LEARN", 0.1)
+    monkeypatch.setattr(learning, "_LEAST_SEC", 0.02)
+    monkeypatch.setattr(learning, "_FIRST_SEC", 0.1)
 
 
 def run(*args: object) -> Any:
