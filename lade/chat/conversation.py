@@ -113,13 +113,6 @@ class Context(NamedTuple):
     max_positions: int | None  # None where the model names no limit
 
 
-class PoolFill(NamedTuple):
-    """How full a pool is."""
-
-    num_tokens: int
-    capacity_tokens: int
-
-
 class Conversation:
     """Messages between a user and a model, and the answers' figures.
 
@@ -367,12 +360,6 @@ class Conversation:
         """The pools that are only read."""
         return [pool for pool in self._pools if isinstance(pool, NGramPool) and pool.is_read_only]
 
-    @property
-    def pool_fill(self) -> PoolFill | None:
-        """How full the pool is that learns; None where there is none."""
-        pool = self.pool
-        return None if pool is None else PoolFill(len(pool), pool.capacity_tokens)
-
     # ------------------------------------------------------------------------------------------
 
     def _encode(self, messages: Sequence[dict[str, str]], asks: bool = True) -> dict[str, Any]:
@@ -527,12 +514,7 @@ def _content_of(turn: Turn) -> str:
 
 
 def _read(path: Path) -> tuple[str | None, Settings, list[dict[str, str]]]:
-    """Return system prompt, settings and messages of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not one of ours.
-    """
+    """Return system prompt, settings and messages of a file."""
     with open(path, "rb") as file:
         data = file.read(_MAX_FILE_BYTES)
     try:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lade.chat.conversation import Context, PoolFill, Turn
+from lade.chat.conversation import Context, Turn
 from lade.closeness import is_exact_in
 from lade.stats import SourceStats
+from ngram_pool import NGramPool
 
 _SEPARATOR = " · "
 
@@ -52,12 +53,12 @@ def likeness_of(plain: Turn, with_drafts: Turn, model: Any) -> str:
     return f"{parting}: in {dtype} a near-tie may fall the other way. --dtype float32 is exact."
 
 
-def fill_of(context: Context, pool: PoolFill | None) -> list[str]:
+def fill_of(context: Context, pool: NGramPool | None) -> list[str]:
     """Return how full context and pool are, in parts."""
     used, limit = context
     parts = [f"context {used:,}" + (f" of {limit:,}" if limit else "")]
     if pool is not None:
-        parts.append(f"pool {_percent(pool.num_tokens / pool.capacity_tokens)}")
+        parts.append(f"pool {_percent(len(pool) / pool.capacity_tokens)}")
     return parts
 
 

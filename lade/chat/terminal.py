@@ -121,11 +121,7 @@ class Terminal:
             self._typed = text or ""
 
     def _answer(self, text: str | None, *, is_plain: bool = False, seed: int | None = None) -> Turn:
-        """Show an answer as it comes, and its figures.
-
-        Raises:
-            KeyboardInterrupt: of the second Ctrl-C.
-        """
+        """Show an answer as it comes, and its figures; the second Ctrl-C passes."""
         conversation, cancelled = self.conversation, threading.Event()
         pieces = conversation.answer(text, is_plain=is_plain, seed=seed, cancelled=cancelled)
         self.console.print()
@@ -244,9 +240,9 @@ class Terminal:
 
     def _pool(self, _: str) -> None:
         rows = {}
-        fill = self.conversation.pool_fill
-        if fill is not None:
-            rows["learns"] = f"{fill.num_tokens:,} of at most {fill.capacity_tokens:,} tokens"
+        own = self.conversation.pool
+        if own is not None:
+            rows["learns"] = f"{len(own):,} of at most {own.capacity_tokens:,} tokens"
         for pool in self.conversation.read_pools:
             rows[f"read {len(rows)}"] = f"{len(pool):,} tokens"
         self._print_pairs(rows)
@@ -295,7 +291,7 @@ class Terminal:
             parts.append("next: plain and lade")
         if turn is not None:
             parts += speed_of(turn, conversation.plain_tokens_per_sec)
-        parts += fill_of(self._context, conversation.pool_fill)
+        parts += fill_of(self._context, conversation.pool)
         return fitted([*parts, Path(conversation.loaded.name).name], width)
 
     def _say(self, text: str) -> None:

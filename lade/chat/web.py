@@ -27,13 +27,13 @@ from lade.chat.web_html import answer_html, escaped, lane_html, note_html, quest
 from lade.chat.web_sessions import (
     MAX_SESSIONS,
     Choices,
-    QuestionAndAnswer,
     Race,
     Session,
     Sessions,
     Setup,
 )
 from lade.hosts import check_port, names_of
+from ngram_pool import NGramPool
 
 _SETTLE_SEC = 0.02
 _FRAME_SEC = 0.1  # between two looks at an answer that is being given
@@ -292,7 +292,9 @@ class Page:
         assert race is not None
         changed = _Changes()
         async for note in self._progress(session):
-            yield changed(_race_html(race), note, _charts_html(race.lade, session))
+            yield changed(
+                _race_html(race), note, _charts_html(race.lade, session.conversation.pool)
+            )
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -316,23 +318,16 @@ class Page:
             yield shown
 
     async def _watch(self, session: Session, question: str | None = None) -> AsyncIterator[Outputs]:
-        """Yield the chat as it changes, until the session rests.
-
-        Args:
-            session: whose chat.
-            question: one that waits for its turn, shown until the session has it.
-        """
+        """Yield the chat as it changes, and a question that waits, until the session rests."""
         changed = _Changes()
         async for note in self._progress(session):
             exchanges = session.exchanges
-            running = exchanges.pop() if exchanges and session.is_answering else None
+            turn = exchanges[-1][1] if exchanges else None
             current = question_html(question) if question and session.is_waiting else ""
-            if running is not None:
-                current = question_html(running.question) + answer_html(
-                    running.turn, is_running=True
-                )
-            last = running or (exchanges[-1] if exchanges else None)
-            charts = _charts_html(last.turn if last else None, session)
+            if turn is not None and session.is_answering:
+                asked, _ = exchanges.pop()
+                current = question_html(asked) + answer_html(turn, is_running=True)
+            charts = _charts_html(turn, session.conversation.pool)
             yield changed(_history_html(exchanges) or _EMPTY * (not current), current, note, charts)
 
     async def _progress(self, session: Session) -> AsyncIterator[str]:
@@ -374,11 +369,7 @@ def _composer(
 
 
 def _free_port(host: str) -> int:
-    """Return the first of Gradio's ports that is free; its own search leaves sockets open.
-
-    Raises:
-        OSError: none is.
-    """
+    """Return the first of Gradio's ports that is free; its own search leaves sockets open."""
     for port in _PORTS:
         with suppress(ValueError):
             check_port(host, port)
@@ -408,8 +399,8 @@ def _name_of(request: gr.Request) -> str:
     return name
 
 
-def _history_html(exchanges: Sequence[QuestionAndAnswer]) -> str:
-    return "".join(question_html(each.question) + answer_html(each.turn) for each in exchanges)
+def _history_html(exchanges: Sequence[tuple[str, Turn]]) -> str:
+    return "".join(question_html(asked) + answer_html(turn) for asked, turn in exchanges)
 
 
 def _race_html(race: Race) -> str:
@@ -421,11 +412,10 @@ def _race_html(race: Race) -> str:
     return f'{chart}{note_html(race.result)}<div class="lanes">{lanes}</div>'
 
 
-def _charts_html(turn: Turn | None, session: Session | None) -> str:
-    """Return the charts of an answer and of how full a session's pool is."""
-    fill = session.conversation.pool_fill if session is not None else None
+def _charts_html(turn: Turn | None, pool: NGramPool | None) -> str:
+    """Return the charts of an answer and of how full a pool is."""
     times, steps = ([*turn.token_times], [*turn.steps]) if turn else ([], [])
     parts = [rate_chart(times), steps_chart(steps)]
-    if fill is not None:
-        parts.append(fill_chart("Pool, in tokens", fill.num_tokens, fill.capacity_tokens))
+    if pool is not None:
+        parts.append(fill_chart("Pool, in tokens", len(pool), pool.capacity_tokens))
     return "".join(parts)

@@ -89,13 +89,6 @@ class Choices(NamedTuple):
         )
 
 
-class QuestionAndAnswer(NamedTuple):
-    """A question and its answer, which may still grow."""
-
-    question: str
-    turn: Turn
-
-
 class Session:
     """What one browser tab asked and was answered; its conversation and pool are its own.
 
@@ -154,11 +147,11 @@ class Session:
         return self.is_busy and bool(last) and last[0]["role"] == "user"
 
     @property
-    def exchanges(self) -> list[QuestionAndAnswer]:
+    def exchanges(self) -> list[tuple[str, Turn]]:
         """Questions and answers so far, the one that is being given included."""
         messages, turns = [*self.conversation.messages], [*self.conversation.turns]
         questions = [each["content"] for each in messages if each["role"] == "user"]
-        return [*map(QuestionAndAnswer, questions, turns)]
+        return [*zip(questions, turns, strict=False)]
 
     def ask(self, question: str | None, choices: Choices) -> Future[None]:
         """Answer a question, or the last one again; the future ends with the answer."""

@@ -1,7 +1,6 @@
 """`lade compile`: compile ahead what is else compiled at first use, as for an image."""
 
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +15,14 @@ def run(loaded: LoadedModel | None) -> None:
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.
     """
-    folder = _folder()
+    from ngram_pool.compiling import cache_folder
+
+    folder = cache_folder()
+    if folder is None:
+        raise LadeError(
+            "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
+            "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
+        )
     parts = _parts_of_all_models()
     if loaded is not None:
         model = loaded.model
@@ -27,19 +33,6 @@ def run(loaded: LoadedModel | None) -> None:
             compile_part()
         console.print(f"[dim]{perf_counter() - start:6.1f} s for {what}[/dim]")
     print(f"compiled; kept in {folder}")
-
-
-def _folder() -> Path:
-    """Return where Numba keeps what it compiles."""
-    from ngram_pool.compiling import cache_folder
-
-    folder = cache_folder()
-    if folder is None:
-        raise LadeError(
-            "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
-            "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
-        )
-    return folder
 
 
 def _parts_of_all_models() -> dict[str, Callable[[], Any]]:

@@ -46,9 +46,5 @@ def run(
 
 
 def _until_interrupted() -> None:
-    """Wait for Ctrl-C.
-
-    Raises:
-        KeyboardInterrupt: it came.
-    """
+    """Wait for the `KeyboardInterrupt` of Ctrl-C."""
     threading.Event().wait()

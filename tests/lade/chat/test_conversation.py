@@ -108,15 +108,15 @@ def test_a_plain_answer_has_one_token_a_step_and_tells_plains_speed(loaded: Load
     assert conversation.plain_tokens_per_sec == turn.tokens_per_sec
 
 
-def test_the_pool_learns_and_is_told_how_full_it_is(loaded: LoadedModel) -> None:
+def test_the_pool_learns(loaded: LoadedModel) -> None:
     pool = NGramPool(2**12)
     conversation = Conversation(loaded, settings=SHORT, pool=[pool])
     assert conversation.pool is pool
-    assert conversation.pool_fill == (0, 2**12)
+    assert len(pool) == 0
     said(conversation, "abc")
-    assert conversation.pool_fill == (len("[user]abc\n[assistant]") + 24, 2**12)
+    assert len(pool) == len("[user]abc\n[assistant]") + 24
     read_only = Conversation(loaded, pool=pool.as_read_only())
-    assert read_only.pool_fill is None
+    assert read_only.pool is None
 
 
 def test_the_context_is_counted(loaded_with: Make) -> None:

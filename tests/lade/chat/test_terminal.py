@@ -201,9 +201,9 @@ def test_plain_answers_both_ways_and_compares(chat: Chat) -> None:
     assert not turn.is_plain
     assert shown.count(" tokens in ") == 2
     # The pool learned lade's answer alone.
-    fill = chat.conversation.pool_fill
-    assert fill is not None
-    assert fill.num_tokens == len("[user]abc\n[assistant]") + 10
+    pool = chat.conversation.pool
+    assert pool is not None
+    assert len(pool) == len("[user]abc\n[assistant]") + 10
 
 
 def test_plain_is_of_the_next_question(chat: Chat) -> None:

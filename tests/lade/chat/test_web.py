@@ -212,10 +212,10 @@ def test_enter_sends_and_the_answer_is_the_conversations(
     labels = [each.get_attribute("aria-label") for each in tab.find("#charts svg").all()]
     assert labels[0].startswith("Tokens per second: ")
     assert labels[1].startswith("Tokens by step, last ")
-    fill = served.newest.conversation.pool_fill
-    assert fill is not None
+    pool = served.newest.conversation.pool
+    assert pool is not None
     meter = tab.page.get_by_role("meter")
-    assert meter.get_attribute("aria-valuenow") == str(fill.num_tokens)
+    assert meter.get_attribute("aria-valuenow") == str(len(pool))
     tab.ask("and then?")
     tab.wait_for_answers(2)
     assert len(served.newest.conversation.messages) == 4

@@ -350,9 +350,9 @@ def test_a_session_does_one_thing_at_a_time(make: Callable[..., Sessions]) -> No
     session.undo()
     session.ask("abc", SHORT)
     wait(session)
-    (exchange,) = session.exchanges
-    assert exchange.question == "abc"
-    assert exchange.turn.num_tokens == 16
+    ((question, turn),) = session.exchanges
+    assert question == "abc"
+    assert turn.num_tokens == 16
     assert not session.is_busy
 
 
