@@ -7,6 +7,7 @@ piece can be interrupted at once.
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -442,8 +443,10 @@ class _Worker(threading.Thread):
                 stats = self._generate()
             else:
                 num_tokens = self._turn.num_prompt_tokens + self._options["max_new_tokens"]
-                stats = batcher.run(self._generate, num_tokens)
+                stats = batcher.run(self._generate, num_tokens, self._stops.check)
             self._put(stats)
+        except CancelledError:  # before it began
+            self._put(None)
         except BaseException as error:  # raised where the pieces are taken
             self._put(error)
 
@@ -485,9 +488,16 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         self._events = events
         self.was_asked = False
 
+    def check(self) -> None:
+        """Raise if the answer is to end."""
+        self.was_asked |= any(event.is_set() for event in self._events)
+        if self.was_asked:
+            raise CancelledError
+
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return whether each row is to end, bool [rows]."""
-        self.was_asked |= any(event.is_set() for event in self._events)
+        with suppress(CancelledError):
+            self.check()
         return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
 
 

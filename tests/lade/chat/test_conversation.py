@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lade.batcher import Batcher
 from lade.chat.conversation import Conversation
 from lade.chat.settings import Settings
 from lade.config import Config
@@ -191,6 +192,24 @@ def test_an_answer_stopped_before_its_first_word_takes_the_question_back(
     assert conversation.messages == []
     assert conversation.turns == []
     assert conversation.turn is None
+
+
+def test_an_answer_that_waits_for_room_can_be_stopped(loaded: LoadedModel) -> None:
+    cancelled, is_held = threading.Event(), threading.Event()
+    with Batcher(loaded.model, max_batch_tokens=50) as batcher:
+        holder = threading.Thread(target=batcher.run, args=(is_held.wait, 50))
+        holder.start()
+        try:
+            while not batcher._room._num_taken:
+                pass
+            conversation = Conversation(loaded, settings=SHORT, batcher=batcher)
+            threading.Timer(0.2, cancelled.set).start()
+            assert said(conversation, "abc", cancelled=cancelled) == ""
+        finally:
+            is_held.set()
+            holder.join()
+        assert conversation.messages == conversation.turns == []
+        assert said(conversation, "abc") == said(Conversation(loaded, settings=SHORT), "abc")
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
