@@ -5,7 +5,7 @@ how transformers makes it is relied on.
 """
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from lade.server.errors import failed, left
@@ -50,31 +50,29 @@ def _num_begun(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-def completed(exchange: Exchange, pieces: Sequence[bytes], body: Json) -> Json:
+def completed(exchange: Exchange, body: Json) -> Json:
     """Return a whole answer, completed.
 
     Args:
         exchange: whose answer is known.
-        pieces: the bytes of every token, if log-probabilities are asked for.
         body: transformers' answer; changed.
     """
     _complete_usage(exchange, body)
     if exchange.asked.endpoint != "responses":
-        _Stream(exchange, pieces).fill(body["choices"][0], "message")
+        _Stream(exchange).fill(body["choices"][0], "message")
     return body
 
 
 async def rewritten(
-    exchange: Exchange, pieces: Sequence[bytes], parts: AsyncGenerator[str, None]
-) -> AsyncIterator[str]:
+    exchange: Exchange, parts: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
     """Yield the events of an answer, completed.
 
     Args:
         exchange: of the answer.
-        pieces: the bytes of every token, if log-probabilities are asked for.
         parts: transformers' events, one or several at a time.
     """
-    stream = _Stream(exchange, pieces)
+    stream = _Stream(exchange)
     is_whole = False
     try:
         async for part in parts:
@@ -94,9 +92,8 @@ async def rewritten(
 class _Stream:
     """The events of one answer."""
 
-    def __init__(self, exchange: Exchange, pieces: Sequence[bytes]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._pieces = pieces
         self._cutter = StopCutter(exchange.asked.stops)
         self._num_sent = 0  # characters
         self._num_logprobs = 0  # of those sent
@@ -161,7 +158,7 @@ class _Stream:
         self._num_logprobs += len(new)
         if not new and is_last and begin:
             return None
-        return _logprobs(exchange, self._pieces, new, self._num_sent - num_shown)
+        return _logprobs(exchange, new, self._num_sent - num_shown)
 
 
 def _within(
@@ -177,14 +174,13 @@ def _within(
         start = logprob.end
 
 
-def _logprobs(
-    exchange: Exchange, pieces: Sequence[bytes], shown: Sequence[Logprob], offset: int
-) -> Json:
+def _logprobs(exchange: Exchange, shown: Sequence[Logprob], offset: int) -> Json:
     """Return log-probabilities as the endpoint has them.
 
     Args:
         offset: characters of the answer before the first of them.
     """
+    pieces = exchange.pieces
 
     def named(token_id: int) -> str:
         return pieces[token_id].decode(errors="replace")

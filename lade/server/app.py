@@ -15,10 +15,7 @@ from typing import Any, Self
 
 import torch
 import uvicorn
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
 from prometheus_client import start_http_server
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lade.batcher import Batcher
@@ -27,7 +24,6 @@ from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
 from lade.server.connections import GuardedProtocol, most_connections
-from lade.server.errors import ApiError, failed
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
 from lade.server.limits import RequestLimits
@@ -35,7 +31,7 @@ from lade.server.line import Line
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Reader
-from lade.server.upstream import ModelList, build_app
+from lade.server.upstream import Upstream
 from lade.server.users import ApiKeys, UserPools
 
 logger = logging.getLogger(__name__)
@@ -93,7 +89,7 @@ class Server:
             )
             grammars = stack.enter_context(closing(Grammars(loaded)))
             limits = RequestLimits(loaded.model, options)
-            upstream = build_app(loaded, self.name, limits, grammars.pieces, batcher)
+            upstream = Upstream(loaded, self.name, limits, grammars.pieces, batcher)
             self._manager = upstream.manager
             self._manager.submit(_warm_up, loaded, options).result()
             size = options.max_batch_size if batcher.is_joint else 1
@@ -103,7 +99,6 @@ class Server:
             self.metrics = Metrics(
                 self.name, line, self._pools.store, Profiles.of(loaded.model).prefixes
             )
-            _add_routes(upstream.app, self.metrics, upstream.models)
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
             self.keys = ApiKeys(options.api_keys)
@@ -230,33 +225,6 @@ def _listening(host: str, port: int) -> socket.socket:
 def _name_of(loaded: LoadedModel) -> str:
     """Return what clients call a model: of a folder its name alone, not where it lies."""
     return Path(loaded.name).name if Path(loaded.name).exists() else loaded.name
-
-
-def _add_routes(app: FastAPI, metrics: Metrics, models: ModelList) -> None:
-    """Add what transformers' application lacks: metrics, one model, errors in OpenAI's form."""
-
-    @app.get("/v1/models/{name:path}")
-    async def _model(name: str) -> Response:
-        found = {each["id"]: each for each in models()}
-        if name not in found:
-            raise ApiError(404, f"expected the model {next(iter(found))!r}", code="model_not_found")
-        return JSONResponse(found[name])
-
-    @app.get("/metrics")
-    def _metrics() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.exception_handler(ApiError)
-    async def _refuse(_: Any, error: ApiError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
-
-    @app.exception_handler(HTTPException)
-    async def _refuse_http(_: Any, error: HTTPException) -> Response:
-        return await _refuse(_, ApiError(error.status_code, str(error.detail)))
-
-    @app.exception_handler(Exception)
-    async def _fail(_: Any, __: Exception) -> Response:
-        return await _refuse(_, failed())
 
 
 def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:

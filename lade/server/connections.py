@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -61,3 +62,17 @@ def most_connections(wanted: int) -> int:
 
     most: Any = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if most == resource.RLIM_INFINITY else max(1, min(wanted, most - _OTHER_FILES))
+
+
+def origin_of(address: str) -> str:
+    """Return what stands for a client without a key: its address, of IPv6 its network.
+
+    A single subscriber has all of a /64, and may use another address for each request.
+    """
+    try:
+        found = ip_address(address)
+    except ValueError:  # of a socket that is no internet's
+        return address
+    if isinstance(found, IPv6Address):
+        return str(found.ipv4_mapped or ip_network((int(found), 64), strict=False))
+    return str(found)

@@ -48,6 +48,11 @@ def failed() -> ApiError:
     return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
 
 
+def full(message: str) -> ApiError:
+    """Return what a client is told for whom there is no room now."""
+    return ApiError(429, message, code="queue_full", retry_after=5)
+
+
 def shutting_down() -> ApiError:
     """Return what a client is told while the server stops."""
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)

@@ -1,7 +1,7 @@
 """One request and what comes of it; known to all that serves it by a context variable."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -55,7 +55,6 @@ class Exchange:
     """
 
     loop: asyncio.AbstractEventLoop
-    on_done: Callable[[], None]  # called in the loop once its place is free again
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
     key: str = ""  # of the API
@@ -63,6 +62,8 @@ class Exchange:
     knows_kept: bool = False  # whether it may be told what of its prompt was kept
     asked: Asked = Asked("chat")  # what it was found to ask for
     grammar: Any = None  # a compiled one, that the answer keeps
+    body: Any = b""  # what came; once that is read, what its handler is to get
+    num_held: int = 0  # bytes of it that count as held for a client
     prompt: Any = None  # what its tokenizer makes of it, once known
     prediction: list[int] | None = None  # its tokens, likewise
     pools: Pools | None = None
@@ -74,10 +75,12 @@ class Exchange:
     num_prompt_tokens: int = 0
     most_tokens: int = 0  # that prompt and answer may come to have
     num_tokens: int = 0
-    is_submitted: bool = False
+    leave: Callable[[], None] = lambda: None  # gives its place in the line back
+    is_submitted: bool = False  # to a thread that gives it back
     is_parsed: bool = False  # whether parts of the answer are told apart, such as tool calls
     stats: DecodeStats | None = None
     logprobs: list[Logprob] = field(default_factory=list)
+    pieces: Sequence[bytes] = ()  # the bytes of every token, if log-probabilities are asked for
     error: ApiError | None = None  # why it ends early
 
     def end(self, error: ApiError) -> None:
@@ -85,10 +88,10 @@ class Exchange:
         if self.error is None:
             self.error = error
 
-    def done(self) -> None:
-        """Tell the event loop that its place is free again."""
+    def in_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the event loop call a function, from any thread."""
         with suppress(RuntimeError):  # it is closed
-            self.loop.call_soon_threadsafe(self.on_done)
+            self.loop.call_soon_threadsafe(function, *args)
 
 
 #: The exchange of whatever code runs for a request.

@@ -1,17 +1,16 @@
-"""What every request passes first: keys, limits, the line, time, and clients that leave.
+"""What every request passes: keys, limits, the line, time, and clients that leave.
 
-A pure ASGI middleware, so that it sees a client leave in every state of its request. Whatever goes
+A pure ASGI application, so that it sees a client leave in every state of its request. Whatever goes
 wrong is told in OpenAI's form.
 """
 
 import asyncio
 import json
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Mapping
-from contextlib import suppress
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -19,10 +18,11 @@ from urllib.parse import quote
 from starlette.responses import Response
 
 from lade.hosts import is_known
-from lade.server.drafting import config_for
-from lade.server.errors import ApiError, failed, left, shutting_down, timed_out
+from lade.server.connections import origin_of
+from lade.server.errors import ApiError, failed, full, left, shutting_down, timed_out
 from lade.server.exchange import Exchange, current
-from lade.server.line import Line, Workers
+from lade.server.limits import config_for
+from lade.server.line import Line, Shares, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import ENDPOINTS, Reader
@@ -35,28 +35,28 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-# Paths that may be asked for, and how. All others, of which transformers has more, are unknown:
-# they would load or unload models.
 _READ = {"/v1/models", "/health", "/ready", "/metrics"}
 _ONE_MODEL = "/v1/models/"  # and its name
 _TOKENIZE = "/tokenize"
 _OPEN = {"/health", "/ready"}  # without a key
 _POSTED = {*ENDPOINTS, _TOKENIZE}
+_REQUEST_ID = "x-request-id"
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
 # A body that is too long is read on for a while, or its client would not see why it is refused.
 _DRAIN_SEC = 5.0
-# Clients that have not yet read their answers.
-_MAX_OPEN = 10_000
+# Requests whose clients have not yet read their answers, of all and of one key.
+_MAX_OPEN, _MAX_OPEN_OF_KEY = 10_000, 2_500
 # That prepare requests, and schemas of one key that may wait.
 _NUM_THREADS, _MAX_SCHEMAS = 4, 4
-# Of a body: silence, and what one key, and all, may have begun to send, in bodies of full size.
+# Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
+# in bodies of full size.
 _IDLE_SEC = 30.0
-_MAX_BODIES_OF_KEY, _MAX_BODIES = 16, 64
+_MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
 
 
 class Gate:
-    """Lets requests to an application in.
+    """Lets requests in, and answers them.
 
     Args:
         upstream: what transformers brings.
@@ -80,7 +80,7 @@ class Gate:
         options: ServerOptions,
         hosts: Container[str] | None = None,
     ) -> None:
-        self._app, self._prompts = upstream.app, upstream.prompts
+        self._upstream = upstream
         self._reader = reader
         self._workers = Workers(_NUM_THREADS, options.max_queue)
         self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
@@ -91,15 +91,15 @@ class Gate:
         self._options = options
         self._hosts = hosts
         self._open: set[Exchange] = set()
-        self._unread: Counter[str] = Counter()  # bytes, by key
+        self._requests = Shares(_MAX_OPEN, _MAX_OPEN_OF_KEY)
+        size = options.max_body_bytes
+        self._bytes = Shares(_MAX_BODIES * size, _MAX_BODIES_OF_KEY * size)
         self._is_closing = False
         self._all_done = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
-            if scope["type"] == "lifespan":
-                await self._app(scope, receive, send)
             return
         reply = _Reply(send)
         begin = perf_counter()
@@ -156,59 +156,95 @@ class Gate:
         if method not in expected:
             raise ApiError(405, f"expected {' or '.join(expected)}, got {method}")
         key = "" if path in _OPEN else self._keys.identify(headers)
-        if path == "/metrics" and self._keys:
-            raise ApiError(
-                403, "metrics tell what others ask: an operator serves them on a port of their own"
-            )
-        if path == "/ready":
-            # Not whether the process lives, as `/health`. A full queue is of one key alone.
-            if self._is_closing:
-                raise shutting_down()
-            await reply.tell(200, {"status": "ready"})
-            return
         if is_read:  # of HEAD, uvicorn leaves out the body
-            await self._app({**scope, "method": "GET"}, receive, reply.send)
+            await self._told(path, reply)
             return
         if self._is_closing:
             raise shutting_down()
-        if len(self._open) >= _MAX_OPEN:
-            raise ApiError(429, "too many requests are open", code="queue_full", retry_after=5)
         # Pages of other sites may send any other type without asking first.
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
-        end = perf_counter() + self._options.timeout_sec
-        of_whom = key or _address(scope)
-        try:
-            async with asyncio.timeout(self._options.timeout_sec):
-                data = await self._body(receive, headers, of_whom)
-        except TimeoutError:
-            raise timed_out(self._options.timeout_sec) from None
         exchange = Exchange(
             asyncio.get_running_loop(),
-            partial(self._line.leave, of_whom),
             self._options.config,
             self._options.drafter,
             key=key,
-            of_whom=of_whom,
+            of_whom=key or _origin(scope),
             knows_kept=bool(key) or self._options.shares_pool,
         )
-        client_left = asyncio.create_task(_until_left(receive))
-        running = _Running(exchange, reply, client_left, self._options.timeout_sec, end)
-        self._open.add(exchange)
+        if not self._requests.take(exchange.of_whom):
+            raise full("too many requests are open")
         try:
-            body = await running.run(self._prepared(exchange, path, data))
+            await self._exchange(exchange, path, headers, receive, reply)
+        finally:
+            self._let_go(exchange)
+            self._requests.give(exchange.of_whom)
+
+    async def _told(self, path: str, reply: "_Reply") -> None:
+        """Tell what is not of one request."""
+        if path == "/metrics":
+            if self._keys:
+                raise ApiError(
+                    403,
+                    "metrics tell what others ask: an operator serves them on a port of their own",
+                )
+            text = await asyncio.to_thread(self._metrics.text)
+            await reply.respond(
+                Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+            )
+            return
+        model = self._upstream.model
+        told: dict[str, Any] = {"object": "list", "data": [model]}
+        if path == "/health":
+            told = {"status": "ok"}
+        elif path == "/ready":
+            # Not whether the process lives, as `/health`. A full queue is of one key alone.
+            if self._is_closing:
+                raise shutting_down()
+            told = {"status": "ready"}
+        elif path != "/v1/models":
+            if path != _ONE_MODEL + model["id"]:
+                raise ApiError(404, f"expected the model {model['id']!r}", code="model_not_found")
+            told = model
+        await reply.tell(200, told)
+
+    async def _exchange(
+        self,
+        exchange: Exchange,
+        path: str,
+        headers: Mapping[str, str],
+        receive: Receive,
+        reply: "_Reply",
+    ) -> None:
+        """Read a request and answer it."""
+        limit_sec = self._options.timeout_sec
+        end = perf_counter() + limit_sec
+        try:
+            async with asyncio.timeout(limit_sec):
+                exchange.body = await self._body(receive, headers, exchange)
+        except TimeoutError:
+            raise timed_out(limit_sec) from None
+        exchange.arrived = perf_counter()
+        client_left = asyncio.create_task(_until_left(receive))
+        running = _Running(exchange, reply, client_left, limit_sec, end)
+        self._open.add(exchange)
+        current.set(exchange)
+        try:
+            await running.run(self._prepared(exchange, path))
             if path == _TOKENIZE:
                 token_ids = exchange.prompt["input_ids"][0].tolist()
                 await reply.tell(200, {"count": len(token_ids), "tokens": token_ids})
             else:
-                await self._answered(scope, body, running)
+                await self._answered(headers.get(_REQUEST_ID) or str(uuid.uuid4()), running)
         finally:
             client_left.cancel()
             self._open.discard(exchange)
             self._all_done.set()
             self._metrics.count(exchange)
 
-    async def _body(self, receive: Receive, headers: dict[str, str], of_whom: str) -> bytes:
+    async def _body(
+        self, receive: Receive, headers: Mapping[str, str], exchange: Exchange
+    ) -> bytes:
         most = self._options.max_body_bytes
         size = headers.get("content-length", "0")
         is_short = size.isdecimal() and int(size) <= most
@@ -222,7 +258,9 @@ class Gate:
                         raise left()
                     if is_short:
                         piece = message.get("body", b"")
-                        self._count_unread(of_whom, len(piece))
+                        if not self._bytes.take(exchange.of_whom, len(piece)):
+                            raise full("too much of other requests has come already")
+                        exchange.num_held += len(piece)
                         data += piece
                         is_short = len(data) <= most
                         if piece:
@@ -232,61 +270,47 @@ class Gate:
         except TimeoutError:
             if is_short:
                 raise ApiError(408, f"nothing of the body came for {_IDLE_SEC:g} s") from None
-        finally:
-            self._count_unread(of_whom, -len(data))
         if not is_short:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         return bytes(data)
 
-    def _count_unread(self, of_whom: str, num_bytes: int) -> None:
-        """Count bytes of bodies that are not whole yet.
+    def _let_go(self, exchange: Exchange) -> None:
+        """Count what came of a request no more."""
+        self._bytes.give(exchange.of_whom, exchange.num_held)
+        exchange.num_held = 0
 
-        Raises:
-            ApiError: they would be too many.
-        """
-        size = self._options.max_body_bytes
-        of_key = self._unread[of_whom] + num_bytes
-        is_full = self._unread.total() + num_bytes > _MAX_BODIES * size
-        if num_bytes > 0 and (is_full or of_key > _MAX_BODIES_OF_KEY * size):
-            raise ApiError(
-                429, "too much of other requests has come already", code="queue_full", retry_after=5
-            )
-        self._unread[of_whom] = of_key
-        if not of_key:
-            del self._unread[of_whom]
-
-    async def _prepared(self, exchange: Exchange, path: str, data: bytes) -> bytes:
-        """Do all that can be done before the turn; return the body for transformers' handler."""
-        run = partial(self._workers.run, exchange.of_whom)
-        request = await run(self._reader.read, ENDPOINTS.get(path), data)
+    async def _prepared(self, exchange: Exchange, path: str) -> None:
+        """Do all that can be done before the turn."""
+        key = exchange.of_whom
+        request = await self._workers.run(
+            key, self._reader.read, ENDPOINTS.get(path), exchange.body
+        )
         asked = exchange.asked = request.asked
         exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
         exchange.is_private = not tenant
         if request.schema is not None:
             compiled = self._reader.grammars.compiled
-            compiling = self._compilers.run(exchange.of_whom, compiled, tenant, request.schema)
-            exchange.grammar = await compiling
-        current.set(exchange)
-        call = await self._prompts(request.asked.endpoint, request.body)
-        exchange.prompt = await run(call)
-        body: bytes = request.body
-        return body
+            exchange.grammar = await self._compilers.run(key, compiled, tenant, request.schema)
+        prepare = self._upstream.prepare
+        exchange.body = await self._workers.run(key, prepare, exchange, request.body)
 
-    async def _answered(self, scope: Scope, body: bytes, running: "_Running") -> None:
+    async def _answered(self, request_id: str, running: "_Running") -> None:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""
-        exchange, has_turn = running.exchange, False
+        exchange, reply = running.exchange, running.reply
         try:
-            await running.run(self._line.enter(exchange.of_whom))
-            has_turn = True
+            exchange.leave = await running.run(self._line.enter(exchange.of_whom))
             exchange.admitted = perf_counter()
-            current.set(exchange)
-            replay = _replay(body, running.client_left)
-            inner = scope | {"headers": _with_length(scope["headers"], len(body))}
-            await running.run(self._app(inner, replay, running.reply.send))
+            self._let_go(exchange)
+            answering = self._upstream.answer(exchange, exchange.body, request_id)
+            answer = await running.run(answering)
+            if isinstance(answer, dict):
+                await running.run(reply.tell(200, answer, {_REQUEST_ID: request_id}))
+            else:
+                await running.run(reply.stream(answer, request_id))
         finally:
-            if has_turn and not exchange.is_submitted:
-                self._line.leave(exchange.of_whom)
+            if not exchange.is_submitted:
+                exchange.leave()
 
 
 @dataclass(frozen=True)
@@ -338,25 +362,26 @@ class _Reply:
         self._is_stream = False
         self.is_over = False
 
-    async def send(self, message: dict[str, Any]) -> None:
-        """Send a message of ASGI."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            kinds = [value for name, value in message["headers"] if name == b"content-type"]
-            self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-        elif not message.get("more_body", False):
-            self.is_over = True
-        await self._send(message)
-
     async def tell(
         self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None
     ) -> None:
         """Send JSON."""
-        made = Response(json.dumps(body), status, headers, "application/json")
-        await self.send(
-            {"type": "http.response.start", "status": status, "headers": made.raw_headers}
-        )
-        await self.send({"type": "http.response.body", "body": made.body})
+        await self.respond(Response(json.dumps(body), status, headers, "application/json"))
+
+    async def respond(self, response: Response) -> None:
+        """Send an answer that is whole."""
+        await self._begin(response.status_code, response.raw_headers)
+        await self._go_on(bytes(response.body), is_last=True)
+
+    async def stream(self, parts: AsyncGenerator[str, None], request_id: str) -> None:
+        """Send events as they come."""
+        self._is_stream = True
+        kind = (b"content-type", b"text/event-stream; charset=utf-8")
+        async with aclosing(parts):
+            await self._begin(200, [kind, (_REQUEST_ID.encode(), request_id.encode("latin-1"))])
+            async for part in parts:
+                await self._go_on(part.encode())
+        await self._go_on(b"", is_last=True)
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error, as an event if a stream of these has begun."""
@@ -366,37 +391,25 @@ class _Reply:
                     await self.tell(error.status, error.body(), error.headers())
                 elif self._is_stream and not self.is_over:
                     data = b"data: " + json.dumps(error.body()).encode() + b"\n\n"
-                    await self.send({"type": "http.response.body", "body": data})
+                    await self._go_on(data, is_last=True)
+
+    async def _begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        start = {"type": "http.response.start", "status": status, "headers": headers}
+        await self._send(start)
+
+    async def _go_on(self, data: bytes, *, is_last: bool = False) -> None:
+        self.is_over = is_last
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
-def _address(scope: Scope) -> str:
+def _origin(scope: Scope) -> str:
     """Return where a request comes from, which stands for a key where there are none."""
     client = scope.get("client")
-    return str(client[0]) if client else ""
+    return origin_of(client[0]) if client else ""
 
 
 async def _until_left(receive: Receive) -> None:
     """Return once the client has left; its body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _replay(body: bytes, client_left: "asyncio.Task[None]") -> Receive:
-    """Return an ASGI `receive` of a body that was read already."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.wait({client_left})
-        return {"type": "http.disconnect"}
-
-    return receive
-
-
-def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
-    kept = [(name, value) for name, value in headers if name.lower() not in _OF_BODY]
-    return [*kept, (b"content-length", str(length).encode())]
-
-
-_OF_BODY = {b"content-length", b"transfer-encoding", b"content-encoding"}

@@ -2,9 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model
 from lade.hf.api import decode
+from lade.hf.arguments import OnStep
 from lade.server.errors import failed
 from lade.server.exchange import Exchange, Logprob
 
@@ -38,6 +40,7 @@ def answer(
     inputs: dict[str, Any],
     options: GenerationConfig,
     streamer: Any = None,
+    on_step: OnStep | None = None,
 ) -> Tensor:
     """Generate as `model.generate` does with the request's seed; return the sequences, [1, n].
 
@@ -45,9 +48,10 @@ def answer(
         exchange: gets statistics, times and log-probabilities.
         model: whose own `generate` prepares the call.
         tokenizer: of the model.
-        inputs: `input_ids` and `attention_mask`, [1, num_prompt_tokens].
+        inputs: `input_ids` and `attention_mask`, [1, num_prompt_tokens]; others are not used.
         options: of the call; changed.
         streamer: gets the prompt, every token, and the end once statistics are known.
+        on_step: called after each step's tokens.
 
     Raises:
         ApiError: the exchange ends early, or decoding failed, which is in the log.
@@ -56,35 +60,25 @@ def answer(
         asked = exchange.asked
         recorder = None if asked.num_logprobs is None else _Recorder(asked.num_logprobs)
         relay = _Relay(exchange, tokenizer, recorder, streamer)
-        config = replace(exchange.config, reuses_prefix=not exchange.is_private)
         options.return_dict_in_generate = True
         criteria = StoppingCriteriaList()
         if asked.stops:
             criteria.append(_StopOnText(exchange, tokenizer, inputs["input_ids"].shape[1]))
 
-        def run(
-            model: Model,
-            input_ids: Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **prepared: Any,
-        ) -> Any:
+        decoding: Callable[..., Any] = partial(
+            decode,
+            pool=exchange.pools,
+            drafter=exchange.drafter,
+            config=replace(exchange.config, reuses_prefix=not exchange.is_private),
+            prediction=exchange.prediction,
+            token_streamer=relay,
+            on_step=on_step,
+        )
+
+        def run(*args: Any, logits_processor: LogitsProcessorList, **prepared: Any) -> Any:
             if recorder is not None:  # before all others: penalties and grammars change the scores
                 logits_processor.insert(0, recorder)
-            return decode(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                pool=exchange.pools,
-                drafter=exchange.drafter,
-                config=config,
-                prediction=exchange.prediction,
-                token_streamer=relay,
-                **prepared,
-            )
+            return decoding(*args, logits_processor=logits_processor, **prepared)
 
         if streamer is not None:
             streamer.put(inputs["input_ids"])
@@ -92,7 +86,8 @@ def answer(
         seed = torch.seed() if asked.seed is None else asked.seed
         torch.manual_seed(seed)
         output = model.generate(
-            **inputs,
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
             generation_config=options,
             logits_processor=LogitsProcessorList(_grammar_of(exchange)),
             stopping_criteria=criteria,
@@ -107,7 +102,7 @@ def answer(
 
 @contextmanager
 def _telling(exchange: Exchange) -> Iterator[None]:
-    """Tell whoever waits why an answer has failed, and that the thread is free again."""
+    """Tell whoever waits why an answer has failed."""
     try:
         if exchange.error is not None:
             raise exchange.error
@@ -118,8 +113,6 @@ def _telling(exchange: Exchange) -> Iterator[None]:
             exchange.end(failed())
         assert exchange.error is not None
         raise exchange.error from None
-    finally:
-        exchange.done()
 
 
 def _grammar_of(exchange: Exchange) -> list[Any]:

@@ -1,15 +1,25 @@
-"""How long prompts and answers may be, and the options of a call that follow from a request."""
+"""How long prompts, answers and drafts may be, and a call's options that follow from a request."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from lade.compat import Model
+from lade.config import Config
 from lade.server.errors import ApiError
-from lade.server.exchange import Exchange
+from lade.server.exchange import Asked, Exchange
 from lade.server.options import ServerOptions
 
-# Texts are looked at in pieces, so that one of megabytes is refused for its beginning.
-_PIECE_CHARS, _MOST_BY_CUTS = 2**15, 64
+# Texts are looked at in pieces, so that megabytes are refused for their beginning.
+_PIECE_CHARS = 2**15
+# They may be made into more tokens than a prompt by so much before they are refused for that: cuts
+# add some, and templates leave parts of a conversation out.
+_SLACK = 2
+# Draft tokens of a step that a request may ask for where the server sets no number: others wait
+# for its steps.
+_MOST_DRAFT_TOKENS = 64
+# The same where all steps have one width, which depends on the number from this one on.
+_MOST_OF_STABLE_TEXT = 7
 
 
 class RequestLimits:
@@ -86,13 +96,13 @@ class RequestLimits:
         """
         if self._max_prompt_tokens is None:
             return
-        num_tokens = 0
-        for text in _texts(message):
-            for begin in range(0, len(text), _PIECE_CHARS):
-                piece = text[begin : begin + _PIECE_CHARS]
-                encoded = tokenizer._tokenizer.encode(piece, add_special_tokens=False)
-                # A cut may make tokens of one: never as many.
-                num_tokens += max(len(encoded.ids) - _MOST_BY_CUTS, 0)
+        num_tokens, text = 0, "".join(_texts(message))
+        for begin in range(0, len(text), _PIECE_CHARS):
+            piece = text[begin : begin + _PIECE_CHARS]
+            # A batch, for which the tokenizer lets other threads go on.
+            (encoded,) = tokenizer._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            num_tokens += len(encoded.ids)
+            if num_tokens > _SLACK * self._max_prompt_tokens:
                 self._check_length(num_tokens, what)
 
     def _check_length(self, num_tokens: int, what: str = "prompt") -> None:
@@ -106,9 +116,52 @@ class RequestLimits:
             )
 
 
+def config_for(asked: Asked, config: Config) -> Config:
+    """Return the config of a request's call.
+
+    Args:
+        asked: the request.
+        config: of the server.
+
+    Raises:
+        ApiError: fields contradict each other, or more is asked for than the server allows.
+    """
+    most, wanted = config.max_draft_tokens, asked.max_draft_tokens
+    if config.stable_text and (most is not None or config.lookahead is not None):
+        # Near-ties depend on the width of steps, which these would change.
+        for name, is_asked in (
+            ("speculation", not asked.speculates),
+            ("max_draft_tokens", wanted is not None),
+        ):
+            if is_asked:
+                raise ApiError(400, f"expected no {name}: the texts are kept stable", param=name)
+    if not asked.speculates:
+        config = replace(config, lookahead=None)
+        for name in ("prediction", "max_draft_tokens"):
+            if getattr(asked, name) is not None:
+                raise ApiError(400, f"expected {name} or speculation=false, got both", param=name)
+        wanted = 0
+    if wanted is None:
+        return config
+    if most is None:
+        most = _MOST_OF_STABLE_TEXT if config.stable_text else _MOST_DRAFT_TOKENS
+    if wanted > most:
+        raise ApiError(
+            400,
+            f"expected max_draft_tokens of at most {most}, got {wanted}",
+            param="max_draft_tokens",
+        )
+    return replace(config, max_draft_tokens=wanted, step_costs=None)
+
+
 def _texts(message: Any) -> Iterator[str]:
+    """Yield all texts in lists and dicts, names of fields included."""
     if isinstance(message, str):
         yield message
-    elif isinstance(message, dict | list | tuple):
-        for part in message.values() if isinstance(message, dict) else message:
+    elif isinstance(message, dict):
+        for name, part in message.items():
+            yield name
+            yield from _texts(part)
+    elif isinstance(message, list | tuple):
+        for part in message:
             yield from _texts(part)

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lade.server.errors import ApiError
+from lade.server.errors import ApiError, full
 
-_SHORTEST_RETRY_SEC = 1
-_LONGEST_RETRY_SEC = 60
+Leave = Callable[[], None]
 
 
 class Line:
@@ -21,20 +20,16 @@ class Line:
     Args:
         max_waiting: of one key, beyond which it may not join.
         num_places: how many are served at once.
-        max_places: how many of one key; None for as many.
+        max_places: how many of one key.
     """
 
-    def __init__(
-        self, max_waiting: int, num_places: int = 1, max_places: int | None = None
-    ) -> None:
+    def __init__(self, max_waiting: int, num_places: int, max_places: int) -> None:
         self._max_waiting = max_waiting
         self._num_places = num_places
-        self._max_places = num_places if max_places is None else max_places
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by key, in order of turns
+        self._max_places = max_places
+        self._waiting: dict[str, deque[asyncio.Future[Leave]]] = {}  # by key, in order of turns
         self._running: Counter[str] = Counter()
         self._refusal: ApiError | None = None
-        self._turn_sec = 1.0  # a moving average of how long a turn takes
-        self._since = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -46,51 +41,31 @@ class Line:
         """Those whose turn it is."""
         return self._running.total()
 
-    async def enter(self, key: str = "") -> None:
-        """Wait for one's turn; whoever returns from this has to `leave`.
+    async def enter(self, key: str = "") -> Leave:
+        """Wait for one's turn; return what gives the place back, once however often it is called.
 
         Raises:
             ApiError: too many of this key wait, or nobody is let in any more.
         """
         if self._refusal is not None:
             raise self._refusal
-        if self._is_free(key) and key not in self._waiting:
-            self._take(key)
-            return
+        turn: asyncio.Future[Leave] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(key, deque())
-        if len(waiting) >= self._max_waiting:
-            if not waiting:
-                del self._waiting[key]
-            expected = self._turn_sec * (1 + self.num_waiting) / 2
-            raise ApiError(
-                429,
-                f"{len(waiting)} requests are waiting already; try again later",
-                code="queue_full",
-                retry_after=round(min(max(expected, _SHORTEST_RETRY_SEC), _LONGEST_RETRY_SEC)),
-            )
-        turn = asyncio.get_running_loop().create_future()
         waiting.append(turn)
+        self._serve()
         try:
-            await turn
+            if not turn.done() and len(waiting) > self._max_waiting:
+                raise full(f"{len(waiting) - 1} requests are waiting already; try again later")
+            return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came at the same moment
-                self.leave(key)
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                turn.result()()  # it came at the same moment
             raise
         finally:
             if turn in waiting:
                 waiting.remove(turn)
                 if not waiting and self._waiting.get(key) is waiting:
                     del self._waiting[key]
-
-    def leave(self, key: str = "") -> None:
-        """Let the next one in."""
-        sec = asyncio.get_running_loop().time() - self._since
-        self._turn_sec += (sec - self._turn_sec) / 8
-        self._running[key] -= 1
-        if not self._running[key]:
-            del self._running[key]
-        while free := [each for each in self._waiting if self._is_free(each)]:
-            self._serve(min(free, key=lambda each: self._running[each]))
 
     def refuse(self, error: ApiError) -> None:
         """Send away all who wait, and all who come."""
@@ -101,48 +76,87 @@ class Line:
                     turn.set_exception(error)
         self._waiting.clear()
 
-    def _serve(self, key: str) -> None:
-        """Let the first of a key in, and have the key wait behind the others."""
-        waiting = self._waiting.pop(key)
-        turn = waiting.popleft()
-        if waiting:
-            self._waiting[key] = waiting
-        if not turn.done():
-            self._take(key)
-            turn.set_result(None)
+    def _serve(self) -> None:
+        """Let in whoever has room, and have each key wait behind the others then."""
+        while free := [each for each in self._waiting if self._is_free(each)]:
+            key = min(free, key=lambda each: self._running[each])
+            waiting = self._waiting.pop(key)
+            turn = waiting.popleft()
+            if waiting:
+                self._waiting[key] = waiting
+            if not turn.done():
+                turn.set_result(self._taken(key))
 
     def _is_free(self, key: str) -> bool:
         return self.num_running < self._num_places and self._running[key] < self._max_places
 
-    def _take(self, key: str) -> None:
+    def _taken(self, key: str) -> Leave:
+        """Take a place; return what gives it back."""
         self._running[key] += 1
-        self._since = asyncio.get_running_loop().time()
+        is_taken = True
+
+        def leave() -> None:
+            nonlocal is_taken
+            if is_taken:
+                is_taken = False
+                self._running -= Counter([key])  # which drops keys that have none
+                self._serve()
+
+        return leave
+
+
+class Shares:
+    """How much of something limited each key has: all, and one of them, may have so much.
+
+    Args:
+        most: of all keys.
+        most_of_key: of one.
+    """
+
+    def __init__(self, most: int, most_of_key: int) -> None:
+        self._most, self._most_of_key = most, most_of_key
+        self._num_taken = 0
+        self._taken: Counter[str] = Counter()
+
+    def take(self, key: str, number: int = 1) -> bool:
+        """Take so many; return whether there were."""
+        of_key, of_all = self._taken[key] + number, self._num_taken + number
+        if of_all > self._most or of_key > self._most_of_key:
+            return False
+        self._taken[key], self._num_taken = of_key, of_all
+        return True
+
+    def give(self, key: str, number: int = 1) -> None:
+        """Give so many back."""
+        self._num_taken -= number
+        self._taken[key] -= number
+        if not self._taken[key]:
+            del self._taken[key]
 
 
 class Workers:
     """Threads for work of requests that is done before their turn, shared fairly among keys.
 
     Args:
-        num_threads: of them.
+        num_threads: of them, of which one key leaves room for others.
         max_waiting: jobs of one key.
     """
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
-        half = max(1, num_threads // 2)  # one key leaves room for others
-        self._line = Line(max_waiting, num_threads, half)
+        self._line = Line(max_waiting, num_threads, max(1, num_threads // 2))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lade-prepares")
 
     async def run(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in a thread, whose place is taken until it ends, whoever waits for it."""
-        await self._line.enter(key)
+        leave = await self._line.enter(key)
         try:
             job = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
         except RuntimeError:  # nothing more is begun
-            self._line.leave(key)
+            leave()
             raise
 
         def finish(job: "asyncio.Future[Any]") -> None:
-            self._line.leave(key)
+            leave()
             if not job.cancelled():
                 job.exception()  # its client may have left
 

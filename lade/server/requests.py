@@ -3,7 +3,7 @@
 Fields that transformers' handlers know are passed on to them, the rest is ours.
 """
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
@@ -15,6 +15,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import from_json
 
 from lade.server.errors import ApiError
 from lade.server.exchange import Asked, Endpoint
@@ -25,8 +26,10 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
 }
+Json = dict[str, Any]
 # Of a request: a conversation of a thousand turns has some thousands.
 _MAX_VALUES, _MAX_DEPTH = 50_000, 64
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_STOPS = 4
 _MAX_BIASES = 1024
 _MAX_TOP_LOGPROBS = 20
@@ -43,6 +46,7 @@ _Nothing = (
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 # Below these, scores divided by them may exceed what float32 holds.
 _LOWEST_TEMPERATURE, _LOWEST_PENALTY, _HIGHEST_PENALTY = 1e-4, 0.01, 100.0
+_Name = Annotated[str, Field(max_length=256)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -150,12 +154,12 @@ class _Any(_Strict):
     temperature: Annotated[float, Field(le=2), AfterValidator(_finite_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: _Int64 | None = None
-    user: str | None = None
+    user: _Name | None = None
     # Ours: whether anything is drafted, and how much a step verifies at most.
     speculation: bool | None = None
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     # Of vLLM and transformers.
-    cache_salt: str | None = None
+    cache_salt: _Name | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=_LOWEST_PENALTY, le=_HIGHEST_PENALTY)] | None = (
@@ -288,7 +292,7 @@ class Request(NamedTuple):
 
     asked: Asked
     schema: str | None  # that the answer is to keep, as JSON
-    body: bytes  # for transformers' handler
+    body: Json  # for transformers' handler
 
 
 class Reader:
@@ -399,26 +403,22 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
     )
 
 
-def _json(data: bytes) -> dict[str, Any]:
+def _json(data: bytes) -> Json:
     """Read a JSON object.
 
     Raises:
-        ApiError: it is none, or has text that is not Unicode.
+        ApiError: it is none, or takes long to look at.
     """
+    # A parser lets nobody else go on until it is done, so values are counted before.
+    if _num_marks(data) > _MAX_VALUES and _num_marks(_STRINGS.sub(b"", data)) > _MAX_VALUES:
+        raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
     try:
-        body = json.loads(data, parse_constant=_no_number)
-        json.dumps(body, ensure_ascii=False).encode()  # tokenizers know no lone surrogates
-    except (ValueError, RecursionError) as error:
+        body = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
         raise ApiError(400, f"expected JSON, got an error: {error}"[:300]) from None
     if not isinstance(body, dict):
         raise ApiError(400, f"expected a JSON object, got {type(body).__name__}")
-    _check_size(body)
-    return body
-
-
-def _check_size(body: Any) -> None:
-    """Refuse what takes seconds to look at, before anything does."""
-    level, num_values = [body], 0
+    level: list[Any] = [body]
     for _ in range(_MAX_DEPTH):
         level = [
             each
@@ -426,19 +426,17 @@ def _check_size(body: Any) -> None:
             for each in (value.values() if isinstance(value, dict) else value)
             if isinstance(each, dict | list)
         ]
-        num_values += sum(map(len, level))
-        if num_values > _MAX_VALUES:
-            raise ApiError(400, f"expected at most {_MAX_VALUES} values in a request, got more")
         if not level:
-            return
+            return body
     raise ApiError(400, f"expected JSON at most {_MAX_DEPTH} deep, got a deeper one")
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def _num_marks(data: bytes) -> int:
+    """Return how many values JSON has, and more if there are such characters in its strings."""
+    return sum(map(data.count, (b",", b"[", b"{")))
 
 
-def _refuse(error: ValidationError, body: dict[str, Any]) -> NoReturn:
+def _refuse(error: ValidationError, body: Json) -> NoReturn:
     """Raise the first error of a request as OpenAI would put it; values are not repeated."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     # Of the members of a union, that which fits best.
@@ -481,7 +479,7 @@ def _check_template_kwargs(valid: _Any) -> None:
             )
 
 
-def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
+def _passed_on(valid: _Any, body: Json) -> Json:
     kept = {name: body[name] for name in _PASSED_ON & body.keys() if body[name] is not None}
     kept["stream"] = bool(valid.stream)  # responses are streamed by default there
     biases = kept.pop("logit_bias", None)
@@ -489,4 +487,4 @@ def _passed_on(valid: _Any, body: dict[str, Any]) -> bytes:
         kept["logit_bias"] = {token: float(bias) for token, bias in biases.items()}
     if getattr(valid, "tool_choice", None) == "none":
         kept.pop("tools", None)
-    return json.dumps(kept).encode()
+    return kept

@@ -1,36 +1,39 @@
 """All that lade touches of transformers' serving code, whose parts change between its versions.
 
-Tested on the oldest and the newest supported version. The routes, the handlers' translation of
-messages and tools into prompts and of answers into JSON are theirs.
+Tested on the oldest and the newest supported version. The handlers' translation of messages and
+tools into prompts and of answers into JSON are theirs.
 """
 
 import asyncio
 import copy
-import inspect
 import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
-from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers.cli.serving.utils import (
+    DirectStreamer,
+    GenerateManager,
+    GenerationState,
+    _StreamError,
+)
 
 from lade.batcher import Batcher
 from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
-from lade.server.answers import completed, rewritten
+from lade.server.answers import Json, completed, rewritten
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Endpoint, Exchange, current
 from lade.server.inference import answer
@@ -38,28 +41,19 @@ from lade.server.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
 
-
-ModelList = Callable[[], list[dict[str, Any]]]
-
-
-class Upstream(NamedTuple):
-    """What transformers brings to a server."""
-
-    app: Any
-    manager: "_Manager"  # of the threads that answer
-    #: Returns a function that makes a request's prompt, in another thread.
-    prompts: Callable[[Endpoint, bytes], Awaitable[Callable[[], Any]]]
-    models: ModelList  # as clients are told of them
+# What a handler is given in place of what a prompt was made of: it looks at all of it once more, in
+# the event loop.
+_OF_PROMPTS: Json = {
+    "messages": [],
+    "prompt": "",
+    "input": "",
+    "instructions": None,
+    "chat_template_kwargs": {},
+}
 
 
-def build_app(
-    loaded: LoadedModel,
-    name: str,
-    limits: RequestLimits,
-    pieces: Callable[[], Sequence[bytes]],
-    batcher: Batcher,
-) -> Upstream:
-    """Return transformers' application for one model.
+class Upstream:
+    """Transformers' handlers of requests, for one model.
 
     Args:
         loaded: the model.
@@ -68,45 +62,79 @@ def build_app(
         pieces: returns the bytes of every token.
         batcher: of the model, runs the answers.
     """
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # a line for each request
-    tokenizer = _prepared_by_us(loaded.tokenizer, limits)
-    models, state = _OneModel(loaded._replace(tokenizer=tokenizer), name), _State(limits, batcher)
-    handlers: dict[str, Any] = {
-        "chat_handler": _Chat(models, state),
-        "completion_handler": _Completions(models, state),
-        "response_handler": _Responses(models, state),
-    }
-    by_endpoint = dict(zip(("chat", "completions", "responses"), handlers.values(), strict=True))
-    for handler in handlers.values():
-        handler.pieces = pieces
-    # Of speech, and of others that only some versions have: the gate lets nobody ask for them.
-    others = {each for each in inspect.signature(build_server).parameters if "handler" in each}
-    handlers |= dict.fromkeys(others - handlers.keys())
-    app = build_server(models, generation_state=state, **handlers)
 
-    async def prompts(endpoint: Endpoint, body: bytes) -> Callable[[], Any]:
-        make: Callable[[], Any] = await by_endpoint[endpoint].prompt(json.loads(body))
-        exchange = current.get()
-        text = exchange.asked.prediction
-        if text is None:
-            return make
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        name: str,
+        limits: RequestLimits,
+        pieces: Callable[[], Sequence[bytes]],
+        batcher: Batcher,
+    ) -> None:
+        # They log a line for each request.
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+        self._tokenizer, self._limits, self._pieces = loaded.tokenizer, limits, pieces
+        #: What clients are told of the model.
+        self.model: Json = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "lade",
+        }
+        #: Of the threads that answer.
+        self.manager = _Manager(limits, batcher)
+        tokenizer = _prepared_by_us(loaded.tokenizer, limits)
+        models = _OneModel(loaded._replace(tokenizer=tokenizer), name)
+        state = _State(self.manager)
+        self._handlers: Mapping[Endpoint, Any] = {
+            "chat": ChatCompletionHandler(models, state),
+            "completions": CompletionHandler(models, state),
+            "responses": ResponseHandler(models, state),
+        }
 
-        def make_both() -> Any:
-            with _making_a_prompt():
-                exchange.prediction = limits.predicted_ids(loaded.tokenizer, text)
-            return make()
+    def prepare(self, exchange: Exchange, body: Json) -> Json:
+        """Make a request's prompt, in any thread; return what `answer` needs of its body.
 
-        return make_both
+        Raises:
+            ApiError: no prompt can be made of it, or one that is too long.
+        """
+        asked = exchange.asked
+        current.set(exchange)
+        with _making_a_prompt():
+            if asked.prediction is not None:
+                exchange.prediction = self._limits.predicted_ids(self._tokenizer, asked.prediction)
+            with suppress(_PromptMadeError):  # it waits for nothing before that
+                self._handlers[asked.endpoint].handle_request({**body}, "").send(None)
+        assert exchange.prompt is not None
+        if asked.num_logprobs is not None:
+            exchange.pieces = self._pieces()
+        return {name: _OF_PROMPTS.get(name, value) for name, value in body.items()}
 
-    return Upstream(app, state.manager, prompts, models.get_gen_models)
+    async def answer(
+        self, exchange: Exchange, body: Json, request_id: str
+    ) -> Json | AsyncGenerator[str, None]:
+        """Answer the current exchange, which is prepared; return the answer, or a stream of events.
+
+        Raises:
+            ApiError: it cannot be answered.
+        """
+        try:
+            response = await self._handlers[exchange.asked.endpoint].handle_request(
+                body, request_id
+            )
+        except ApiError:
+            raise
+        except Exception:
+            logger.exception("an answer could not be told")
+            raise failed() from None
+        if isinstance(response, StreamingResponse):
+            parts: Any = response.body_iterator  # texts, from a generator
+            return rewritten(exchange, parts)
+        return completed(exchange, json.loads(response.body))
 
 
-class _PromptNeededError(Exception):
-    """The place in a handler where its prompt is made, which is done elsewhere."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self.make = make
+class _PromptMadeError(Exception):
+    """Ends a handler that runs for the prompt alone."""
 
 
 @contextmanager
@@ -114,15 +142,17 @@ def _making_a_prompt() -> Iterator[None]:
     """Blame a request for whatever templates and tokenizers raise of it."""
     try:
         yield
-    except (ApiError, HTTPException, _PromptNeededError):
+    except ApiError:
         raise
+    except HTTPException as error:
+        raise ApiError(error.status_code, str(error.detail)) from None
     except Exception as error:
         message = f"expected a request that makes a prompt, got {in_one_line(error)}"
         raise ApiError(400, message) from error
 
 
 def _prepared_by_us(tokenizer: Any, limits: RequestLimits) -> Any:
-    """Return a tokenizer that takes a request's prompt from where it was made, ahead of its turn.
+    """Return a tokenizer that makes a request's prompt once, ahead of its turn.
 
     A handler makes it in the event loop, where megabytes keep all others waiting for seconds.
     """
@@ -131,16 +161,12 @@ def _prepared_by_us(tokenizer: Any, limits: RequestLimits) -> Any:
 
     def made(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         exchange = current.get()
-        if exchange.prompt is not None:
-            return exchange.prompt
-
-        def make() -> Any:
-            with _making_a_prompt():
-                limits.check_texts(tokenizer, args[:1])
-                with lock:
-                    return method(*args, **kwargs)
-
-        raise _PromptNeededError(make)
+        if exchange.prompt is None:
+            limits.check_texts(plain, (args, kwargs))
+            with lock:
+                exchange.prompt = method(*args, **kwargs)
+            raise _PromptMadeError
+        return exchange.prompt
 
     class Prepared(kind):  # type: ignore[valid-type, misc]
         """Calls `made` instead."""
@@ -163,7 +189,6 @@ class _OneModel(ModelManager):  # type: ignore[misc]
         super().__init__(device=str(loaded.model.device), dtype=None)
         self.force_model = name
         self._loaded = loaded
-        self._since = int(time.time())
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -174,26 +199,17 @@ class _OneModel(ModelManager):  # type: ignore[misc]
         """Return the model and its tokenizer."""
         return self._loaded.model, self._loaded.tokenizer
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """Return the one model, for `/v1/models`."""
-        return [
-            {"id": self.force_model, "object": "model", "created": self._since, "owned_by": "lade"}
-        ]
-
-    def shutdown(self) -> None:
-        """Do nothing: the model is its owner's."""
-
 
 class _State(GenerationState):  # type: ignore[misc]
     """Has one manager, which runs many answers at once."""
 
-    def __init__(self, limits: RequestLimits, batcher: Batcher) -> None:
+    def __init__(self, manager: "_Manager") -> None:
         super().__init__()
-        self.manager = _Manager(limits, batcher)
+        self._manager = manager
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
         """Return the manager."""
-        return self.manager
+        return self._manager
 
 
 class _Manager(GenerateManager):  # type: ignore[misc]
@@ -206,31 +222,48 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         self._threads = WeakSet[threading.Thread]()
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple["asyncio.Queue[Any]", DirectStreamer]:
         """Start an answer; see `GenerateManager`."""
-        asking = self._submitted(model, processor, inputs, gen_config)
-        asking.exchange.is_parsed = kwargs.get("response_parser") is not None
-        return super().generate_streaming(asking, processor, inputs, gen_config, *args, **kwargs)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Wait for an answer; see `GenerateManager`."""
-        asking = self._submitted(model, processor, inputs, gen_config)
-        return await super().generate_non_streaming(
-            asking, processor, inputs, gen_config, *args, **kwargs
+        exchange = self._checked(inputs, gen_config)
+        exchange.is_parsed = response_parser is not None
+        queue = asyncio.Queue[Any]()
+        steps = _Steps(exchange)
+        streamer = DirectStreamer(
+            processor._tokenizer, steps, queue, response_parser=response_parser
         )
 
-    def _submitted(self, model: Any, tokenizer: Any, inputs: Any, options: Any) -> "_Asking":
-        exchange = current.get()
-        exchange.num_prompt_tokens = inputs["input_ids"].shape[-1]
-        self._limits.apply(exchange, options)
-        exchange.is_submitted = True
-        return _Asking(exchange, model, tokenizer)
+        def end(answered: Future[Any]) -> None:
+            if answered.exception() is not None:  # clients are told another text
+                steps.call_soon_threadsafe(queue.put_nowait, _StreamError("failed"))
+            steps.tell()
+
+        run = partial(answer, exchange, model, processor, inputs, gen_config)
+        self.submit(run, streamer, steps.tell).add_done_callback(end)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Any]:
+        """Wait for an answer, which its client may leave at any time; see `GenerateManager`."""
+        exchange = self._checked(inputs, gen_config)
+        running = self.submit(answer, exchange, model, processor, inputs, gen_config)
+        sequences = await asyncio.wrap_future(running)
+        num_prompt = exchange.num_prompt_tokens
+        new = sequences[0, num_prompt:]
+        return processor.decode(new, skip_special_tokens=True), num_prompt, new
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
-        """Run in a thread of its own, among the answers that run."""
+        """Run in a thread of its own, among the answers that run.
+
+        The place in the line is given back when it ends; until it was begun, that is the gate's.
+        """
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels it: what ends it is its exchange
         exchange = current.get(None)
@@ -241,15 +274,15 @@ class _Manager(GenerateManager):  # type: ignore[misc]
                 future.set_result(self._batcher.run(partial(fn, *args, **kwargs), num_tokens))
             except BaseException as error:  # it is raised where the result is awaited
                 future.set_exception(error)
+            finally:
+                if exchange is not None:
+                    exchange.in_loop(exchange.leave)
 
         # A daemon, so that the process can end in the middle of a long forward.
         thread = threading.Thread(target=run, name="lade-answers", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # there are too many in this machine
-            if exchange is not None:
-                exchange.done()
-            raise
+        thread.start()
+        if exchange is not None:
+            exchange.is_submitted = True
         self._threads.add(thread)
         return future
 
@@ -259,71 +292,33 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         for thread in [*self._threads]:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run among the answers; whoever waits for it may leave at any time."""
-        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
-
-
-class _Asking:
-    """Stands in for the model in one call of a `GenerateManager`, which only calls `generate`."""
-
-    def __init__(self, exchange: Exchange, model: Any, tokenizer: Any) -> None:
-        self.exchange = exchange
-        self._model = model
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def generate(
-        self, *, generation_config: Any, streamer: Any = None, tokenizer: Any = None, **inputs: Any
-    ) -> Any:
-        """Answer, with what of the inputs a causal LM needs."""
-        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        return answer(
-            self.exchange, self._model, self._tokenizer, inputs, generation_config, streamer
-        )
-
-
-class _Complete:
-    """A handler whose answers are completed by what transformers leaves out."""
-
-    pieces: Callable[[], Sequence[bytes]]
-
-    async def prompt(self, body: dict[str, Any]) -> Callable[[], Any]:
-        """Return what makes a request's prompt; the request is of the current exchange."""
-        try:
-            with _making_a_prompt():
-                await super().handle_request(body, "")  # type: ignore[misc]
-        except _PromptNeededError as wanted:
-            return wanted.make
-        raise AssertionError("expected a handler that makes a prompt")
-
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Answer as transformers does; see its `BaseHandler`."""
+    def _checked(self, inputs: Any, options: Any) -> Exchange:
         exchange = current.get()
-        try:
-            response = await super().handle_request(body, request_id)  # type: ignore[misc]
-        except (ApiError, HTTPException):
-            raise
-        except Exception:
-            logger.exception("an answer could not be told")
-            raise failed() from None
-        pieces = () if exchange.asked.num_logprobs is None else self.pieces()
-        if isinstance(response, StreamingResponse):
-            parts: Any = response.body_iterator  # texts, from a generator
-            response.body_iterator = rewritten(exchange, pieces, parts)
-            return response
-        return JSONResponse(completed(exchange, pieces, json.loads(response.body)))
+        exchange.num_prompt_tokens = inputs["input_ids"].shape[-1]
+        self._limits.apply(exchange, options)
+        return exchange
 
 
-class _Chat(_Complete, ChatCompletionHandler):  # type: ignore[misc]
-    """`/v1/chat/completions`."""
+class _Steps:
+    """Stands in for the event loop of a streamer, and tells it of a whole step at once.
+
+    Token by token, their number would show in how they are sent.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._calls: list[Callable[[], None]] = []
+
+    def call_soon_threadsafe(self, function: Callable[..., None], *args: Any) -> None:
+        """Keep a call for the end of the step."""
+        self._calls.append(partial(function, *args))
+
+    def tell(self, *_: Any) -> None:
+        """Have the event loop do what was kept."""
+        calls, self._calls = self._calls, []
+        self._exchange.in_loop(_run_all, calls)
 
 
-class _Completions(_Complete, CompletionHandler):  # type: ignore[misc]
-    """`/v1/completions`."""
-
-
-class _Responses(_Complete, ResponseHandler):  # type: ignore[misc]
-    """`/v1/responses`."""
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -9,9 +9,9 @@ import pytest
 import lade
 from lade.models.loading import LoadedModel
 from lade.server.app import Server
-from lade.server.drafting import config_for
 from lade.server.errors import ApiError
 from lade.server.exchange import Asked
+from lade.server.limits import config_for
 from tests.lade.server.serving import asked, client_of, loaded_model, plain_text, serving, text_of
 
 
