@@ -23,7 +23,7 @@ from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
 from lade.probing.profile import Profiles
-from lade.server.connections import GuardedProtocol, most_connections
+from lade.server.connections import GuardedProtocol, shares_of
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
 from lade.server.limits import RequestLimits
@@ -167,11 +167,8 @@ class _Uvicorn(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             )
-        guarded = type(
-            "Guarded",
-            (GuardedProtocol,),
-            {"max_connections": most_connections(options.max_connections)},
-        )
+        shares = shares_of(options.max_connections)
+        guarded = type("Guarded", (GuardedProtocol,), {"shares": shares})
         grace_sec = options.grace_sec
         super().__init__(
             uvicorn.Config(

@@ -2,15 +2,20 @@
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from lade.server.line import Shares
 
 # A client that has begun a request has so long to send its headers.
 HEADER_SEC = 20.0
 # Files that a process opens beside its connections.
 _OTHER_FILES = 128
+# One address may have one of so many parts of the connections.
+_PARTS = 4
 
 
 class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -19,13 +24,15 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     uvicorn has a time limit only for what follows an answer, and for silence.
     """
 
-    max_connections = 10_000
+    shares: ClassVar[Shares]  # of connections, by where they come from
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers, or hang up."""
         super().connection_made(transport)
         self._closing: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.max_connections:
+        self._origin = origin_of(transport.get_extra_info("peername"))
+        self._has_share = self.shares.take(self._origin)
+        if not self._has_share:
             transport.abort()
             return
         self._await_headers()
@@ -33,6 +40,8 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._stop_waiting()
+        if self._has_share:
+            self.shares.give(self._origin)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -54,24 +63,30 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._closing = None
 
 
-def most_connections(wanted: int) -> int:
-    """Return how many connections there may be: as many as wanted, or the system has files for."""
-    if sys.platform == "win32":
-        return wanted
-    import resource
+def shares_of(wanted: int) -> Shares:
+    """Return shares of so many connections, or of as many as the system has files for."""
+    most = wanted
+    if sys.platform != "win32":
+        import resource
 
-    most: Any = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if most == resource.RLIM_INFINITY else max(1, min(wanted, most - _OTHER_FILES))
+        num_files: Any = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num_files != resource.RLIM_INFINITY:
+            most = max(1, min(most, num_files - _OTHER_FILES))
+    return Shares(most, max(1, most // _PARTS))
 
 
-def origin_of(address: str) -> str:
+def origin_of(peer: Sequence[Any] | None) -> str:
     """Return what stands for a client without a key: its address, of IPv6 its network.
 
     A single subscriber has all of a /64, and may use another address for each request.
+
+    Args:
+        peer: address and port; None where they are not known.
     """
+    address = str(peer[0]) if peer else ""
     try:
         found = ip_address(address)
-    except ValueError:  # of a socket that is no internet's
+    except ValueError:  # what a proxy says, or of a socket that is no internet's
         return address
     if isinstance(found, IPv6Address):
         return str(found.ipv4_mapped or ip_network((int(found), 64), strict=False))

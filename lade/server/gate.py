@@ -169,7 +169,7 @@ class Gate:
             self._options.config,
             self._options.drafter,
             key=key,
-            of_whom=key or _origin(scope),
+            of_whom=key or origin_of(scope["client"]),
             knows_kept=bool(key) or self._options.shares_pool,
         )
         if not self._requests.take(exchange.of_whom):
@@ -401,12 +401,6 @@ class _Reply:
     async def _go_on(self, data: bytes, *, is_last: bool = False) -> None:
         self.is_over = is_last
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
-
-
-def _origin(scope: Scope) -> str:
-    """Return where a request comes from, which stands for a key where there are none."""
-    client = scope.get("client")
-    return origin_of(client[0]) if client else ""
 
 
 async def _until_left(receive: Receive) -> None:

@@ -3,16 +3,24 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from transformers.cli.serving.utils import BaseHandler
 
+from lade.batcher import Batcher
 from lade.models.loading import LoadedModel
+from lade.server import requests, upstream
 from lade.server.app import Server
 from lade.server.compiling import CompilerProcess
+from lade.server.errors import ApiError
+from lade.server.grammars import Grammars
+from lade.server.limits import RequestLimits
+from lade.server.options import ServerOptions
 from tests.lade.server.hostile import BODIES, schema_of
 from tests.lade.server.serving import (
     QUESTION,
@@ -197,3 +205,102 @@ def test_silent_bodies_are_ended(loaded: LoadedModel, monkeypatch: pytest.Monkey
         assert sent.result().status_code == 408
         with client_of(server) as client:
             assert asked(client).choices
+
+
+def test_bodies_of_those_who_wait_are_bounded(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.server.gate._MAX_BODIES_OF_KEY", 3)
+    with (
+        serving(loaded, api_keys=["one", "two"], max_body_bytes=1000, max_batch_size=1) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(6) as threads,
+    ):
+        sent = [threads.submit(send, server)]
+        wait_until(lambda: pace.num_calls == 1)  # what runs needs its body no more
+        for number in range(1, 4):
+            sent.append(threads.submit(send, server, stop=["x" * 250] * 3))
+            wait_until(lambda n=number: metric(server, "vllm:num_requests_waiting") == n)  # type: ignore[misc]
+        assert send(server, stop=["x" * 250] * 3).json()["error"]["code"] == "queue_full"
+        other = threads.submit(send, server, "two")
+        pace.free()
+        assert {each.result().status_code for each in (*sent, other)} == {200}
+        assert send(server, stop=["x" * 250] * 3).status_code == 200
+
+
+def test_one_key_has_a_share_of_what_is_open(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lade.server.gate._MAX_OPEN_OF_KEY", 2)
+    with (
+        serving(loaded, api_keys=["one", "two"]) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        sent = [threads.submit(send, server) for _ in range(2)]
+        wait_until(lambda: metric(server, "vllm:num_requests_running") == 2)
+        assert send(server).json()["error"]["code"] == "queue_full"
+        sent.append(threads.submit(send, server, "two"))
+        wait_until(lambda: metric(server, "vllm:num_requests_running") == 3)
+        pace.free()
+        assert {each.result().status_code for each in sent} == {200}
+        assert send(server).status_code == 200
+
+
+def test_many_short_texts_are_refused_for_their_first(loaded: LoadedModel) -> None:
+    made: list[str] = []
+
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            made.extend(texts)
+            return loaded.tokenizer._tokenizer.encode_batch_fast(texts, **options)
+
+    limits = RequestLimits(loaded.model, ServerOptions(max_prompt_tokens=500))
+    messages = [{"role": "user", "content": "a-short-text"}] * 16_000
+    with pytest.raises(ApiError, match="at most 500 tokens"):
+        limits.check_texts(SimpleNamespace(_tokenizer=Backend()), messages)
+    assert sum(map(len, made)) < 100_000
+    limits.check_texts(loaded.tokenizer, messages[:30])
+
+
+def test_nothing_long_is_looked_at_in_the_event_loop(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[str, int]] = []  # by which thread, and how much
+
+    def note(
+        owner: Any, name: str, size: Callable[..., int], kind: Any = lambda each: each
+    ) -> None:
+        function = getattr(owner, name)
+
+        def noting(*args: Any, **options: Any) -> Any:
+            looked.append((threading.current_thread().name, size(*args)))
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, kind(noting))
+
+    note(requests, "from_json", len)
+    note(Grammars, "pieces", lambda _: 10_000)
+    name = "get_processor_inputs_from_messages"
+    note(BaseHandler, name, lambda messages, _: len(json.dumps(messages)), staticmethod)
+    with serving(loaded) as server:
+        long = [{"role": "user", "content": "What-is-" * 20}]
+        answer = post(server, json={**CHAT, "messages": long, "logprobs": True})
+        assert answer.json()["choices"][0]["logprobs"]["content"]
+    assert len(looked) == 4
+    assert {name.rsplit("_")[0] for name, size in looked if size > 100} == {"lade-prepares"}
+
+
+@pytest.mark.parametrize("broken", [(Batcher, "run"), (upstream, "DirectStreamer")])
+def test_a_place_of_an_answer_that_never_begins_is_given_back(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with serving(loaded, max_batch_size=1) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(*broken, fail)
+            assert "internal_error" in post(server, json={**CHAT, "stream": True}).text
+        wait_until(lambda: metric(server, "vllm:num_requests_running") == 0)
+        assert post(server, json=CHAT).status_code == 200

@@ -188,17 +188,46 @@ def test_silent_and_slow_connections_are_closed(
                 time.sleep(0.6)
 
 
-def test_there_are_only_so_many_connections(loaded: LoadedModel) -> None:
-    with serving(loaded, max_connections=3) as server:
+def test_there_are_only_so_many_connections_and_each_address_has_a_share(
+    loaded: LoadedModel,
+) -> None:
+    with serving(loaded, max_connections=8) as server:
         host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
-        held = [socket.create_connection((host, int(port)), timeout=10) for _ in range(3)]
-        time.sleep(0.2)
-        with pytest.raises(httpx.TransportError):
-            get(server, "/health")
+
+        def is_open(number: int, held: list[socket.socket]) -> bool:
+            """Return whether another connection from an address is not hung up at once."""
+            source = (f"127.0.0.{number}", 0)
+            made = socket.create_connection((host, int(port)), 10, source_address=source)
+            held.append(made)
+            with suppress(ConnectionResetError):
+                made.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                return made.recv(1) != b""
+            return False
+
+        held: list[socket.socket] = []
+        assert [is_open(2, held) for _ in range(3)] == [True, True, False]
+        assert [is_open(number, held) for number in (3, 3, 4, 4, 5, 5)] == [True] * 6
+        assert not is_open(6, held)
         for connection in held:
             connection.close()
         wait_until(lambda: not server._uvicorn.server_state.connections)
         assert get(server, "/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%eth0", "fe80::2", True),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("somewhere", "else", False),
+    ],
+)
+def test_a_network_of_one_subscriber_is_one_client(one: str, other: str, is_same: bool) -> None:
+    assert (connections.origin_of((one, 1)) == connections.origin_of((other, 2, 0, 0))) == is_same
+    assert connections.origin_of(None) == ""
 
 
 def test_pages_of_named_sites_may_ask(loaded: LoadedModel) -> None:

@@ -92,6 +92,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ("/chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
         ("/chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
         ("/chat/completions", {"user": 3}, "user"),
+        ("/chat/completions", {"user": "a" * 257}, "user"),
+        ("/completions", {"cache_salt": "a" * 257}, "cache_salt"),
         (
             "/chat/completions",
             {"chat_template_kwargs": {"tokenize": False}},
