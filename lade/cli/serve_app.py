@@ -114,6 +114,16 @@ class ServingOptions:
             help="Seconds for a request, from its first byte to the last of its answer.",
         ),
     ] = 600.0
+    chunk_interval_sec: Annotated[
+        float,
+        _of_server(
+            "--chunk-interval",
+            metavar="T",
+            min=0.0,
+            help="Seconds between the chunks of a stream, so that nobody on the line sees how many "
+            "tokens a step has. 0 sends them as they come.",
+        ),
+    ] = 0.0
     grace_sec: Annotated[
         float,
         _of_limits(

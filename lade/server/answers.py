@@ -4,7 +4,9 @@ Answers are completed as the JSON that clients get, whole or event by event, so 
 how transformers makes it is relied on.
 """
 
+import asyncio
 import json
+import secrets
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from lade.server.exchange import Exchange, Logprob
 
 _EVENT = "data: "
 _END = "data: [DONE]\n\n"
+# An event with the text of a step fits into one: 220 bytes and the model's name are of all events.
+_BLOCK_BYTES = 512
 
 Json = dict[str, Any]
 
@@ -66,18 +70,22 @@ def completed(exchange: Exchange, body: Json) -> Json:
 async def rewritten(
     exchange: Exchange, parts: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """Yield the events of an answer, completed.
+    """Yield the events of an answer, completed: one for the text of each part.
 
     Args:
         exchange: of the answer.
-        parts: transformers' events, one or several at a time.
+        parts: transformers' events, those of a step at a time.
     """
     stream = _Stream(exchange)
     is_whole = False
+    interval_sec = exchange.chunk_interval_sec
+    source = _paced(parts, interval_sec) if interval_sec else parts
     try:
-        async for part in parts:
+        async for part in source:
             events = [json.loads(each.removeprefix(_EVENT)) for each in part.split("\n\n") if each]
-            text = "".join(map(_event, stream.completed(events)))
+            text = "".join(map(stream.text_of, stream.completed(_merged(events))))
+            if not text and interval_sec:  # a comment, so that nobody sees that nothing came
+                text = _padded(": ", "\n\n")
             if text:
                 yield text
         if exchange.asked.endpoint != "responses" and not stream.is_failed:
@@ -86,7 +94,60 @@ async def rewritten(
     finally:
         if not is_whole:  # the client has left
             exchange.end(left())
+        await source.aclose()
+
+
+async def _paced(
+    parts: AsyncGenerator[str, None], interval_sec: float
+) -> AsyncGenerator[str, None]:
+    """Yield what has come, or nothing, at fixed intervals."""
+    come = ""
+
+    async def take() -> None:
+        nonlocal come
+        async for part in parts:
+            come += part
+
+    taking = asyncio.create_task(take())
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    try:
+        while not taking.done() or come:
+            await asyncio.sleep(interval_sec - (loop.time() - begin) % interval_sec)
+            part, come = come, ""
+            yield part
+        await taking
+    finally:
+        taking.cancel()
+        await asyncio.wait({taking})
         await parts.aclose()
+
+
+def _merged(events: Iterable[Json]) -> Iterable[Json]:
+    """Yield events; those in a row that only go on with a text are one."""
+    before: Json | None = None
+    for event in events:
+        place, place_before = _place_of_text(event), _place_of_text(before or {})
+        if place is not None and place_before is not None and place[1:] == place_before[1:]:
+            place_before[0][place[1]] += place[0][place[1]]
+            continue
+        if before is not None:
+            yield before
+        before = event
+    if before is not None:
+        yield before
+
+
+def _place_of_text(event: Json) -> tuple[Json, str, str] | None:
+    """Return what has an event's text, by which name, and of what; None if there is more to it."""
+    if event.get("type", "").endswith(".delta"):
+        return event, "delta", event["item_id"]
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta", choice)
+        for name in ("content", "reasoning_content", "text"):
+            if name in delta and not delta.keys() - {name, "index"} and len(choice) == 2:
+                return delta, name, ""
+    return None
 
 
 class _Stream:
@@ -97,7 +158,15 @@ class _Stream:
         self._cutter = StopCutter(exchange.asked.stops)
         self._num_sent = 0  # characters
         self._num_logprobs = 0  # of those sent
+        self._num_events = 0  # of a response
         self.is_failed = False
+
+    def text_of(self, event: Json) -> str:
+        """Return an event as it is sent: unless asked not to be, of a size that tells nothing."""
+        text = json.dumps(event)
+        if "error" in event or not self._exchange.asked.obfuscates:
+            return f"{_EVENT}{text}\n\n"
+        return _padded(f'{_EVENT}{text[:-1]}, "obfuscation": "', '"}\n\n')
 
     def completed(self, events: Iterable[Json]) -> Iterable[Json]:
         """Yield what becomes of some of transformers' events."""
@@ -112,6 +181,8 @@ class _Stream:
 
     def _of_response(self, event: Json) -> Json:
         error = self._exchange.error or failed()
+        event["sequence_number"] = self._num_events
+        self._num_events += 1
         if event["type"] == "error":
             event |= {"message": error.message, "code": error.code or error.kind, "param": None}
         elif event["type"] == "response.failed":
@@ -237,5 +308,7 @@ def _complete_usage(exchange: Exchange, body: Json) -> None:
     }
 
 
-def _event(event: Json) -> str:
-    return f"{_EVENT}{json.dumps(event)}\n\n"
+def _padded(begin: str, end: str) -> str:
+    """Return a text with random characters in the middle, which fill its last block."""
+    num_missing = -len(begin + end) % _BLOCK_BYTES
+    return begin + secrets.token_urlsafe(_BLOCK_BYTES)[:num_missing] + end

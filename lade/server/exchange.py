@@ -40,6 +40,7 @@ class Asked:
     stops: tuple[str, ...] = ()
     num_logprobs: int | None = None  # None for none, 0 for those of the answer alone
     includes_usage: bool = False
+    obfuscates: bool = True  # whether sizes of events are to tell nothing
     user: str | None = None
     salt: str | None = None
     prediction: str | None = None  # what the answer will probably be
@@ -57,6 +58,7 @@ class Exchange:
     loop: asyncio.AbstractEventLoop
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
+    chunk_interval_sec: float = 0.0  # between what is sent of a stream; 0 for as it comes
     key: str = ""  # of the API
     of_whom: str = ""  # the key, or where it comes from: what is shared fairly
     knows_kept: bool = False  # whether it may be told what of its prompt was kept

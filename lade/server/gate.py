@@ -168,6 +168,7 @@ class Gate:
             asyncio.get_running_loop(),
             self._options.config,
             self._options.drafter,
+            self._options.chunk_interval_sec,
             key=key,
             of_whom=key or origin_of(scope["client"]),
             knows_kept=bool(key) or self._options.shares_pool,

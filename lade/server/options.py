@@ -35,6 +35,8 @@ class ServerOptions:
         max_new_tokens: of an answer.
         max_body_bytes: of a request.
         timeout_sec: of a request, from its first byte to the last of its answer.
+        chunk_interval_sec: between what is sent of a stream, whatever was decoded meanwhile; 0 to
+            send as it comes.
         grace_sec: for answers that are under way when the server is told to stop.
         config: of all calls; prefixes are reused for those who have a pool, whatever it says.
         drafter: drafts from a request's pools and whatever else it has, as a `lade.drafters.Merged`
@@ -66,6 +68,7 @@ class ServerOptions:
     max_new_tokens: int = 4096
     max_body_bytes: int = 2**22
     timeout_sec: float = 600.0
+    chunk_interval_sec: float = 0.0
     grace_sec: float = 30.0
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None
@@ -79,6 +82,7 @@ class ServerOptions:
             ("max_prompt_tokens", 1),
             ("max_new_tokens", 1),
             ("max_body_bytes", 1),
+            ("chunk_interval_sec", 0),
             ("grace_sec", 0),
         ):
             value = getattr(self, name)

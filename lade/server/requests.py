@@ -96,9 +96,12 @@ class _Prediction(_Strict):
         return "".join(part.text for part in self.content)
 
 
-class _StreamOptions(_Strict):
+class _Obfuscation(_Strict):
+    include_obfuscation: bool | None = None
+
+
+class _StreamOptions(_Obfuscation):
     include_usage: bool | None = None
-    include_obfuscation: _False = None
 
 
 class _Schema(_Strict):
@@ -254,6 +257,7 @@ _Items = Annotated[
 class _Response(_Any):
     input: str | Annotated[list[_TextPart], Field(min_length=1, fail_fast=True)] | _Items
     instructions: str | None = None
+    stream_options: _Obfuscation | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: _Text | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -372,7 +376,7 @@ class Reader:
 def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
     """Return what is asked for, by the fields that an endpoint has."""
     fields = dict(valid)
-    options: _StreamOptions | None = fields.get("stream_options")
+    options: _Obfuscation | None = fields.get("stream_options")
     if options is not None and not valid.stream:
         raise ApiError(400, "expected stream_options with stream alone", param="stream_options")
     num_logprobs = fields.get("logprobs")
@@ -394,7 +398,8 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
         max_new_tokens=next((each for each in lengths if each is not None), None),
         stops=tuple(stop) if isinstance(stop, list) else (stop,),
         num_logprobs=num_logprobs,
-        includes_usage=options is not None and bool(options.include_usage),
+        includes_usage=bool(getattr(options, "include_usage", False)),
+        obfuscates=options is None or options.include_obfuscation is not False,
         user=valid.user,
         salt=valid.cache_salt,
         prediction=None if prediction is None else prediction.text(),
