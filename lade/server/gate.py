@@ -49,6 +49,8 @@ _DRAIN_SEC = 5.0
 _MAX_OPEN, _MAX_OPEN_OF_KEY = 10_000, 2_500
 # That prepare requests, and schemas of one key that may wait.
 _NUM_THREADS, _MAX_SCHEMAS = 4, 4
+# Bodies beyond this are looked at one by one, since that keeps all other threads waiting.
+_LARGE_BYTES = 2**18
 # Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
 # in bodies of full size.
 _IDLE_SEC = 30.0
@@ -83,6 +85,7 @@ class Gate:
         self._upstream = upstream
         self._reader = reader
         self._workers = Workers(_NUM_THREADS, options.max_queue)
+        self._reads_large = Workers(1, options.max_queue)
         self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
         self._keys = keys
         self._pools = pools
@@ -107,6 +110,8 @@ class Gate:
         try:
             await self._serve(scope, receive, reply)
         except ApiError as error:
+            # What was raised holds the frames that hold a request, in cycles that are freed late.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             if error.status == 499:
                 status = 499
             else:
@@ -123,7 +128,7 @@ class Gate:
     async def close(self, grace_sec: float) -> None:
         """Let nobody in any more, and end what is under way, after a while by force."""
         self._is_closing = True
-        for each in (self._line, self._workers, self._compilers):
+        for each in (self._line, self._workers, self._reads_large, self._compilers):
             each.refuse(shutting_down())
         for sec, error in ((grace_sec, shutting_down()), (END_SEC, None)):
             with suppress(TimeoutError):
@@ -245,7 +250,7 @@ class Gate:
 
     async def _body(
         self, receive: Receive, headers: Mapping[str, str], exchange: Exchange
-    ) -> bytes:
+    ) -> bytearray:
         most = self._options.max_body_bytes
         size = headers.get("content-length", "0")
         is_short = size.isdecimal() and int(size) <= most
@@ -273,7 +278,7 @@ class Gate:
                 raise ApiError(408, f"nothing of the body came for {_IDLE_SEC:g} s") from None
         if not is_short:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
-        return bytes(data)
+        return data
 
     def _let_go(self, exchange: Exchange) -> None:
         """Count what came of a request no more."""
@@ -282,10 +287,9 @@ class Gate:
 
     async def _prepared(self, exchange: Exchange, path: str) -> None:
         """Do all that can be done before the turn."""
-        key = exchange.of_whom
-        request = await self._workers.run(
-            key, self._reader.read, ENDPOINTS.get(path), exchange.body
-        )
+        key, size = exchange.of_whom, len(exchange.body)
+        workers = self._workers if size <= _LARGE_BYTES else self._reads_large
+        request = await workers.run(key, self._reader.read, ENDPOINTS.get(path), exchange.body)
         asked = exchange.asked = request.asked
         exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
@@ -294,7 +298,7 @@ class Gate:
             compiled = self._reader.grammars.compiled
             exchange.grammar = await self._compilers.run(key, compiled, tenant, request.schema)
         prepare = self._upstream.prepare
-        exchange.body = await self._workers.run(key, prepare, exchange, request.body)
+        exchange.body = await workers.run(key, prepare, exchange, request.body)
 
     async def _answered(self, request_id: str, running: "_Running") -> None:
         """Wait for one's turn, and answer, as long as the client stays and time lasts."""

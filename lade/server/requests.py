@@ -313,7 +313,7 @@ class Reader:
         self._vocab_size = vocab_size
         self.grammars = grammars
 
-    def read(self, endpoint: Endpoint | None, data: bytes) -> Request:
+    def read(self, endpoint: Endpoint | None, data: bytes | bytearray) -> Request:
         """Read a request, in time that is bounded by the number of its bytes.
 
         Args:
@@ -408,7 +408,7 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
     )
 
 
-def _json(data: bytes) -> Json:
+def _json(data: bytes | bytearray) -> Json:
     """Read a JSON object.
 
     Raises:
@@ -436,7 +436,7 @@ def _json(data: bytes) -> Json:
     raise ApiError(400, f"expected JSON at most {_MAX_DEPTH} deep, got a deeper one")
 
 
-def _num_marks(data: bytes) -> int:
+def _num_marks(data: bytes | bytearray) -> int:
     """Return how many values JSON has, and more if there are such characters in its strings."""
     return sum(map(data.count, (b",", b"[", b"{")))
 

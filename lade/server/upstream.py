@@ -99,8 +99,7 @@ class Upstream:
             ApiError: no prompt can be made of it, or one that is too long.
         """
         asked = exchange.asked
-        current.set(exchange)
-        with _making_a_prompt():
+        with _current(exchange), _making_a_prompt():
             if asked.prediction is not None:
                 exchange.prediction = self._limits.predicted_ids(self._tokenizer, asked.prediction)
             with suppress(_PromptMadeError):  # it waits for nothing before that
@@ -135,6 +134,16 @@ class Upstream:
 
 class _PromptMadeError(Exception):
     """Ends a handler that runs for the prompt alone."""
+
+
+@contextmanager
+def _current(exchange: Exchange) -> Iterator[None]:
+    """Have an exchange be the current one of a thread that goes on without it."""
+    token = current.set(exchange)
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Requests made to take much: each is refused, or takes little, and others are served meanwhile."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from lade.server import requests, upstream
 from lade.server.app import Server
 from lade.server.compiling import CompilerProcess
 from lade.server.errors import ApiError
+from lade.server.exchange import Exchange
 from lade.server.grammars import Grammars
 from lade.server.limits import RequestLimits
 from lade.server.options import ServerOptions
@@ -304,3 +307,25 @@ def test_a_place_of_an_answer_that_never_begins_is_given_back(
             assert "internal_error" in post(server, json={**CHAT, "stream": True}).text
         wait_until(lambda: metric(server, "vllm:num_requests_running") == 0)
         assert post(server, json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["tools of 4 MB", "many messages", "many biases"])
+def test_nothing_is_kept_of_a_request_that_was_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Megabytes in cycles would wait for a collection that comes late."""
+    made: list[weakref.ref[Exchange]] = []
+
+    def make(*args: Any, **options: Any) -> Exchange:
+        exchange = Exchange(*args, **options)
+        made.append(weakref.ref(exchange))
+        return exchange
+
+    monkeypatch.setattr("lade.server.gate.Exchange", make)
+    gc.collect()
+    gc.disable()
+    try:
+        assert send(server, **BODIES[name]()).status_code == 400
+        wait_until(lambda: made[0]() is None, 10)
+    finally:
+        gc.enable()
