@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
 import numpy as np
@@ -36,6 +36,7 @@ _SAMPLE_SEC = 2.0
 _LONGEST_WAIT_SEC = 5.0  # though the server says more
 _AFTER_SEC = 20.0  # without attackers, at the end
 _MAX_BODY_BYTES = 2**16
+_FLOOD = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
 _KINDS = {"leaves": 0.3, "dawdles": 0.1, "is_oversize": 0.02, "is_malformed": 0.04}
 
 
@@ -72,6 +73,7 @@ class Tally:
     quiet_first_token_sec: list[float] = field(default_factory=list)  # before attackers come
     first_token_sec: list[float] = field(default_factory=list)
     health_sec: list[float] = field(default_factory=list)
+    own_sec: list[float] = field(default_factory=list)  # by which clients and watch are late
     memory_bytes: list[int] = field(default_factory=list)
 
 
@@ -242,6 +244,12 @@ class _Client:
 class _Attacker:
     """Sends what takes much, connects and says nothing, or never ends what it says."""
 
+    # Made once, or those who measure would wait for it.
+    _plain = json.dumps(_FLOOD).encode()
+    _contents: ClassVar = {
+        name: json.dumps({**_FLOOD, **make()}).encode() for name, make in BODIES.items()
+    }
+
     def __init__(
         self, http: httpx.AsyncClient, rng: random.Random, keys: list[str], tally: Tally
     ) -> None:
@@ -277,10 +285,7 @@ class _Attacker:
             finally:
                 writer.close()
             return
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 24}
-        content: Any = json.dumps({**body, **BODIES.get(kind, dict)()})
-        if kind == "no end":
-            content = _endless()
+        content: Any = _endless() if kind == "no end" else self._contents.get(kind, self._plain)
         answer = await self._http.post("/v1/chat/completions", content=content, headers=headers)
         self._tally.attack_statuses[str(answer.status_code)] += 1
 
@@ -307,7 +312,9 @@ async def _watch(http: httpx.AsyncClient, metrics_url: str, tally: Tally, end: f
         (await http.get("/health")).raise_for_status()
         tally.health_sec.append(perf_counter() - begin)
         tally.memory_bytes.append(int(_metric((await http.get(metrics_url)).text)))
+        begin = perf_counter()
         await asyncio.sleep(_SAMPLE_SEC)
+        tally.own_sec.append(perf_counter() - begin - _SAMPLE_SEC)
 
 
 def _metric(text: str, name: str = "process_resident_memory_bytes") -> float:
@@ -360,12 +367,19 @@ def _report(plan: Plan, tally: Tally, metrics: str, sec: float, exit_code: int) 
     memory = np.array(tally.memory_bytes)
     tenth = max(len(memory) // 10, 1)
     counted = dict(vars(tally))
-    for name in ("first_token_sec", "quiet_first_token_sec", "health_sec", "memory_bytes"):
+    for name in (
+        "first_token_sec",
+        "quiet_first_token_sec",
+        "health_sec",
+        "own_sec",
+        "memory_bytes",
+    ):
         counted.pop(name)
     if plan.num_attackers:
         quiet = np.array(tally.quiet_first_token_sec or [float("nan")])
         counted["quiet_first_token_sec"] = _percentiles(quiet)
         counted["health_sec"] = _percentiles(np.array(tally.health_sec))
+        counted["own_sec"] = _percentiles(np.array(tally.own_sec))
     return {
         "plan": plan._asdict(),
         "sec": round(sec, 1),

@@ -77,9 +77,8 @@ def plain_ids(
 
 
 def plain_text(loaded: LoadedModel, *args: Any, **options: Any) -> str:
-    return str(
-        loaded.tokenizer.decode(plain_ids(loaded, *args, **options), skip_special_tokens=True)
-    )
+    ids = plain_ids(loaded, *args, **options)
+    return str(loaded.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 @contextmanager
