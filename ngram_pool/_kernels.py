@@ -38,11 +38,15 @@ import math
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 from numpy.typing import NDArray
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -78,8 +82,9 @@ def kernel_with_gil(function: _F) -> _F:
 
 
 def _compiled(function: _F, **options: Any) -> _F:
+    options["no_cfunc_wrapper"] = True  # nobody calls from C
     try:
-        compiled: _F = numba.njit(cache=True, **options)(function)
+        compiled: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # Numba found no writable folder for its cache
         # The same text for all kernels, so that only one warning is shown.
         warnings.warn(
@@ -88,7 +93,18 @@ def _compiled(function: _F, **options: Any) -> _F:
             stacklevel=2,
         )
         compiled = numba.njit(**options)(function)
-    return compiled
+    if isinstance(compiled, Dispatcher):
+        # Else Numba compiles a function once more for each constant that a kernel passes to it, and
+        # for each kind of integer: half of all the time that compiling took.
+        template_of = compiled.get_call_template
+        compiled.get_call_template = lambda args, kws: template_of(tuple(map(_plain, args)), kws)
+    return cast(_F, compiled)
+
+
+def _plain(of: Any) -> Any:
+    """Return the type that a value is passed as between kernels."""
+    of = types.unliteral(of)
+    return types.int64 if isinstance(of, types.Integer) else of
 
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -236,19 +252,23 @@ if numba.config.DISABLE_JIT:
 else:
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def _pointer(typing_context: Any, address: Any) -> Any:
-        """Return an integer as a pointer, which `numba.carray` takes."""
+    def _array_at(typing_context: Any, address: Any, shape: Any, dtype: Any) -> Any:
+        """Return an array in place, without references that are counted."""
+        kind = types.Array(dtype.dtype, len(shape), "C")
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = context.get_value_type(numba.types.voidptr)
-            return builder.inttoptr(arguments[0], pointer)
+            element = context.get_data_type(kind.dtype)
+            size = context.get_abi_sizeof(element)
+            lengths = cgutils.unpack_tuple(builder, arguments[1])
+            strides = [lengths[0].type(size)]
+            for length in reversed(lengths[1:]):
+                strides.insert(0, builder.mul(strides[0], length))
+            array = make_array(kind)(context, builder)
+            data = builder.inttoptr(arguments[0], element.as_pointer())
+            populate_array(array, data, lengths, strides, size, meminfo=None)
+            return array._getvalue()
 
-        return numba.types.voidptr(numba.types.int64), generate
-
-    @view
-    def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        array: NDArray[Any] = numba.carray(_pointer(address), shape, dtype)
-        return array
+        return kind(types.int64, shape, dtype), generate
 
 
 @view
@@ -1818,8 +1838,14 @@ def find_occurrences(
 @kernel
 def contains(values: Int64Array, value: int) -> bool:
     """Return whether a value is among sorted ones."""
-    place = np.searchsorted(values, value)
-    return bool(place < values.shape[0] and values[place] == value)
+    begin, end = 0, values.shape[0]
+    while begin < end:  # compiled in a tenth of the time that numpy's search takes
+        middle = (begin + end) // 2
+        if values[middle] < value:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin < values.shape[0] and int(values[begin]) == value
 
 
 @kernel
