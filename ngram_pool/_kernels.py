@@ -77,8 +77,8 @@ def view(function: _F) -> _F:
 
 
 def kernel_with_gil(function: _F) -> _F:
-    """Compile for calls so short that other threads may well wait; it may allocate."""
-    return _compiled(function, nogil=False)
+    """Compile for calls so short that other threads may well wait."""
+    return _compiled(function, nogil=False, **_BARE)
 
 
 def _compiled(function: _F, **options: Any) -> _F:

@@ -27,7 +27,7 @@ from ngram_pool.errors import PoolFileError, ReadOnlyPoolError
 from ngram_pool.files import StoredPool, read_pool, write_pool
 from ngram_pool.locks import lock_of_pool, reading, writing
 from ngram_pool.origins import Origins
-from ngram_pool.state import MAX_CAPACITY_TOKENS, PoolState
+from ngram_pool.state import MAX_CAPACITY_TOKENS, PoolState, compile_chains, compile_texts
 from ngram_pool.table import SuccessorTable, probs_of
 
 DEFAULT_CAPACITY_TOKENS = 2**20
@@ -434,6 +434,7 @@ class NGramPool:
             raise ValueError(f"expected a stamp of the pool {until.origin}, got {since}")
         if not (0 <= since.num_observed <= until.num_observed and 0 <= since.epoch < until.epoch):
             raise ValueError(f"expected a stamp before {until}, got {since}")
+        compile_texts()
         token_ids, bounds, places = self._state.write_texts(since.num_observed)
         is_own = ~self._origins.is_taken(places[:, 1])
         sizes = np.diff(bounds)
@@ -584,6 +585,7 @@ class NGramPool:
         >>> pool.draft_chains(texts, [5, 2], 2, rows, num_new=[5, 2]).tolist()
         [[7, 5], [5, 6]]
         """
+        compile_chains()
         rows = checked_rows(texts, lengths, max_draft_tokens, num_new, self.max_match)
         if not 0.0 <= min_probability <= 1.0:
             raise ValueError(f"expected min_probability from 0 to 1, got {min_probability!r}")
@@ -758,6 +760,7 @@ class NGramPool:
         >>> loaded.draft([5, 6], max_draft_tokens=2).candidates()
         [[7, 8]]
         """
+        compile_texts()
         stored = read_pool(Path(path))
         if tokenizer and stored.tokenizer and tokenizer != stored.tokenizer:
             raise PoolFileError(
@@ -807,6 +810,7 @@ class NGramPool:
     @reading
     def _texts_since(self, num_observed: int) -> Iterator[Int32Array]:
         """Return what is held of the text observed after so many tokens."""
+        compile_texts()
         token_ids, bounds, _ = self._state.write_texts(num_observed)
         return (token_ids[begin:end] for begin, end in pairwise(bounds.tolist()))
 
@@ -817,6 +821,7 @@ class NGramPool:
 
     @writing
     def _forget(self, ids: Int64Array) -> int:
+        compile_texts()
         return self._state.forget(ids)
 
     @reading

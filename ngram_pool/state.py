@@ -8,6 +8,7 @@ import copy
 import operator
 import secrets
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from ngram_pool._kernels import (
 )
 from ngram_pool.arrays import Header, OpenSequence, Room, Text, Unigrams
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
+from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
 from ngram_pool.errors import PoolFileError
 from ngram_pool.files import StoredPool
@@ -456,23 +458,41 @@ class PoolState:
         return header
 
     def run_kernels(self) -> None:
-        """Run every kernel once, so that the first token does not wait for a compiler."""
+        """Run every kernel that drafts need once, so that the first token waits for no compiler."""
         nothing = np.zeros(1, np.int64)
         self._append(nothing[:0], self.no_sequence, False)
         _kernels.reindex(self.header().row)
         _kernels.rebase(self.header().row)
         _kernels.lower(self.no_sequence.state, self.counts)
         self.draft(nothing, 1, 1, self.no_sequence)
-        self.draft_chains([self], [self.no_sequence], checked_rows([[0]], [1], 1, [0], 1), 0.0)
         self.count_unigrams(np.empty((0, 1)), np.empty((0, 1)))
         self.explore(1, nothing, self.no_sequence)
-        _kernels.find_unsound(*self.held, 0)
         table = SuccessorTable(1)
         table.put(np.zeros((1, 2), np.int64), np.zeros((1, 1), np.int32), np.ones((1, 1)))
         table.put_tree(NONE, [0], [NONE], [[0]], [[1.0]])
         SuccessorTable.from_arrays(table.arrays())
+
+    def run_chains(self) -> None:
+        """Run the kernels of `draft_chains` once."""
+        self.draft_chains([self], [self.no_sequence], checked_rows([[0]], [1], 1, [0], 1), 0.0)
+
+    def run_texts(self) -> None:
+        """Run the kernels that read and write whole texts once."""
+        _kernels.find_unsound(*self.held, 0)
         self.write_texts(0)
-        self.forget(nothing)
+        self.forget(np.zeros(1, np.int64))
+
+
+@cache
+def compile_chains() -> None:
+    """Compile what engines need, and nobody else."""
+    compile_by(PoolState(1, 1, 0).run_chains)
+
+
+@cache
+def compile_texts() -> None:
+    """Compile what is needed to forget, to exchange texts, and to check those of files."""
+    compile_by(PoolState(1, 1, 0).run_texts)
 
 
 def _secret_seed() -> int:

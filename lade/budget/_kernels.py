@@ -11,7 +11,8 @@ All calls share them. Of each call by itself, because it depends on texts:
     turns   int64 [5]               see `STEPS` and what follows
 
 They hold the GIL, so that each call is one step for other threads, too. No signal is noticed
-meanwhile: what must change together is changed by one call.
+meanwhile: what must change together is changed by one call. They are loops over numbers: numpy's
+own functions of arrays take four times as long to compile.
 
 Next file: `costs.py`.
 """
@@ -79,6 +80,45 @@ _PRIOR_WEIGHT = 2.0  # as if this many tokens had been promised, and had come tr
 
 
 @kernel_with_gil
+def knot_of(size: float) -> int:
+    """Return the last knot but one whose size is not above a size."""
+    knot = 0
+    while knot < len(KNOTS) - 2 and KNOTS[knot + 1] <= size:
+        knot += 1
+    return knot
+
+
+@kernel_with_gil
+def fill_curve(costs: Floats) -> None:
+    """Interpolate costs between the measured knots; beyond them they follow the guess."""
+    guess, known, num, curve = costs[GUESS], costs[KNOWN], costs[NUM], costs[CURVE]
+    first, last = len(KNOTS), -1
+    for knot in range(len(KNOTS)):
+        if num[knot] == 0.0:
+            continue
+        first = min(first, knot)
+        curve[knot] = known[knot]
+        if last >= 0:
+            slope = (known[knot] - known[last]) / (KNOTS[knot] - KNOTS[last])
+            for between in range(last + 1, knot):
+                curve[between] = slope * (KNOTS[between] - KNOTS[last]) + known[last]
+        last = knot
+    for knot in range(first):
+        curve[knot] = known[first] * guess[knot] / guess[first]
+    for knot in range(last, len(KNOTS)):
+        curve[knot] = known[last] * guess[knot] / guess[last]
+
+
+@kernel_with_gil
+def total(values: Floats) -> float:
+    """Return the sum of some numbers."""
+    result = 0.0
+    for i in range(len(values)):
+        result += values[i]
+    return result
+
+
+@kernel_with_gil
 def record_cost(
     costs: Floats, is_seen: Bools, counts: Int64Array, turns: Int64Array, size: float, sec: float
 ) -> None:
@@ -93,11 +133,12 @@ def record_cost(
         is_seen[int(size)] = True
         return
     # The size lies at a share of the way from one knot to the next.
-    left = min(int(np.searchsorted(KNOTS, size, "right")) - 1, len(KNOTS) - 2)
+    left = knot_of(size)
     share = (size - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
     expected = (1.0 - share) * curve[left] + share * curve[left + 1]
-    if num.sum() == 0:  # the guess is known up to a factor
-        curve *= sec / expected
+    if total(num) == 0.0:  # the guess is known up to a factor
+        for knot in range(len(KNOTS)):
+            curve[knot] *= sec / expected
         expected = sec
     ratio = sec / expected
     is_knot = share == 0.0 or share == 1.0
@@ -111,11 +152,13 @@ def record_cost(
         ratio = min(max(ratio, 1.0 / most), most)
         if least > 0:  # a wrong guess says nothing about the others
             shared = 1.0 + (_SCALING_WEIGHT if is_scaling else _SHARED_WEIGHT) * (ratio - 1.0)
-            known *= shared
+            for knot in range(len(KNOTS)):
+                known[knot] *= shared
             if is_scaling:
                 counts[NUM_SCALING] -= 1
                 ratio /= shared
-    num[:] = np.maximum(_MEMORY_OF_COSTS * num, np.minimum(num, LEAST_COUNTED))
+    for knot in range(len(KNOTS)):
+        num[knot] = max(_MEMORY_OF_COSTS * num[knot], min(num[knot], LEAST_COUNTED))
     for knot, part in ((left, 1.0 - share), (left + 1, share)):
         if part > 0.0:
             if num[knot] == 0:
@@ -123,15 +166,19 @@ def record_cost(
             weight = 1.0 if is_news else max(1.0 / (1.0 + num[knot]), _OWN_WEIGHT)
             known[knot] *= 1.0 + part * weight * (ratio - 1.0)
             num[knot] = min(_MOST_COUNTED, num[knot] + part)
-    # Costs are interpolated between the measured knots, and follow the guess beyond them.
-    guess, measured = costs[GUESS], np.flatnonzero(num)
-    first, last = measured[0], measured[-1]
-    curve[:] = np.interp(KNOTS, KNOTS[measured], known[measured])
-    curve[:first] = known[first] * guess[:first] / guess[first]
-    curve[last:] = known[last] * guess[last:] / guess[last]
+    fill_curve(costs)
 
 
 # --- the choice -------------------------------------------------------------------------------
+
+
+@kernel_with_gil
+def lowest_cost(costs: Floats, knot: int) -> float:
+    """Return what a size may cost at the lowest."""
+    num = costs[NUM, knot]
+    # The guess for a size never measured is optimistic already.
+    doubt = _DOUBT_OF_ONE / max(1.0, num) ** 2 if num > 0.0 else 0.0
+    return float(costs[CURVE, knot] * (1.0 - doubt))
 
 
 @kernel_with_gil
@@ -144,19 +191,29 @@ def choose_size(
         sizes: float64 [num_sizes], mean tokens per row; the first one has no draft.
         gains: float64 [num_sizes], expected tokens.
     """
-    num = costs[NUM]
     counts[ASKED] += 1
     # Steps without a draft are measured first. After a few calls without a measurement the guess
     # has to do: where finished rows stay in the forward, only the others are asked about, and what
     # is measured counts for a larger batch.
-    must_begin = num.sum() < 1.5 and counts[ASKED] <= _PATIENCE_AT_FIRST
+    must_begin = total(costs[NUM]) < 1.5 and counts[ASKED] <= _PATIENCE_AT_FIRST
     if must_begin or sizes[-1] == sizes[0]:
         return 0
-    # The guess for a size never measured is optimistic already.
-    doubts = _DOUBT_OF_ONE * (num > 0) / np.maximum(1.0, num) ** 2
-    rates = gains / np.interp(sizes, KNOTS, costs[CURVE] * (1.0 - doubts))
-    best = 1 + int(rates[1:].argmax())
-    return best if or_the_other(rates[best] > rates[0], turns) else 0
+    best, best_rate, plain_rate = 0, 0.0, 0.0
+    for i in range(len(sizes)):
+        size = min(max(sizes[i], KNOTS[0]), KNOTS[-1])
+        left = knot_of(size)
+        cost, after = lowest_cost(costs, left), lowest_cost(costs, left + 1)
+        if size == KNOTS[left + 1]:
+            cost = after
+        else:
+            slope = (after - cost) / (KNOTS[left + 1] - KNOTS[left])
+            cost += slope * (size - KNOTS[left])
+        rate = gains[i] / cost
+        if i == 0:
+            plain_rate = rate
+        elif best == 0 or rate > best_rate:
+            best, best_rate = i, rate
+    return best if or_the_other(best_rate > plain_rate, turns) else 0
 
 
 @kernel_with_gil
@@ -194,20 +251,19 @@ def look_at_outcome(
         came: float64 [num_nodes], written: whether the path of each node was emitted: 1, 0, or a
             probability if unknown.
     """
-    known = np.empty(len(token_ids))  # probability of the last node on each path with known fate
     for node in range(len(token_ids)):
-        parent, depth, prob = parents[node], depths[node], probs[node]
-        came_before, known_before = 1.0, 1.0
-        if parent >= 0:
-            came_before, known_before = came[parent], known[parent]
-        if depth > len(emitted):
-            is_possible = came_before > 0 and known_before > 0
-            came[node] = min(1.0, prob / known_before) if is_possible else 0.0
-            known[node] = known_before
-        else:
-            is_right = came_before > 0 and token_ids[node] == emitted[depth - 1]
-            came[node] = 1.0 if is_right else 0.0
-            known[node] = prob
+        parent, depth = int(parents[node]), int(depths[node])
+        came_before = came[parent] if parent >= 0 else 1.0
+        came[node] = 0.0
+        if depth <= len(emitted):
+            if came_before > 0.0 and token_ids[node] == emitted[depth - 1]:
+                came[node] = 1.0
+            continue
+        known = parent  # the last node on the path whose fate is known
+        while depths[known] > len(emitted):
+            known = int(parents[known])
+        if came_before > 0.0 and probs[known] > 0.0:
+            came[node] = min(1.0, probs[node] / probs[known])
 
 
 @kernel_with_gil
@@ -220,10 +276,16 @@ def renew_worth(sums: Floats, worth: Floats, promised: Floats, came: Floats, num
         promised, came: float64 [num_nodes], of all nodes of the step; see `look_at_outcome`.
         num_rows: rows that they are from.
     """
-    sums *= _MEMORY_OF_OUTCOMES
+    for interval in range(NUM_INTERVALS):
+        sums[0, interval] *= _MEMORY_OF_OUTCOMES
+        sums[1, interval] *= _MEMORY_OF_OUTCOMES
     for node in range(len(promised)):
-        interval = np.searchsorted(PROMISES, promised[node], "right")
+        interval = 0
+        while interval < len(PROMISES) and PROMISES[interval] <= promised[node]:
+            interval += 1
         sums[0, interval] += promised[node] / num_rows
         sums[1, interval] += came[node] / num_rows
-    of_all = (sums[1].sum() + _PRIOR_WEIGHT) / (sums[0].sum() + _PRIOR_WEIGHT)
-    worth[:] = (sums[1] + _PRIOR_WEIGHT * of_all) / (sums[0] + _PRIOR_WEIGHT)
+    of_all = (total(sums[1]) + _PRIOR_WEIGHT) / (total(sums[0]) + _PRIOR_WEIGHT)
+    for interval in range(NUM_INTERVALS):
+        came_true = sums[1, interval] + _PRIOR_WEIGHT * of_all
+        worth[interval] = came_true / (sums[0, interval] + _PRIOR_WEIGHT)
