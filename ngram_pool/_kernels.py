@@ -43,7 +43,6 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -97,7 +96,8 @@ def _compiled(function: _F, **options: Any) -> _F:
         # Else Numba compiles a function once more for each constant that a kernel passes to it, and
         # for each kind of integer: half of all the time that compiling took.
         template_of = compiled.get_call_template
-        compiled.get_call_template = lambda args, kws: template_of(tuple(map(_plain, args)), kws)
+        dispatcher: Any = compiled
+        dispatcher.get_call_template = lambda args, kws: template_of((*map(_plain, args),), kws)
     return cast(_F, compiled)
 
 
@@ -137,6 +137,7 @@ CONTEXT_AT, FOUND_AT, FEATURES_AT, SUMMED_AT, FOUND_PROBS_AT = range(5)
 CANDIDATES_AT, CANDIDATE_PROBS_AT, LEFT_IDS_AT, LEFT_PROBS_AT = range(5, 9)
 NODES_AT, NODE_PROBS_AT, SUPPORT_PROBS_AT = range(9, 12)
 MAX_NODES, WIDTH, CONTEXT_LENGTH, NUM_FOUND_ROWS, FOUND_WIDTH = range(12, 17)
+NUM_PARENTS, MAX_CANDIDATES = range(17, 19)
 # Occurrences are noted as their position plus this many times their source: 0 for the own text,
 # 1, 2, … for the layers.
 _SOURCE = 2**32
@@ -239,98 +240,146 @@ def hash_step(state: int, token_id: int) -> int:
 
 
 # --- headers: arrays by their addresses ---
+#
+# `_view` makes a function that returns the arrays of a header. Each is given by the column of its
+# address, its shape, where a string names a column, and its kind. They are made by LLVM's builder:
+# as functions of Numba's, they took a fifth of the time that compiling the pool takes.
+
+_Shape = tuple[int | str, ...]
 
 if numba.config.DISABLE_JIT:
 
-    def _array_at(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    def _array_at(address: int, shape: tuple[int, ...], of: Any) -> NDArray[Any]:
         if 0 in shape:
-            return np.empty(shape, dtype)
+            return np.empty(shape, of)
         described = {"data": (int(address), False), "shape": tuple(map(int, shape)), "version": 3}
-        described["typestr"] = np.dtype(dtype).str
+        described["typestr"] = np.dtype(of).str
         return np.asarray(SimpleNamespace(__array_interface__=described))
+
+    def row_at(address: int, num_columns: int) -> Int64Array:
+        return _array_at(address, (num_columns,), np.int64)
+
+    def _view(*arrays: tuple[int, _Shape, Any]) -> Any:
+        def arrays_of(header: Int64Array) -> Any:
+            found = []
+            for address, shape, of in arrays:
+                lengths = tuple(header[globals()[n]] if isinstance(n, str) else n for n in shape)
+                found.append(_array_at(header[address], lengths, of))
+            return found[0] if len(found) == 1 else tuple(found)
+
+        return arrays_of
 
 else:
 
+    def _built(context: Any, builder: Any, kind: Any, address: Any, lengths: list[Any]) -> Any:
+        """Build an array in place, without references that are counted."""
+        element = context.get_data_type(kind.dtype)
+        strides = [context.get_constant(types.intp, context.get_abi_sizeof(element))]
+        for length in reversed(lengths[1:]):
+            strides.insert(0, builder.mul(strides[0], length))
+        array = make_array(kind)(context, builder)
+        data = builder.inttoptr(address, element.as_pointer())
+        populate_array(array, data, lengths, strides, strides[-1], meminfo=None)
+        return array._getvalue()
+
     @intrinsic  # type: ignore[untyped-decorator]
-    def _array_at(typing_context: Any, address: Any, shape: Any, dtype: Any) -> Any:
-        """Return an array in place, without references that are counted."""
-        kind = types.Array(dtype.dtype, len(shape), "C")
+    def row_at(typing_context: Any, address: Any, num_columns: Any) -> Any:
+        """Return the header at an address."""
+        kind = types.Array(types.int64, 1, "C")
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            element = context.get_data_type(kind.dtype)
-            size = context.get_abi_sizeof(element)
-            lengths = cgutils.unpack_tuple(builder, arguments[1])
-            strides = [lengths[0].type(size)]
-            for length in reversed(lengths[1:]):
-                strides.insert(0, builder.mul(strides[0], length))
-            array = make_array(kind)(context, builder)
-            data = builder.inttoptr(arguments[0], element.as_pointer())
-            populate_array(array, data, lengths, strides, size, meminfo=None)
-            return array._getvalue()
+            return _built(context, builder, kind, arguments[0], [arguments[1]])
 
-        return kind(types.int64, shape, dtype), generate
+        return kind(types.int64, types.int64), generate
 
+    def _view(*arrays: tuple[int, _Shape, Any]) -> Any:
+        """Return a function from a header to its arrays: one, or a tuple of several."""
+        kinds = [
+            types.Array(numba.from_dtype(np.dtype(of)), len(shape), "C") for _, shape, of in arrays
+        ]
+        result = kinds[0] if len(kinds) == 1 else types.Tuple(kinds)
 
-@view
-def row_at(address: int, num_columns: int) -> Int64Array:
-    """Return the header at an address."""
-    return _array_at(address, (num_columns,), np.int64)
+        def arrays_of(typing_context: Any, header: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                columns = make_array(header)(context, builder, arguments[0]).data
 
+                def in_column(column: int) -> Any:
+                    place = builder.gep(columns, [context.get_constant(types.intp, column)])
+                    return builder.load(place)
 
-@view
-def text_of(pool: Int64Array) -> tuple[Int32Array, Int32Array]:
-    """Return the text and the links of a pool."""
-    num_rows = pool[NUM_ROWS]
-    return (
-        _array_at(pool[TEXT_AT], (num_rows, 3), np.int32),
-        _array_at(pool[LINKS_AT], (num_rows, pool[NUM_ORDERS]), np.int32),
-    )
+                def length_of(length: int | str) -> Any:
+                    if isinstance(length, str):
+                        return in_column(globals()[length])
+                    return context.get_constant(types.intp, length)
 
+                made = [
+                    _built(context, builder, kind, in_column(address), [*map(length_of, shape)])
+                    for kind, (address, shape, _) in zip(kinds, arrays, strict=True)
+                ]
+                return made[0] if len(made) == 1 else context.make_tuple(builder, result, made)
 
-@view
-def heads_of(pool: Int64Array) -> Int32Array:
-    """Return the heads of a pool."""
-    return _array_at(pool[HEADS_AT], (pool[NUM_ORDERS], pool[NUM_BUCKETS]), np.int32)
+            return result(header), generate
 
-
-@view
-def counts_of(pool: Int64Array) -> Int64Array:
-    """Return the counts of a pool."""
-    return _array_at(pool[COUNTS_AT], (4,), np.int64)
+        return intrinsic(arrays_of)
 
 
-@view
-def weights_of(pool: Int64Array) -> Float64Array:
-    """Return the weights of a pool."""
-    return _array_at(pool[WEIGHTS_AT], (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64)
-
-
-@view
-def unigrams_of(pool: Int64Array) -> tuple[Int32Array, Float64Array]:
-    """Return the unigrams of a pool: tokens, and their expected counts."""
-    shape = (pool[NUM_UNIGRAMS],)
-    return (
-        _array_at(pool[UNIGRAM_IDS_AT], shape, np.int32),
-        _array_at(pool[UNIGRAM_COUNTS_AT], shape, np.float64),
-    )
-
-
-@view
-def harvested_of(pool: Int64Array) -> Int64Array:
-    """Return the header of the table of what a pool harvested."""
-    return row_at(pool[HARVESTED_AT], NUM_TABLE_COLUMNS)
-
-
-@view
-def prewarmed_of(sequence: Int64Array) -> Int64Array:
-    """Return the header of a sequence's prewarmed table."""
-    return row_at(sequence[PREWARMED_AT], NUM_TABLE_COLUMNS)
-
-
-@view
-def state_of(sequence: Int64Array) -> Int64Array:
-    """Return the state of a sequence."""
-    return row_at(sequence[STATE_AT], NUM_STATES)
+# Of a pool: text and links; heads; counts; weights; tokens and their expected counts; the header of
+# the table of what was harvested.
+text_of = _view(
+    (TEXT_AT, ("NUM_ROWS", 3), np.int32), (LINKS_AT, ("NUM_ROWS", "NUM_ORDERS"), np.int32)
+)
+heads_of = _view((HEADS_AT, ("NUM_ORDERS", "NUM_BUCKETS"), np.int32))
+counts_of = _view((COUNTS_AT, (4,), np.int64))
+weights_of = _view((WEIGHTS_AT, (NUM_WEIGHT_ROWS, NUM_WEIGHTS), np.float64))
+unigrams_of = _view(
+    (UNIGRAM_IDS_AT, ("NUM_UNIGRAMS",), np.int32),
+    (UNIGRAM_COUNTS_AT, ("NUM_UNIGRAMS",), np.float64),
+)
+harvested_of = _view((HARVESTED_AT, (NUM_TABLE_COLUMNS,), np.int64))
+# Of a sequence: its state; the addresses of its layers' headers; that of its prewarmed table.
+state_of = _view((STATE_AT, (NUM_STATES,), np.int64))
+_layers_of = _view((LAYERS_AT, ("NUM_LAYERS",), np.int64))
+prewarmed_of = _view((PREWARMED_AT, (NUM_TABLE_COLUMNS,), np.int64))
+# Of a table: keys, successors and their costs, how often each row was put, and when last.
+rows_of = _view(
+    (KEYS_AT, ("NUM_KEYS",), np.int64),
+    (IDS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.int32),
+    (COSTS_AT, ("NUM_KEYS", "NUM_SUCCESSORS"), np.uint16),
+    (TIMES_AT, ("NUM_KEYS",), np.int32),
+    (EPOCHS_AT, ("NUM_KEYS",), np.int32),
+)
+# Of scratch. Room for a context, newest token first, and as long as one that matters can be.
+context_of = _view((CONTEXT_AT, ("CONTEXT_LENGTH",), np.int64))
+# What is found after a context, and probabilities of the successors. Rows of the first: 0
+# occurrences, 1 token ids of successors, 2 their counts, 3 their nearest origin, 4 lengths of the
+# occurrences, or in the end the rows of weights used, 5 what follows the occurrences, 6 lengths of
+# the successors' longest match; from 7 on, for each source, what `look_up` finds.
+found_of = _view(
+    (FOUND_AT, ("NUM_FOUND_ROWS", "FOUND_WIDTH"), np.int64),
+    (FOUND_PROBS_AT, ("WIDTH",), np.float64),
+)
+# The features of what is found, and the weights of a context.
+features_of = _view(
+    (FEATURES_AT, ("WIDTH", NUM_FEATURES), np.float64), (SUMMED_AT, (NUM_WEIGHTS,), np.float64)
+)
+# The nodes of a tree, and their probabilities. Rows of the first: token, parent, depth, number of
+# children, length of the longest match.
+nodes_of = _view(
+    (NODES_AT, (5, "MAX_NODES"), np.int64), (NODE_PROBS_AT, ("MAX_NODES",), np.float64)
+)
+# What may become nodes, and their probabilities. Rows of the first: token, parent, a heap of them.
+candidates_of = _view(
+    (CANDIDATES_AT, (3, "MAX_CANDIDATES"), np.int64),
+    (CANDIDATE_PROBS_AT, ("MAX_CANDIDATES",), np.float64),
+)
+# What is left to draw of a drawn tree: the successors of each node, the root's first; their path
+# probabilities, 0 where drawn already; and for each node, the distribution that it was drawn from,
+# over its parent's successors.
+left_of = _view(
+    (LEFT_IDS_AT, ("NUM_PARENTS", "WIDTH"), np.int64),
+    (LEFT_PROBS_AT, ("NUM_PARENTS", "WIDTH"), np.float64),
+    (SUPPORT_PROBS_AT, ("MAX_NODES", "WIDTH"), np.float64),
+)
 
 
 @view
@@ -338,93 +387,8 @@ def source_of(pool: Int64Array, sequence: Int64Array, i: int) -> Int64Array:
     """Return the header of source `i`: the pool's for 0, then those of the sequence's layers."""
     address = pool[HEADER_AT]
     if i > 0:
-        address = row_at(sequence[LAYERS_AT], sequence[NUM_LAYERS])[i - 1]
+        address = _layers_of(sequence)[i - 1]
     return row_at(address, NUM_POOL_COLUMNS)
-
-
-@view
-def rows_of(
-    table: Int64Array,
-) -> tuple[Int64Array, Int32Array, CostArray, Int32Array, Int32Array]:
-    """Return a table's keys, successors and their costs, how often each row was put, when last."""
-    num_rows, shape = (table[NUM_KEYS],), (table[NUM_KEYS], table[NUM_SUCCESSORS])
-    return (
-        _array_at(table[KEYS_AT], num_rows, np.int64),
-        _array_at(table[IDS_AT], shape, np.int32),
-        _array_at(table[COSTS_AT], shape, np.uint16),
-        _array_at(table[TIMES_AT], num_rows, np.int32),
-        _array_at(table[EPOCHS_AT], num_rows, np.int32),
-    )
-
-
-@view
-def context_of(scratch: Int64Array) -> Int64Array:
-    """Return room for a context, newest token first, and as long as one that matters can be."""
-    return _array_at(scratch[CONTEXT_AT], (scratch[CONTEXT_LENGTH],), np.int64)
-
-
-@view
-def found_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
-    """Return what is found after a context, and probabilities of the successors.
-
-    Rows of the first: 0 occurrences, 1 token ids of successors, 2 their counts, 3 their nearest
-    origin, 4 lengths of the occurrences, or in the end the rows of weights used, 5 what follows the
-    occurrences, 6 lengths of the successors' longest match; from 7 on, for each source, what
-    `look_up` finds.
-    """
-    return (
-        _array_at(scratch[FOUND_AT], (scratch[NUM_FOUND_ROWS], scratch[FOUND_WIDTH]), np.int64),
-        _array_at(scratch[FOUND_PROBS_AT], (scratch[WIDTH],), np.float64),
-    )
-
-
-@view
-def features_of(scratch: Int64Array) -> tuple[Float64Array, Float64Array]:
-    """Return the features of what is found, and the weights of a context."""
-    return (
-        _array_at(scratch[FEATURES_AT], (scratch[WIDTH], NUM_FEATURES), np.float64),
-        _array_at(scratch[SUMMED_AT], (NUM_WEIGHTS,), np.float64),
-    )
-
-
-@view
-def nodes_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
-    """Return the nodes of a tree, and their probabilities.
-
-    Rows of the first: token, parent, depth, number of children, length of the longest match.
-    """
-    return (
-        _array_at(scratch[NODES_AT], (5, scratch[MAX_NODES]), np.int64),
-        _array_at(scratch[NODE_PROBS_AT], (scratch[MAX_NODES],), np.float64),
-    )
-
-
-@view
-def candidates_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array]:
-    """Return what may become nodes, and their probabilities.
-
-    Rows of the first: token, parent, and a heap of them.
-    """
-    size = scratch[MAX_NODES] * scratch[WIDTH]
-    return (
-        _array_at(scratch[CANDIDATES_AT], (3, size), np.int64),
-        _array_at(scratch[CANDIDATE_PROBS_AT], (size,), np.float64),
-    )
-
-
-@view
-def left_of(scratch: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
-    """Return what is left to draw of a drawn tree.
-
-    The successors of each node, the root's first; their path probabilities, 0 where drawn already;
-    and for each node, the distribution that it was drawn from, over its parent's successors.
-    """
-    num_nodes, width = scratch[MAX_NODES], scratch[WIDTH]
-    return (
-        _array_at(scratch[LEFT_IDS_AT], (num_nodes + 1, width), np.int64),
-        _array_at(scratch[LEFT_PROBS_AT], (num_nodes + 1, width), np.float64),
-        _array_at(scratch[SUPPORT_PROBS_AT], (num_nodes, width), np.float64),
-    )
 
 
 @inlined
@@ -467,57 +431,45 @@ def index_position(pool: Int64Array, position: int, first: int) -> None:
         reached = int(text[reached_row, PREVIOUS])
 
 
-@inlined
-def begin_appending(pool: Int64Array, sequence: Int64Array) -> None:
-    """Lower a sequence's positions, and let it begin anew where its last token was forgotten."""
-    (text, _), state = text_of(pool), state_of(sequence)
-    lower(state, counts_of(pool))
-    tail = int(state[TAIL])
-    if tail >= 0 and text[row_of(tail, text.shape[0]), TOKEN] == NONE:
-        state[TAIL] = NONE
-
-
-@inlined
-def append_token(
-    pool: Int64Array, sequence: Int64Array, scratch: Int64Array, token_id: int, learning_rate: float
-) -> None:
-    """Append one token; see `append`."""
-    (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
-    num_rows = text.shape[0]
-    position, tail = int(counts[NEXT_POSITION]), int(state[TAIL])
-    state[PROMPT] = min(state[PROMPT], position)
-    if learning_rate > 0.0:
-        state[ANSWER] = min(state[ANSWER], position)
-        learn(pool, sequence, scratch, tail, token_id, learning_rate)
-    first = max(0, position - num_rows + 1)  # once this token has overwritten its row
-    if tail < first:
-        tail = NONE
-    row = row_of(position, num_rows)
-    text[row, TOKEN] = token_id
-    text[row, PREVIOUS] = tail
-    text[row, NEXT] = NONE
-    if tail != NONE:
-        text[row_of(tail, num_rows), NEXT] = position
-    index_position(pool, position, first)
-    state[TAIL] = position
-    counts[NEXT_POSITION] = position + 1
-
-
 @kernel
 def append(
     pool: Int64Array,
     sequence: Int64Array,
     scratch: Int64Array,
-    token_ids: Int64Array,
+    token_ids: Int32Array,
     learning_rate: float,
+    learning_stride: int,
+    num_before: int,
 ) -> None:
     """Append `token_ids` to a sequence: to its prompt, or with a rate above 0 to its answer.
 
-    The weights learn from each token of an answer before it is appended.
+    The weights learn from tokens of an answer before they are appended: from each so many-th one,
+    counting `num_before` that came before these.
     """
-    begin_appending(pool, sequence)
+    (text, _), counts, state = text_of(pool), counts_of(pool), state_of(sequence)
+    num_rows = text.shape[0]
+    lower(state, counts)
+    if state[TAIL] >= 0 and text[row_of(int(state[TAIL]), num_rows), TOKEN] == NONE:
+        state[TAIL] = NONE  # the last token was forgotten: the sequence begins anew
     for i in range(token_ids.shape[0]):
-        append_token(pool, sequence, scratch, int(token_ids[i]), learning_rate)
+        token_id, position, tail = int(token_ids[i]), int(counts[NEXT_POSITION]), int(state[TAIL])
+        state[PROMPT] = min(state[PROMPT], position)
+        if learning_rate > 0.0:
+            state[ANSWER] = min(state[ANSWER], position)
+            if (num_before + i + 1) % learning_stride == 0:
+                learn(pool, sequence, scratch, tail, token_id, learning_rate)
+        first = max(0, position - num_rows + 1)  # once this token has overwritten its row
+        if tail < first:
+            tail = NONE
+        row = row_of(position, num_rows)
+        text[row, TOKEN] = token_id
+        text[row, PREVIOUS] = tail
+        text[row, NEXT] = NONE
+        if tail != NONE:
+            text[row_of(tail, num_rows), NEXT] = position
+        index_position(pool, position, first)
+        state[TAIL] = position
+        counts[NEXT_POSITION] = position + 1
 
 
 @kernel
@@ -1281,14 +1233,13 @@ def observe_rows(
             row_at(pools[i], NUM_POOL_COLUMNS),
             row_at(sequences[i], NUM_SEQUENCE_COLUMNS),
         )
-        begin_appending(pool, sequence)
         state, next_position = state_of(sequence), int(counts_of(pool)[NEXT_POSITION])
+        lower(state, counts_of(pool))
         state[PROMPT] = min(state[PROMPT], next_position)
         state[ANSWER] = min(state[ANSWER], next_position)
-        for j in range(lengths[i] - num_new[i], lengths[i]):
-            num_appended += 1
-            rate = learning_rate if num_appended % learning_stride == 0 else 0.0
-            append_token(pool, sequence, scratch, int(token_ids[i, j]), rate)
+        new = token_ids[i, lengths[i] - num_new[i] : lengths[i]]
+        append(pool, sequence, scratch, new, learning_rate, learning_stride, num_appended)
+        num_appended += num_new[i]
 
 
 @kernel

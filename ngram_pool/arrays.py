@@ -128,4 +128,5 @@ class Room:
             self.support_probs,
         )
         places = [array.ctypes.data for array in self.arrays]
-        self.row = np.array([*places, num_nodes, width, max_match, *found_shape], np.int64)
+        sizes = (num_nodes, width, max_match, *found_shape, num_nodes + 1, num_nodes * width)
+        self.row = np.array([*places, *sizes], np.int64)

@@ -167,7 +167,8 @@ class PoolState:
         self.rebase_for(len(ids))
         room, header = self._take_room(1, sequence), sequence.header()
         rate = self.learning_rate if is_answer else 0.0
-        _kernels.append(self.header().row, header.row, room.row, ids, rate)
+        new = ids.astype(np.int32)
+        _kernels.append(self.header().row, header.row, room.row, new, rate, 1, 0)
         self._give_room_back(room, sequence)
 
     def count_unigrams(self, token_ids: ArrayLike, probs: ArrayLike) -> None:

@@ -42,9 +42,11 @@ def _parts_of_all_models() -> dict[str, Callable[[], Any]]:
     from lade.drafting.successors import compile_kernels
     from lade.products.linear import products_for
     from ngram_pool import NGramPool
+    from ngram_pool.state import compile_texts
 
     return {
         "the pool": lambda: NGramPool(1),
+        "pools on disk": compile_texts,
         "the ranks of tokens": compile_kernels,
         "the budget": MeasuredBudget,
         "products for few rows": lambda: products_for(nn.Linear(1024, 1024)),

@@ -103,6 +103,7 @@ def estimate_probs(
     step: int,
     ranked: NDArray[np.float32],
     scratch: Int32Array,
+    values: NDArray[np.float32],
     sums: Float64Array,
     probs: NDArray[np.float32],
 ) -> None:
@@ -114,12 +115,12 @@ def estimate_probs(
         step: between the logits that are summed.
         ranked: [num_rows, num_ranked], the highest logits, highest first; all are finite.
         scratch: int32 [vocab_size / step, rounded up, and then up to a multiple of 8].
+        values: the same memory as float32.
         sums: float64 [8], scratch.
         probs: float32 [num_rows, num_ranked], written.
     """
     num_ranked = ranked.shape[1]
     num = (bits.shape[1] + step - 1) // step
-    values = scratch.view(np.float32)
     for row in range(bits.shape[0]):
         top, least = ranked[row, 0], ranked[row, num_ranked - 1]
         for i in range(num):
@@ -131,14 +132,18 @@ def estimate_probs(
             scratch[i] = np.int32(log2 * np.float32(_ONE))
         for i in range(num, scratch.shape[0]):
             scratch[i] = 0
-        sums[:] = 0.0
+        for j in range(8):
+            sums[j] = 0.0
         for i in range(0, scratch.shape[0], 8):
             for j in range(8):
                 sums[j] += values[i + j]
         of_ranked = 0.0
         for j in range(num_ranked):
             of_ranked += math.exp(ranked[row, j] - top)
-        of_others = step * sums.sum() - num_ranked * math.exp(least - top)
+        of_others = 0.0
+        for j in range(8):
+            of_others += sums[j]
+        of_others = step * of_others - num_ranked * math.exp(least - top)
         total = of_ranked + max(0.0, of_others)
         for j in range(num_ranked):
             probs[row, j] = math.exp(ranked[row, j] - top) / total

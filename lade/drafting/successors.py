@@ -170,12 +170,14 @@ def _estimated_probs(highest: Tensor, bits: _Bits, step: int) -> Tensor:
     """Return the probabilities of the highest logits, float32 [..., num_ranked]."""
     probs = torch.empty_like(highest, memory_format=torch.contiguous_format)
     num_summed = -(-bits.of_rows.shape[1] // step)
+    scratch = np.empty(-(-num_summed // 8) * 8, np.int32)
     _kernels.estimate_probs(
         bits.of_rows,
         bits.shift,
         step,
         highest.contiguous().view(-1, highest.shape[-1]).numpy(),
-        np.empty(-(-num_summed // 8) * 8, np.int32),
+        scratch,
+        scratch.view(np.float32),
         np.empty(8, np.float64),
         probs.view(-1, highest.shape[-1]).numpy(),
     )

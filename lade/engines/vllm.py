@@ -21,6 +21,7 @@ from lade.engines.options import PoolOptions
 from lade.engines.requests import Found, Prefixes, Requests
 from ngram_pool import NGramPool, SuccessorTable
 from ngram_pool._kernels import Int32Array, Int64Array
+from ngram_pool.state import compile_chains
 
 _logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ class PoolProposer:
         elif options.pool is not None:
             self._layers = [NGramPool.load(options.pool, read_only=True)]
         num_slots = _SLOTS_PER_ROW * self._max_rows
+        compile_chains()
         self._requests = Requests(num_slots, self._max_model_len)
         # Where requests share no pool, each has its whole prompt observed.
         self._prefixes = Prefixes(self._pool.capacity_tokens) if is_shared else None

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 import ngram_pool.chains
 import ngram_pool.state
 from ngram_pool import Draft, NGramPool, SuccessorTable, _kernels
+from ngram_pool.state import compile_chains, compile_texts
 from tests.ngram_pool.checking import check_pool
 from tests.ngram_pool.table_oracle import OracleTable
 from tests.ngram_pool.threads import in_threads
@@ -437,17 +439,35 @@ def test_threads_may_share_a_pool() -> None:
 
 
 @pytest.mark.skipif(JIT_IS_OFF, reason="nothing is compiled with NUMBA_DISABLE_JIT=1")
-def test_construction_compiles_every_kernel_once_and_for_all() -> None:
+def test_each_kernel_is_compiled_once_and_for_all_when_it_may_be_needed() -> None:
     # Those that Python calls; what they call in turn is compiled, or cached, with them.
     source = inspect.getsource(ngram_pool.state) + inspect.getsource(ngram_pool.chains)
     names = re.findall(r"_kernels\.([a-z_]+)\(", source)
-    kernels = {name: getattr(_kernels, name) for name in names}
-    assert kernels.keys() == {
+    of_chains = {"observe_rows", "draft_rows", "find_negative"}
+    of_texts = {"find_unsound", "write_texts", "find_occurrences", "forget"}
+    of_drafts = {*names} - of_chains - of_texts
+    assert of_drafts == {
         *("append", "reindex", "rebase", "lower", "grow_tree"),
-        *("observe_rows", "draft_rows", "find_negative"),
-        *("count_unigrams", "find_worthwhile", "find_unsound"),
-        *("write_texts", "find_occurrences", "forget"),
+        *("count_unigrams", "find_worthwhile"),
     }
+    program = f"""
+from ngram_pool import NGramPool, _kernels
+kernels = {{name: getattr(_kernels, name) for name in {sorted(names)!r}}}
+compiled = lambda: {{name for name, kernel in kernels.items() if kernel.signatures}}
+pool = NGramPool(50)
+first = compiled()
+list(pool.texts())
+texts = compiled() - first
+pool.draft_chains([[1]], [1], 1)
+print(sorted(first), sorted(texts), sorted(compiled() - first - texts), sep="|")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    groups = (of_drafts, of_texts, of_chains)
+    assert done.stdout.decode().strip() == "|".join(str(sorted(group)) for group in groups)
+
+    kernels = {name: getattr(_kernels, name) for name in names}
+    compile_texts()
+    compile_chains()
     pool = NGramPool(50)
     signatures = {name: list(kernel.nopython_signatures) for name, kernel in kernels.items()}
     assert all(signatures.values())
@@ -458,9 +478,14 @@ def test_construction_compiles_every_kernel_once_and_for_all() -> None:
     pool.sample([1, 2], 100, np.random.default_rng(0), max_candidates=3, sequence=sequence)
     pool.harvest([[1, 2]], [[3, 4]], [[0.5, 0.25]])
     pool.explore(100, [3], sequence)
+    pool.draft_chains([[1, 2]], [2], 3, [sequence], num_new=[1])
+    pool.forget([3, 1])
     check_pool(pool)
     for name, kernel in kernels.items():
         assert list(kernel.nopython_signatures) == signatures[name]
+    for name, kernel in vars(_kernels).items():  # nor is any compiled twice, whoever calls it
+        if isinstance(kernel, Dispatcher) and name not in ("hash_with", "hash_step"):
+            assert len(kernel.nopython_signatures) <= 1, name
 
 
 def test_construction_compiles_the_kernels_that_a_harvest_needs(
