@@ -72,10 +72,11 @@ def checked_rows(
             raise ValueError(f"expected {name} of shape [{num_rows}], got {list(array.shape)}")
         if array.size and (array.min() < 0 or array.max() > most):
             raise ValueError(f"expected {name} from 0 to {most}, got {array.tolist()}")
-        checked[name] = np.ascontiguousarray(np.broadcast_to(array, num_rows), np.int64)
+        # Writable, or kernels were compiled once more.
+        checked[name] = np.require(np.broadcast_to(array, num_rows), np.int64, ("C", "W"))
     if (checked["num_new"] > checked["lengths"]).any():
         raise ValueError("expected num_new of at most lengths, got more")
-    rows = TextRows(np.ascontiguousarray(ids, np.int32), **checked)
+    rows = TextRows(np.require(ids, np.int32, ("C", "W")), **checked)
     num_read = np.maximum(rows.num_new, max_match)
     negative = _kernels.find_negative(rows.texts, rows.lengths, num_read)
     if negative != NONE:
