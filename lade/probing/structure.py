@@ -19,7 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
 from lade.compat import Model, attention_of, is_own_hook
-from lade.probing.own_code import METHODS, Place, is_code, own_code_of, places_of
+from lade.probing.own_code import (
+    METHODS,
+    Place,
+    is_code,
+    is_own_callback,
+    own_code_of,
+    places_of,
+)
 
 _training = itemgetter("training")
 _FLAGS = ("_tp_size", "hf_device_map", "is_quantized")
@@ -259,9 +266,12 @@ def _all_hooks_of(hooks: Sequence[dict[int, Any]]) -> list[tuple[int, Hashable]]
 def _hooks_of(hooks: dict[int, Any]) -> list[Hashable]:
     """Return what identifies hooks: their code, since PEFT makes new ones for every call.
 
-    What else they hold is looked at anew in every call.
+    What else they hold is looked at anew in every call. Equal ones that are not the user's count
+    once: transformers adds one each time that gradient checkpointing is enabled.
     """
-    return [_code_of(hook) for hook in [*hooks.values()] if not is_own_hook(hook)]
+    found = [hook for hook in [*hooks.values()] if not is_own_hook(hook)]
+    own = [_code_of(hook) for hook in found if is_own_callback(hook)]
+    return [*dict.fromkeys(_code_of(hook) for hook in found if not is_own_callback(hook)), *own]
 
 
 def _code_of(hook: Any) -> Hashable:

@@ -251,6 +251,25 @@ def test_states_that_alternate_are_checked_once_each() -> None:
     assert profile_of(model) is second
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_:FutureWarning")
+def test_training_with_gradient_checkpointing_needs_no_second_check() -> None:
+    """Transformers leaves one hook more on the embeddings each time that it is enabled."""
+    model = llama().train()
+    found = set()
+    for _ in range(3):
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()  # as trainers do around `generate`
+        found.add(id(profile_of(model)))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.9)
+    assert len(found) == 1
+    model.get_input_embeddings().register_forward_hook(on_the_last_position)
+    before = profile_of(model)
+    assert id(before) not in found
+    model.get_input_embeddings().register_forward_hook(on_the_last_position)
+    assert profile_of(model) is not before  # of the user's own, each counts
+
+
 def test_copies_begin_with_nothing() -> None:
     model = llama()
     assert lade.probe(model).verification == "tree"
