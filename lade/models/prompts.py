@@ -77,6 +77,39 @@ def check_system(loaded: LoadedModel, system: str) -> None:
         )
 
 
+def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return a call of each tool, one behind the other, as the chat template writes calls.
+
+    It is for `prediction=`: arguments are empty, and found again where others were put in.
+
+    Args:
+        tokenizer: with a chat template.
+        tools: JSON schemas of functions, as chat templates take them.
+
+    Raises:
+        ValueError: there is no chat template, or it refuses tool calls or leaves them out.
+    """
+    from jinja2 import TemplateError
+
+    asked = [{"role": "user", "content": "?"}]
+    texts = []
+    for tool in tools:
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or {}
+        arguments = dict.fromkeys(schema.get("properties") or {}, "")
+        call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            before = tokenizer.apply_chat_template(asked, tokenize=False)
+            text = tokenizer.apply_chat_template([*asked, said], tokenize=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"the chat template refuses a tool call ({error})") from None
+        if function["name"] not in text.removeprefix(before):
+            raise ValueError("expected a chat template that writes tool calls, got one without")
+        texts.append(text.removeprefix(before))
+    return "".join(texts)
+
+
 def num_positions(model: Any) -> int | None:
     """Return the most tokens that a model was made for; None if it names no limit."""
     config = model.config.get_text_config(decoder=True)
