@@ -465,6 +465,24 @@ def run_predictions(
     run(loading.load(model), rounds, files)
 
 
+@app.command("rollouts")
+@grouped
+def run_rollouts(
+    *,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 20,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Of the samples.")] = 1.0,
+    max_new_tokens: MaxNewTokensOption = 48,
+    model: ModelOption = None,
+    loading: LoadOptions,
+    json: JsonOption = None,
+) -> None:
+    """Train with TRL's GRPOTrainer; draw each sample by plain generate and by lade."""
+    from benchmarks.rollouts import run
+
+    files = files_of(json)
+    run(loading.load(model), steps, temperature, max_new_tokens, files)
+
+
 @app.command("gpu")
 @grouped
 def run_gpu(

@@ -132,6 +132,18 @@ class TestWithTheDefaultModel:
         assert isinstance(answer["population"], int)
 
     @pytest.mark.exhaustive
+    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    def test_rollouts(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        pytest.importorskip("trl", reason="TRL is no dependency of lade or of its tests")
+        monkeypatch.chdir(tmp_path)
+        assert "'reward': " in run("rollouts.py", capsys)
+
+    @pytest.mark.exhaustive
     def test_continue_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
         output = run("continue_chat.py", capsys)
         assert "Paris" in output

@@ -1,0 +1,39 @@
+"""Train a model with TRL's GRPOTrainer, which samples its rollouts with lade."""
+
+import re
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+import lade
+from lade.models import load
+
+PROMPTS = ["3 plus 4 is", "The number of days in a week is"]
+
+
+def reward(completions: list[str], **_: object) -> list[float]:
+    return [float(re.search(r"\d", text) is not None) for text in completions]
+
+
+def main(num_steps: int = 4) -> None:
+    model, tokenizer, _ = load(dtype="float32")
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir="rollouts",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=24,
+            max_steps=num_steps,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list([{"prompt": each} for each in PROMPTS]),
+        processing_class=tokenizer,
+    )
+    lade.wrap(trainer.model, pool=lade.NGramPool())  # later rollouts draft from earlier ones
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
