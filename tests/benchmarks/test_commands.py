@@ -39,7 +39,7 @@ def options(folder: str, prompts: Path) -> list[Any]:
 
 def test_every_command_has_help() -> None:
     names = [command.name for command in app.registered_commands]
-    assert len(names) == 16
+    assert len(names) == 17
     for name in names:
         assert "Usage" in run(name, "--help").stdout
 
