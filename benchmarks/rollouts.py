@@ -30,7 +30,7 @@ QUESTIONS = (
     "What is 10 minus 6?",
     "How many sides has a square?",
 )
-_FORMAT = " Explain in one sentence, then write 'Answer: ' and the number."
+_FORMAT = " Answer in one sentence, with the number in digits."
 _NUM_GENERATIONS = 4  # samples of a question, which are a step
 
 
@@ -94,9 +94,9 @@ class Both:
 
 
 def reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Return 1 for a text with the format asked for, and a half for one that names an answer."""
+    """Return 1 for a text with the format asked for, a half for one that has a part of it."""
     texts = [each[0]["content"] for each in completions]
-    return [("Answer" in t) / 2 + (re.search(r"Answer: \d+", t) is not None) / 2 for t in texts]
+    return [(re.search(r"\d", t) is not None) / 2 + (t.count(".") == 1) / 2 for t in texts]
 
 
 def run(

@@ -15,17 +15,17 @@ def reward(completions: list[str], **_: object) -> list[float]:
     return [float(re.search(r"\d", text) is not None) for text in completions]
 
 
-def main(num_steps: int = 4) -> None:
+def main() -> None:
     model, tokenizer, _ = load(dtype="float32")
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir="rollouts",
-            per_device_train_batch_size=4,
-            num_generations=4,
+            per_device_train_batch_size=8,  # which are the samples of a prompt, too
             max_completion_length=24,
-            max_steps=num_steps,
+            max_steps=4,
+            bf16=False,  # in float32, samples are those of `generate`
             report_to=[],
         ),
         train_dataset=Dataset.from_list([{"prompt": each} for each in PROMPTS]),

@@ -132,7 +132,8 @@ class TestWithTheDefaultModel:
         assert isinstance(answer["population"], int)
 
     @pytest.mark.exhaustive
-    @pytest.mark.filterwarnings("ignore::FutureWarning")
+    @pytest.mark.filterwarnings("error::lade.PlainDecodingWarning")
+    @pytest.mark.filterwarnings("ignore")  # by TRL and what it uses, of versions that nobody pins
     def test_rollouts(
         self,
         capsys: pytest.CaptureFixture[str],

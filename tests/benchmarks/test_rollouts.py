@@ -29,5 +29,5 @@ def test_both_draw_the_same_samples_while_weights_change() -> None:
 
 
 def test_the_reward_is_of_the_format() -> None:
-    texts = ["Seven. Answer: 7", "The Answer is 7", "7"]
+    texts = ["There are 7.", "It is 7", "Seven. Or so."]
     assert reward([[{"content": each}] for each in texts]) == [1.0, 0.5, 0.0]
