@@ -208,7 +208,8 @@ def test_an_answer_that_waits_for_room_can_be_stopped(loaded: LoadedModel) -> No
         finally:
             is_held.set()
             holder.join()
-        assert conversation.messages == conversation.turns == []
+        assert conversation.messages == []
+        assert conversation.turns == []
         assert said(conversation, "abc") == said(Conversation(loaded, settings=SHORT), "abc")
 
 
