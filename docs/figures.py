@@ -379,32 +379,24 @@ def arena(file: str) -> str:
 
 _SERVERS = {
     "transformers": "`transformers serve`",
+    "continuous": "the same with `--continuous-batching`",
     "plain": "`lade serve --verification plain`",
     "lade_private": "`lade serve`, asked by nobody in particular",
+    "lade": "`lade serve`",
     "lade_one_user": "`lade serve --share-pool`",
 }
 
 
 @_figure
-def servers(file: str) -> str:
-    """Return what servers that were asked the same come to."""
+def servers(file: str, what: str, digits: str) -> str:
+    """Return one figure of servers that were asked the same, by how many clients asked at once."""
     found = _read(file)["summary"]
-    names = [*found]
+    names = [*next(iter(found.values()))]
     rows = [
-        (
-            _SERVERS[name],
-            f"{found[name]['tokens_per_sec']:.1f}",
-            speedup_text(found[name]["tokens_per_sec"] / found[names[0]]["tokens_per_sec"]),
-            *(
-                f"{found[name][which]:.2f}"
-                for which in ("first_token_sec", "first_token_p90_sec", "last_turn_first_token_sec")
-            ),
-            f"{found[name]['num_tokens']:,}",
-        )
+        (_SERVERS[name], *(f"{by_name[name][what]:.{digits}f}" for by_name in found.values()))
         for name in names
     ]
-    times = ("first token, s", "90 %", "of last turns")
-    return _table(("server", "tokens/s", "speed", *times, "tokens"), 1, rows)
+    return _table(("clients", *found), 1, rows)
 
 
 @_figure

@@ -438,7 +438,9 @@ def test_every_architecture_keeps_its_text_or_is_refused(name: str) -> None:
         pytest.skip(str(reason))
     except UnsupportedModelError as refusal:
         what = "refused" * ("cannot draft" in str(refusal))
-    assert what in (expected or {"plain", "early", "own cache", "refused"})
+    # rwkv can be cut, but its cache cannot go back.
+    others = {"plain", "early", "own cache", *["refused"] * (name in (*REFUSED, "rwkv"))}
+    assert what in (expected or others)
 
 
 def _text_is_kept(name: str) -> str:
