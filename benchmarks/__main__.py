@@ -9,11 +9,11 @@ import typer
 from benchmarks.prompts import Half, choose
 from lade.cli.options import (
     DtypeOption,
+    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
-    PoolOptions,
     SamplingOptions,
     ThreadsOption,
     grouped,
@@ -86,7 +86,7 @@ def run_methods(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     files: ResultFiles,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts.
@@ -106,10 +106,12 @@ def run_methods(
         **{**vars(sampling), "seed": sampling.seed or 0},
         batch_size=batch_size,
         num_return_sequences=num_return_sequences,
+        passes=passes,
     )
-    pools, assistant, first_layers = drafting.pools or [], drafting.assistant, drafting.first_layers
+    assistant, first_layers = drafting.assistant, drafting.first_layers
     names = choose_methods(
-        *(methods, bool(pools), assistant, first_layers), saves=drafting.save_pool is not None
+        *(methods, bool(drafting.pools), assistant, first_layers),
+        saves=drafting.save_pool is not None,
     )
     given = Given(drafting.config, num_layers=first_layers)
     files.check()
@@ -119,9 +121,7 @@ def run_methods(
         given = load_assistant(given, loaded, assistant, loading.trust_remote_code)
     run(
         *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
-        pool_paths=pools,
-        save_path=drafting.save_pool,
-        num_passes=passes,
+        drafting=drafting,
         add=partial(add_to, assistant=assistant),
     )
 

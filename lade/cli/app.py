@@ -13,13 +13,13 @@ from lade.cli.failures import Telling
 from lade.cli.options import (
     MODEL_HELP,
     DraftOptions,
+    LearningOptions,
     LearnOption,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
     PageOptions,
-    PoolOptions,
     PredictionOption,
     PromptsOption,
     SamplingOptions,
@@ -99,7 +99,7 @@ def generate(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     prediction: PredictionOption = None,
     learns: LearnOption = True,
 ) -> None:
@@ -131,7 +131,7 @@ def chat(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     learns: LearnOption = True,
     page: PageOptions,
 ) -> None:
@@ -230,7 +230,7 @@ def demo(
     ] = None,
     model: ModelOption = None,
     loading: LoadOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     prewarms: Annotated[
         bool,
         of_drafting(

@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 
 @dataclass
-class Sources:
+class BuiltFrom:
     """What a pool on disk was built from, by file."""
 
     path: Path  # beside the pool
@@ -50,7 +50,7 @@ class Sources:
     lost: str | None = None  # why nothing is known, although there is a file
 
     @classmethod
-    def of(cls, pool_path: Path) -> "Sources":
+    def of(cls, pool_path: Path) -> "BuiltFrom":
         """Read what is noted of a pool; nothing is of one that something else has written since."""
         path = pool_path.with_name(f"{pool_path.name}.sources")
         try:
@@ -95,7 +95,7 @@ def build(
     paths: Sequence[Path],
     tokenizer: Any,
     *,
-    sources: Sources,
+    sources: BuiltFrom,
     save: Callable[[], None],
     built: Built,
     excluded: Sequence[Path] = (),
@@ -149,7 +149,7 @@ def build(
 
 def _parts(
     files: Sequence[Path],
-    sources: Sources,
+    sources: BuiltFrom,
     render: Render,
     built: Built,
     show: Callable[[int, Built], None],

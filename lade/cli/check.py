@@ -15,7 +15,7 @@ from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import describe_model
-from lade.cli.comparison import Row, table_of, total_of, why_different
+from lade.cli.comparison import BothAnswers, table_of, total_of, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.loading import console
 from lade.cli.prompting import encode_prompt
@@ -51,7 +51,7 @@ def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
     with console.status("checking how the model verifies drafts …"):
         found = probe(loaded.model)
     _tell_verification(out, found)
-    rows: list[Row] = []
+    rows: list[BothAnswers] = []
     why_not = "lade decodes the model plainly" if found.verification == "plain" else None
     if seconds <= 0:
         why_not = why_not or "not asked for"
@@ -78,7 +78,7 @@ def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
         stopped.pass_on()
 
 
-def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
+def measure(loaded: LoadedModel, seconds: float, rows: list[BothAnswers]) -> str | None:
     """Answer prompts with plain generate and lade in turn until the time is up.
 
     The first prompt is always answered; `rows` receives each as it is, so an interruption loses
@@ -104,7 +104,7 @@ def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
             bars.update(task, description=title, completed=perf_counter() - start)
             is_plain_first = (num_done + num_done // len(prompts)) % 2 == 0
             answers = _both(loaded.model, inputs, num_tokens, plain_first=is_plain_first)
-            row = Row.of(title, loaded.model, inputs, *answers)
+            row = BothAnswers.of(title, loaded.model, inputs, *answers)
             if num_done < len(prompts):
                 rows.append(row)
             else:
@@ -160,7 +160,7 @@ def _tell_verification(out: Console, found: Probe) -> None:
         out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
 
 
-def _tell_speed(out: Console, rows: list[Row], why_not: str | None) -> None:
+def _tell_speed(out: Console, rows: list[BothAnswers], why_not: str | None) -> None:
     if not rows:
         out.print(f"\n[bold]Speed-up[/bold] not measured: {escape(why_not or 'stopped')}")
         return

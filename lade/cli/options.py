@@ -333,6 +333,17 @@ class DraftOptions:
             parts.append(FirstLayers(self.first_layers))
         return Merged([CallPool(), *parts]) if parts else None
 
+    @property
+    def save_path(self) -> Path | None:
+        """Where the pool that learns is kept, if anywhere."""
+        return None
+
+    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
+        """Open them; as `lade.cli.loading.open_pools`."""
+        from lade.cli.loading import open_pools
+
+        return open_pools(loaded, self.pools or [], self.save_path)
+
     def _refuse_if_plain(self, given: dict[str, Any]) -> None:
         names = [f"--{name}" for name, value in given.items() if value]
         if self.is_plain and names:
@@ -342,7 +353,7 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class PoolOptions(DraftOptions):
+class LearningOptions(DraftOptions):
     """As `DraftOptions`, and a pool that learns and is kept.
 
     Raises:
@@ -368,11 +379,10 @@ class PoolOptions(DraftOptions):
             if self.save_pool.exists():
                 _check_pool(self.save_pool)
 
-    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
-        """Open them; as `lade.cli.loading.open_pools`."""
-        from lade.cli.loading import open_pools
-
-        return open_pools(loaded, self.pools or [], self.save_pool)
+    @property
+    def save_path(self) -> Path | None:
+        """Where the pool that learns is kept, if anywhere."""
+        return self.save_pool
 
 
 def check_place(path: Path) -> None:

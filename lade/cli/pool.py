@@ -61,7 +61,7 @@ def pool_build(
     read are not read again.
     """
     check_place(out)
-    from lade.cli.build import Built, Sources, build
+    from lade.cli.build import Built, BuiltFrom, build
     from ngram_pool import NGramPool
 
     tokenizer = load_tokenizer(model, trust_remote_code)
@@ -74,7 +74,7 @@ def pool_build(
             )
     else:
         pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
-    sources, built, num_before = Sources.of(out), Built(), len(pool)
+    sources, built, num_before = BuiltFrom.of(out), Built(), len(pool)
     if sources.lost is not None:
         note(f"{sources.lost}; all files are read again")
 
@@ -130,11 +130,11 @@ def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> No
 @app.command("info")
 def pool_info(file: PoolArgument) -> None:
     """Tell what a pool holds, and whose tokenizer and model it is of."""
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from ngram_pool import NGramPool
 
     pool = NGramPool.load(file, read_only=True)
-    num_files = sum(read.num_pieces > 0 for read in Sources.of(file).read.values())
+    num_files = sum(read.num_pieces > 0 for read in BuiltFrom.of(file).read.values())
     lines = {
         "tokens": f"{len(pool):,} of at most {pool.capacity_tokens:,}",
         "texts": f"{sum(1 for _ in pool.texts()):,}",
@@ -196,10 +196,10 @@ def pool_prune(
     ],
 ) -> None:
     """Make a pool smaller, or larger for text to come."""
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from ngram_pool import NGramPool
 
-    sources = Sources.of(file)
+    sources = BuiltFrom.of(file)
     pool = NGramPool.load(file, read_only=True)
     pruned = NGramPool(capacity_tokens, pool.max_ngram_size)
     pruned.merge(pool)
@@ -223,14 +223,14 @@ def pool_forget(
 
     What is left is searched again until nothing is found.
     """
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from lade.cli.forgetting import forget
 
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise ValueError("expected each TEXT to have more than white space, got ''")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    sources = Sources.of(file)
+    sources = BuiltFrom.of(file)
     pool = lade.load_pool(file, tokenizer=tokenizer)
     with console.status("searching"):
         counts = [forget(pool, tokenizer, text) for text in stripped]

@@ -63,7 +63,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _MergedSequence:
     """A sequence of the call."""
 
     text: list[int]
@@ -100,7 +100,7 @@ class MergedDrafter(Drafter):
         # Times differ between processes that run a model together.
         self._asks_all = asks_all or mesh_of(call.model) is not None
         self._max_length = call.max_length
-        self._open: dict[int, _Sequence] = {}
+        self._open: dict[int, _MergedSequence] = {}
         self._num_opened = 0
         # The step under way: when its first draft was asked for, rows drafted for, rows observed
         # and tokens emitted since.
@@ -129,7 +129,7 @@ class MergedDrafter(Drafter):
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence in all parts."""
         self._num_opened += 1
-        known = self._open[self._num_opened] = _Sequence([*prompt_ids])
+        known = self._open[self._num_opened] = _MergedSequence([*prompt_ids])
         for source, part in enumerate(self._parts):
             part.guard.ask(partial(_open, part.drafter, source, known), None)
         return self._num_opened
@@ -209,7 +209,7 @@ class MergedDrafter(Drafter):
             )
         return working
 
-    def _pays(self, source: int, num_expected: float, known: _Sequence) -> bool:
+    def _pays(self, source: int, num_expected: float, known: _MergedSequence) -> bool:
         if self._asks_all or self._parts[source].is_pool:
             return True
         num_to_come = max(0, self._max_length - len(known.text))
@@ -217,12 +217,12 @@ class MergedDrafter(Drafter):
             source, num_expected, self._num_behind(source, known), num_to_come
         )
 
-    def _num_behind(self, source: int, known: _Sequence) -> int:
+    def _num_behind(self, source: int, known: _MergedSequence) -> int:
         """Return how many tokens of the text a part has not run; 0 for one that runs none."""
         is_model = self._parts[source].is_made
         return len(known.text) - known.num_run.get(source, 0) if is_model else 0
 
-    def _count(self, source: int, known: _Sequence, draft: Draft, sec: float) -> None:
+    def _count(self, source: int, known: _MergedSequence, draft: Draft, sec: float) -> None:
         self._costs[source].record(sec, self._num_behind(source, known))
         known.num_run[source] = len(known.text)
         stats = self._parts[source].stats
@@ -320,5 +320,5 @@ def alone(
     return MergedDrafter([part], [costs], call, asks_all=asks_all)
 
 
-def _open(drafter: Drafter, source: int, known: _Sequence) -> None:
+def _open(drafter: Drafter, source: int, known: _MergedSequence) -> None:
     known.handles[source] = drafter.open([*known.text])

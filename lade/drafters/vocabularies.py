@@ -149,7 +149,7 @@ class TargetDraft(NamedTuple):
     probs: list[float]  # of the path up to each of them; never increasing
 
 
-class Outcome(NamedTuple):
+class ChainOutcome(NamedTuple):
     """What became of an assistant's chain."""
 
     num_right: int  # tokens of it whose characters are all those of the text
@@ -254,12 +254,12 @@ class Translation:
             path_probs[-1] *= _LAST_IS_WHOLE
         return TargetDraft(ids, path_probs)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ChainOutcome:
         """Return what became of the last chain that was translated back, by the text since."""
         pairs = zip(self._drafted, self._added, strict=False)
         agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         num_right = sum(end <= agreeing for end in self._drafted_ends)
-        return Outcome(num_right, agreeing < len(self._added))
+        return ChainOutcome(num_right, agreeing < len(self._added))
 
     def _until_unknown(self, token_ids: Sequence[int]) -> Iterator[int]:
         for token_id in token_ids:

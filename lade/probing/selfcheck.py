@@ -169,7 +169,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
 _Path = tuple[int, ...]  # tokens after the prompt
 
 
-class _Step(NamedTuple):
+class _ScriptedStep(NamedTuple):
     """One step of the check for one row: a tree and the nodes that are kept."""
 
     before: _Path  # tokens between the prompt and the root
@@ -250,7 +250,7 @@ class _Check(NamedTuple):
         return all(torch.equal(drafted[place], alone[place]) for place in shared)
 
     def _logits(
-        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
+        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_ScriptedStep]]
     ) -> dict[tuple[int, _Path], Tensor]:
         """Return the logits after every path of every row of a script, float64 [vocab_size]."""
         tokens = check_tokens(self.model)
@@ -417,7 +417,7 @@ def check_tokens(model: Model) -> list[int]:
     return [first + (7919 * (i + 1)) % num for i in range(16)]
 
 
-def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
     """Return the steps of one row."""
     root, after, last, *drafted = tokens
     draft = _draft(drafted[:4], _PARENTS, _DEPTHS)
@@ -431,7 +431,7 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
         draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
         if not target.is_lockstep:
             kept = [0]
-    steps = [_Step((), Tree.build(root, draft), kept)]
+    steps = [_ScriptedStep((), Tree.build(root, draft), kept)]
     steps.append(_next(steps[-1], after, second, [0, 1]))
     steps.append(_next(steps[-1], last, Draft.empty(), [0]))
     return steps
@@ -440,20 +440,20 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
 _NUM_KEPT = 5  # tokens that `_script` commits to the first row
 
 
-def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
     """Return steps without drafts that commit the same tokens as `_script` in the first row."""
     drafted = _script(tokens, target, row)
     kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
     roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
     return [
-        _Step(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
+        _ScriptedStep(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
         for place, root in enumerate(roots)
     ]
 
 
-def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:
+def _next(step: _ScriptedStep, root: int, draft: Draft, kept: list[int]) -> _ScriptedStep:
     before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
-    return _Step(before, Tree.build(root, draft), kept)
+    return _ScriptedStep(before, Tree.build(root, draft), kept)
 
 
 def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:

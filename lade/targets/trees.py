@@ -18,7 +18,7 @@ from lade.products.linear import Products
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, is_text_alone, num_slots_of
-from lade.targets.joint import Part
+from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row, rope_of
@@ -287,7 +287,7 @@ class TreeTarget(Target):
                 shape = inputs["position_ids"].dim(), *sorted(inputs)
                 kind = (id(self._model), self.attention, self._products, is_inference, *shape)
                 of_call = (self.discard, self._num_committed, is_inference)
-                part = Part(kind, view, inputs, *of_call)
+                part = JoinedCall(kind, view, inputs, *of_call)
                 output = self._seat.run(part)
                 self._was_joint = part.was_joint or self._seat.has_company
         finally:
