@@ -139,7 +139,6 @@ def tree_attention(
     same model while this attention is active. Such a call is passed on to transformers' `sdpa`.
 
     Args:
-        module: the layer.
         query, key, value: as `attend` takes them; without a `Seen`, as `sdpa` does.
         attention_mask: a mask from `with_seen`, a plain dense mask, or None.
         dropout, scaling: as transformers passes them.

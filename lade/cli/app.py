@@ -169,10 +169,7 @@ def chat(
 def prewarm(
     *,
     seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="T", min=1.0, help="Work for T seconds; another run goes on from there."
-        ),
+        float, typer.Option(min=1.0, help="Work for T seconds; another run goes on from there.")
     ] = 120.0,
     model: ModelOption = None,
     loading: LoadOptions,
@@ -298,7 +295,6 @@ def check(
     seconds: Annotated[
         float,
         typer.Option(
-            metavar="T",
             min=0.0,
             help="Measure speed for about T seconds; 0 leaves that out. A slow model may take "
             "longer, as one prompt is always answered in full.",

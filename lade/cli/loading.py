@@ -63,11 +63,7 @@ def load_beside(loaded: LoadedModel, name: str, trust_remote_code: bool) -> Load
 
 
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model alone, showing progress.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load the tokenizer of a model alone, showing progress."""
     name = find_model(model)
     fetch_with_progress(name)
     chosen = DEFAULT_MODEL if name is None else name

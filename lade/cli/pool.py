@@ -10,7 +10,7 @@ import typer
 
 import lade
 from lade.cli.loading import console, load_tokenizer, note
-from lade.cli.options import ModelOption, TrustOption, check_place
+from lade.cli.options import ModelOption, TrustOption, check_place, grouped
 
 if TYPE_CHECKING:
     from lade.cli.build import Built
@@ -25,26 +25,20 @@ app = typer.Typer(
 )
 
 # A pool needs a model's tokenizer alone.
-PoolArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The pool.", exists=True, dir_okay=False)
-]
+PoolArgument = Annotated[Path, typer.Argument(help="The pool.", exists=True, dir_okay=False)]
 
 
 @app.command("build")
+@grouped
 def pool_build(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE", help="The pool to make or add to.", dir_okay=False),
-    ],
+    out: Annotated[Path, typer.Option(help="The pool to make or add to.", dir_okay=False)],
     capacity_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            min=1,
-            help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes.",
+            min=1, help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes."
         ),
     ] = None,
     model: ModelOption = None,
@@ -128,6 +122,7 @@ def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> No
 
 
 @app.command("info")
+@grouped
 def pool_info(file: PoolArgument) -> None:
     """Tell what a pool holds, and whose tokenizer and model it is of."""
     from lade.cli.build import BuiltFrom
@@ -151,18 +146,15 @@ def pool_info(file: PoolArgument) -> None:
 
 
 @app.command("merge")
+@grouped
 def pool_merge(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="The pools.", exists=True, dir_okay=False)
     ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The pool to write.", dir_okay=False)
-    ],
+    out: Annotated[Path, typer.Option(help="The pool to write.", dir_okay=False)],
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Hold N tokens, the newest; without it, what holds them all."
-        ),
+        typer.Option(min=1, help="Hold N tokens, the newest; without it, what holds them all."),
     ] = None,
 ) -> None:
     """Write all text of several pools to one, in the order they are named.
@@ -189,10 +181,11 @@ def pool_merge(
 
 
 @app.command("prune")
+@grouped
 def pool_prune(
     file: PoolArgument,
     capacity_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Hold N tokens: the newest are kept.")
+        int, typer.Option(min=1, help="Hold N tokens: the newest are kept.")
     ],
 ) -> None:
     """Make a pool smaller, or larger for text to come."""
@@ -211,6 +204,7 @@ def pool_prune(
 
 
 @app.command("forget")
+@grouped
 def pool_forget(
     file: PoolArgument,
     texts: Annotated[
@@ -245,16 +239,12 @@ def pool_forget(
 
 
 @app.command("export")
+@grouped
 def pool_export(
     file: PoolArgument,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Write to this file instead of standard output.",
-            dir_okay=False,
-        ),
+        typer.Option(help="Write to this file instead of standard output.", dir_okay=False),
     ] = None,
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,

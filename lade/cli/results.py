@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 _of_results = partial(typer.Option, rich_help_panel="Results")
 JsonOption = Annotated[
-    Path | None,
-    _of_results(
-        "--json", metavar="FILE", help="Also write the results to this file.", dir_okay=False
-    ),
+    Path | None, _of_results(help="Also write the results to this file.", dir_okay=False)
 ]
 
 
@@ -31,15 +28,11 @@ class ResultFiles:
 
     json: JsonOption = None
     markdown: Annotated[
-        Path | None,
-        _of_results(
-            "--markdown", metavar="FILE", help="Also write the table as Markdown.", dir_okay=False
-        ),
+        Path | None, _of_results(help="Also write the table as Markdown.", dir_okay=False)
     ] = None
     plot: Annotated[
         Path | None,
         _of_results(
-            "--plot",
             metavar="FOLDER",
             help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
             file_okay=False,

@@ -78,9 +78,6 @@ class MergedDrafter(Drafter):
     """The drafter of one call by `Merged`; it can do what one of its parts can.
 
     Args:
-        parts: the drafters.
-        costs: what their drafts cost; kept for later calls.
-        call: the call.
         asks_all: whether all parts are asked at every step, whatever that costs.
     """
 

@@ -62,7 +62,6 @@ class ModelDrafter(Drafter):
     """A drafter of one call that asks a model.
 
     Args:
-        call: the call.
         open_scorer: returns the model for a sequence, given its text; asked at its first draft.
         growth: how far drafts go, and which tree they are.
         max_length: tokens, text and draft together, that the model has positions for.
@@ -159,8 +158,6 @@ class ModelSpeaker:
     """What a scorer says after the nodes of one draft, with the processors of the call.
 
     Args:
-        scorer: of the sequence.
-        committed: the text.
         vocab_size: exclusive upper bound of the token ids in a draft.
         processors: of the sequence, called with prefixes and scores; None if there are none.
         ends: tokens that nothing follows.

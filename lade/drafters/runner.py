@@ -102,12 +102,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run nodes and return the logits after each [num_new, vocab].
-
-        Args:
-            token_ids: of the nodes [num_new].
-            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
-        """
+        """Run nodes and return the logits after each [num_new, vocab]."""
         num_run = len(self._tokens)
         self._tokens += token_ids
         self._parents += [self._root + parent for parent in parents]

@@ -30,9 +30,6 @@ class TranslatedDrafter(Drafter):
     """Drafter that asks another one, of another vocabulary, for chains.
 
     Args:
-        call: the call, as the target has it.
-        vocabularies: the target's and the assistant's.
-        model: the assistant.
         make_drafter: makes the drafter that is asked, from the call as it has it and what opens
             its scorers.
         open_scorer: returns the assistant for a sequence, given its tokens of the text.

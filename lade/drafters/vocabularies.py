@@ -157,12 +157,7 @@ class ChainOutcome(NamedTuple):
 
 
 class Vocabularies:
-    """The target's vocabulary and the assistant's.
-
-    Args:
-        target_tokenizer: the target's, of transformers.
-        assistant_tokenizer: the assistant's, of transformers.
-    """
+    """The target's vocabulary and the assistant's."""
 
     def __init__(self, target_tokenizer: Any, assistant_tokenizer: Any) -> None:
         self.target = Vocabulary(target_tokenizer)
@@ -315,8 +310,6 @@ def shares_ids(target_tokenizer: Any, assistant_tokenizer: Any, num_assistant_id
     """Return whether tokens of the target are, by their ids, the same for the assistant.
 
     Args:
-        target_tokenizer: the target's, of transformers.
-        assistant_tokenizer: the assistant's, of transformers.
         num_assistant_ids: ids that the assistant can run; models of a family often differ in how
             far they pad this number. All ids of the target's tokens must be below it.
     """

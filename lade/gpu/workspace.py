@@ -152,7 +152,6 @@ class Workspace:
         """Return which slots are not padding, bool [rows, num_slots].
 
         Args:
-            rows: number of active rows.
             slots: int64 [num_slots]; slots after the prompt are not padding.
         """
         assert self._visible is not None

@@ -58,12 +58,6 @@ def first_costs_of(
     models of several processes, which would measure different times, where measuring fails, and
     where more tokens seemed to take less time than one. What was measured on a busy machine is not
     kept.
-
-    Args:
-        model: the target.
-        profile: of the model.
-        chosen: how the model verifies drafts.
-        folder: of the costs; None for the user's cache.
     """
     if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
         return {}
@@ -96,9 +90,6 @@ def time_forwards(
     machine slows none of them more than the others, and times that differ show that it was busy.
 
     Args:
-        model: the target.
-        profile: of the model.
-        chosen: how the model verifies drafts, by tree.
         sizes: in tokens, those that say most first.
         max_sec: how long to measure; the first two sizes take what they take.
     """

@@ -123,11 +123,6 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
     """Return whether hidden states and attentions of a forward have one row per new token.
 
     Some models keep several streams of hidden states; models without a cache return the whole text.
-
-    Args:
-        model: the target.
-        profile: of the model; results are kept there.
-        names: the outputs to look at, of "hidden_states" and "attentions".
     """
     for name in names:
         if name not in profile.usual_outputs:
@@ -290,14 +285,7 @@ def _difference(
 
 
 class Plain:
-    """Plain decoding of prompts, forced along given paths.
-
-    Args:
-        model: the target.
-        prompt: the tokens of every row.
-        masks: of each row.
-        cache: kind of cache of the call.
-    """
+    """Plain decoding of prompts, forced along given paths."""
 
     def __init__(
         self,

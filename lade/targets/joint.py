@@ -183,12 +183,7 @@ def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tens
 
 
 class JointCache(Cache):  # type: ignore[misc]
-    """The caches of several calls, as one forward sees them.
-
-    Args:
-        caches: of the parts.
-        sizes: number of tokens of each part.
-    """
+    """The caches of several calls, as one forward sees them."""
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]) -> None:
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are

@@ -50,11 +50,9 @@ class TreeTarget(Target):
     Layers that do not see the whole text get their own mask, in a dict by layer type.
 
     Args:
-        model: the target.
         input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; this class extends `attention_mask`
             (2D or None) and `position_ids`. A filled `past_key_values` is copied.
-        layout: cache layout of the model's attention layers.
         max_new_tokens: maximum number of new tokens to plan key and value memory for.
         generation_config: provides `prefill_chunk_size` for the prefill.
         attention: the attention implementation for verification, if the model's own ignores masks
