@@ -15,10 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
 from lade.cli.chats import Message
-from lade.cli.loading import console
+from lade.cli.loading import bar
 from lade.cli.sources import Render, TextPiece, UnreadableError, find_files, opened, pieces_of
 from ngram_pool import NGramPool
 from ngram_pool.files import stamp_of
@@ -64,7 +64,9 @@ class BuiltFrom:
             return cls(path, lost=f"{path.name} is damaged")
 
     def save(self, pool_path: Path) -> None:
-        """Note what was read, now that the pool is saved."""
+        """Note what was read, if anything, now that the pool is saved."""
+        if not self.read:
+            return
         content = {"pool": stamp_of(pool_path), "read": self.read}
         write_whole(self.path, json.dumps(content).encode())
 
@@ -228,9 +230,8 @@ def _renderer_of(tokenizer: Any, built: Built) -> Render:
 @contextmanager
 def _bar(files: Sequence[Path]) -> Iterator[Callable[[int, Built], None]]:
     """Show a bar of the bytes on disk; yield a function that is told how many were read."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     start = perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+    with bar(TaskProgressColumn(), TimeRemainingColumn()) as bars:
         task = bars.add_task("reading", total=sum(map(_size_of, files)))
 
         def show(num_bytes: int, built: Built) -> None:

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn
 
 from lade.bench.baselines import Answer, plain
 from lade.bench.environment import environment
@@ -17,7 +16,7 @@ from lade.bench.settings import BenchSettings
 from lade.cli.bench import describe_model
 from lade.cli.comparison import BothAnswers, table_of, total_of, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.cli.loading import console
+from lade.cli.loading import bar, console
 from lade.cli.prompting import encode_prompt
 from lade.cli.results import ResultFiles, keeping
 from lade.errors import in_one_line
@@ -93,8 +92,7 @@ def measure(loaded: LoadedModel, seconds: float, rows: list[BothAnswers]) -> str
     ]
     if not prompts:
         return "the model has positions for none of the prompts"
-    columns = (TextColumn("{task.description}"), BarColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with bar() as bars:
         task = bars.add_task("warming up", total=seconds)
         num_tokens = _answer_length(loaded, prompts[0][1], seconds, len(prompts))
         num_done, start = 0, perf_counter()

@@ -198,8 +198,7 @@ def pool_prune(
     pruned.merge(pool)
     pruned.tokenizer, pruned.model = pool.tokenizer, pool.model
     pruned.save(file)
-    if sources.read:
-        sources.save(file)
+    sources.save(file)
     print(f"{len(pruned):,} of {len(pool):,} tokens left in {file.name}")
 
 
@@ -230,8 +229,7 @@ def pool_forget(
         counts = [forget(pool, tokenizer, text) for text in stripped]
     if any(counts):
         pool.save(file)
-        if sources.read:
-            sources.save(file)
+        sources.save(file)
     for text, count in zip(stripped, counts, strict=True):
         print(f"{count:,} of {text!r} removed from {file.name}" if count else f"no {text!r}")
     if any(counts) and sources.read:

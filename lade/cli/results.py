@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from lade.cli.loading import console
+from lade.cli.loading import bar, console
 
 if TYPE_CHECKING:
     from lade.bench.tables import Sheet
@@ -71,8 +71,7 @@ def print_sheet(sheet: "Sheet") -> None:
 
 def progress_bar() -> Progress:
     """Return a progress bar with a count and the time left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    return bar(MofNCompleteColumn(), TimeRemainingColumn())
 
 
 def say_written(paths: Sequence[Path]) -> None:

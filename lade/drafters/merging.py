@@ -185,7 +185,8 @@ class MergedDrafter(Drafter):
             if self._draws:
                 drafts, draft = [found], found
             else:
-                drafts.append(self._calibrated(source, found))
+                believed = self._calibrations[source].believed(found.probs)
+                drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
                 draft = joined(drafts, max_draft_tokens)
             sec = perf_counter() - start
             known.asked.append(_Asked(source, before, draft, found, sec))
@@ -226,11 +227,6 @@ class MergedDrafter(Drafter):
         stats.num_asked += 1
         stats.num_draft_tokens += len(draft)
         stats.sec += sec
-
-    def _calibrated(self, source: int, draft: Draft) -> Draft:
-        """Return a draft with the probabilities that its source's are worth, never increasing."""
-        probs = self._calibrations[source].believed(draft.probs)
-        return replace(draft, probs=np.minimum.accumulate(probs))
 
     def _begin_step(self, now: float) -> None:
         """Learn how long the last step took, and begin another."""

@@ -5,7 +5,7 @@ others. Both are pure: no model is run here. Drafts are candidates, so what is t
 costs time and never changes a text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -227,7 +227,7 @@ class Translation:
             probs: of the path up to each of them, never increasing.
         """
         target, assistant = self._vocabularies.target, self._vocabularies.assistant
-        known = [*self._until_unknown(token_ids)]
+        known = [*takewhile(lambda each: each not in self._vocabularies.unknown, token_ids)]
         context = (self._settled[-_MAX_CONTEXT:] + self._rest_ids)[-_MAX_CONTEXT:]
         text, num = assistant.complete_text_after(context, known)
         ends = assistant.ends_after(context, known[:num])
@@ -255,12 +255,6 @@ class Translation:
         agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         num_right = sum(end <= agreeing for end in self._drafted_ends)
         return ChainOutcome(num_right, agreeing < len(self._added))
-
-    def _until_unknown(self, token_ids: Sequence[int]) -> Iterator[int]:
-        for token_id in token_ids:
-            if token_id in self._vocabularies.unknown:
-                return
-            yield token_id
 
     def _read(self, committed: Sequence[int]) -> str:
         """Return the text that is new."""

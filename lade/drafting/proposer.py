@@ -183,7 +183,7 @@ class Proposer:
         return draft
 
     def prepare(self, row: int, max_draft_tokens: int) -> None:
-        """Find tokens for the next `explore` of a row, which has learned all that it can by then."""
+        """Find tokens for the next `explore` of a row, after all that it can learn by then."""
         if self._explores and row in self._sequences:
             most = 2 * max_draft_tokens  # a draft may have half of them
             found = self._guard.explore(self._sequences[row], _NO_TOKENS, most)

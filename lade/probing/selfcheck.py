@@ -18,7 +18,7 @@ from lade.captures import apart_from_captures
 from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
-from lade.drafting.drafts import narrowed
+from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
@@ -180,7 +180,6 @@ class _ScriptedStep(NamedTuple):
 
 # Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one must move cache slots.
 _PARENTS = (-1, -1, 0, 1)
-_DEPTHS = (1, 1, 2, 2)
 _PROMPT_LENGTH = 6
 
 
@@ -408,8 +407,8 @@ def check_tokens(model: Model) -> list[int]:
 def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
     """Return the steps of one row."""
     root, after, last, *drafted = tokens
-    draft = _draft(drafted[:4], _PARENTS, _DEPTHS)
-    second = _draft(drafted[4:6], (-1, -1), (1, 1))
+    draft = draft_of(drafted[:4], _PARENTS)
+    second = draft_of(drafted[4:6], (-1, -1))
     if target.max_candidates is not None:
         draft = narrowed(draft, target.max_candidates)
         second = narrowed(second, target.max_candidates)
@@ -442,8 +441,3 @@ def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_S
 def _next(step: _ScriptedStep, root: int, draft: Draft, kept: list[int]) -> _ScriptedStep:
     before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
     return _ScriptedStep(before, Tree.build(root, draft), kept)
-
-
-def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:
-    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Draft(ids, over, down, np.ones(len(token_ids)))
