@@ -9,11 +9,11 @@ import typer
 from benchmarks.prompts import Half, choose
 from lade.cli.options import (
     DtypeOption,
+    LearningOptions,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
-    PoolOptions,
     SamplingOptions,
     ThreadsOption,
     grouped,
@@ -29,8 +29,7 @@ app = typer.Typer(
 )
 
 PromptsOption = Annotated[
-    Path,
-    typer.Option(metavar="FILE", help="As for lade bench.", exists=True, dir_okay=False),
+    Path, typer.Option(help="As for lade bench.", exists=True, dir_okay=False)
 ]
 HalfOption = Annotated[
     Half | None, typer.Option(help="Use one half of the file, told by the ids of prompts.")
@@ -48,12 +47,11 @@ SizesOption = Annotated[
     ),
 ]
 BatchSizeOption = Annotated[
-    int, typer.Option("--batch-size", metavar="N", min=1, help="Answer N prompts at once.")
+    int, typer.Option("--batch-size", min=1, help="Answer N prompts at once.")
 ]
-PassesOption = Annotated[int, typer.Option(metavar="N", min=1, help="Do everything N times.")]
+PassesOption = Annotated[int, typer.Option(min=1, help="Do everything N times.")]
 TableOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="What lade prewarm made.", exists=True, dir_okay=False),
+    Path | None, typer.Option(help="What lade prewarm made.", exists=True, dir_okay=False)
 ]
 
 
@@ -77,16 +75,14 @@ def run_methods(
     methods: MethodsOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     batch_size: BatchSizeOption = 1,
-    num_return_sequences: Annotated[
-        int, typer.Option("--num-return-sequences", metavar="N", min=1, help="Answers to a prompt.")
-    ] = 1,
+    num_return_sequences: Annotated[int, typer.Option(min=1, help="Answers to a prompt.")] = 1,
     limit: LimitOption = None,
     half: HalfOption = None,
     passes: PassesOption = 1,
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     files: ResultFiles,
 ) -> None:
     """Compare any methods, those of lade bench and many more, on a file of prompts.
@@ -106,10 +102,12 @@ def run_methods(
         **{**vars(sampling), "seed": sampling.seed or 0},
         batch_size=batch_size,
         num_return_sequences=num_return_sequences,
+        passes=passes,
     )
-    pools, assistant, first_layers = drafting.pools or [], drafting.assistant, drafting.first_layers
+    assistant, first_layers = drafting.assistant, drafting.first_layers
     names = choose_methods(
-        *(methods, bool(pools), assistant, first_layers), saves=drafting.save_pool is not None
+        *(methods, bool(drafting.pools), assistant, first_layers),
+        saves=drafting.save_pool is not None,
     )
     given = Given(drafting.config, num_layers=first_layers)
     files.check()
@@ -119,9 +117,7 @@ def run_methods(
         given = load_assistant(given, loaded, assistant, loading.trust_remote_code)
     run(
         *(loaded, chosen, {name: METHODS[name] for name in names}, settings, given, files),
-        pool_paths=pools,
-        save_path=drafting.save_pool,
-        num_passes=passes,
+        drafting=drafting,
         add=partial(add_to, assistant=assistant),
     )
 
@@ -131,7 +127,7 @@ def run_methods(
 def publish_result(
     *,
     result: Annotated[Path, typer.Argument(metavar="RESULT", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="In docs/results.")],
+    out: Annotated[Path, typer.Argument(help="In docs/results.")],
 ) -> None:
     """Write what the pages show of a result file: its summary and totals."""
     from benchmarks.publish import publish
@@ -175,9 +171,7 @@ def run_arena(
 def run_record(
     *,
     prompts: PromptsOption,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The traces, as safetensors.", dir_okay=False)
-    ],
+    out: Annotated[Path, typer.Option(help="The traces, as safetensors.", dir_okay=False)],
     max_new_tokens: MaxNewTokensOption = 256,
     limit: LimitOption = None,
     model: ModelOption = None,
@@ -289,8 +283,7 @@ def run_serve(
 def run_engines(
     *,
     prompts: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="May be repeated.", exists=True, dir_okay=False),
+        list[Path], typer.Option(help="May be repeated.", exists=True, dir_okay=False)
     ],
     methods: MethodsOption = None,
     concurrency: Annotated[
@@ -409,7 +402,7 @@ def run_forwards(
 def run_pool(
     *,
     max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=10_000, help="The largest; from 10^4 up, by tens.")
+        int, typer.Option(min=10_000, help="The largest; from 10^4 up, by tens.")
     ] = 10**7,
     json: JsonOption = None,
 ) -> None:
@@ -423,9 +416,7 @@ def run_pool(
 @grouped
 def run_pool_threads(
     *,
-    max_threads: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most; from 1 up, by fours.")
-    ] = 64,
+    max_threads: Annotated[int, typer.Option(min=1, help="The most; from 1 up, by fours.")] = 64,
     json: JsonOption = None,
 ) -> None:
     """Time one n-gram pool that threads share: calls a second, and how long each waits."""
@@ -438,9 +429,7 @@ def run_pool_threads(
 @grouped
 def run_pool_requests(
     *,
-    max_requests: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The most; from 1 up, by fours.")
-    ] = 256,
+    max_requests: Annotated[int, typer.Option(min=1, help="The most; from 1 up, by fours.")] = 256,
     json: JsonOption = None,
 ) -> None:
     """Time what a serving engine's proposer takes in a step, by the number of requests."""
@@ -469,8 +458,8 @@ def run_predictions(
 @grouped
 def run_rollouts(
     *,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of training.")] = 20,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Of the samples.")] = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of training.")] = 20,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
     max_new_tokens: MaxNewTokensOption = 48,
     model: ModelOption = None,
     loading: LoadOptions,
@@ -504,8 +493,7 @@ def run_gpu(
         typer.Option(metavar="NAME", help="cuda, cuda:1, …, or cpu with --shapes tiny."),
     ] = None,
     minutes: Annotated[
-        float,
-        typer.Option(metavar="T", min=0.0, help="End after T minutes, and list what was not run."),
+        float, typer.Option(min=0.0, help="End after T minutes, and list what was not run.")
     ] = 7.5,
     json: JsonOption = None,
 ) -> None:

@@ -50,7 +50,7 @@ class Lesson(NamedTuple):
     told: list[list[int] | Harvested]  # committed tokens, or what was harvested
 
 
-class Recorder(PoolDrafter):
+class LessonRecorder(PoolDrafter):
     """A drafter that keeps all that it is told."""
 
     def __init__(self, pool: NGramPool, prewarmed: SuccessorTable | None) -> None:
@@ -92,7 +92,7 @@ def record_lessons(
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer prompts with one pool, appending to `lessons` all but answers that end in loops."""
-    drafter = Recorder(NGramPool(seed=0), prewarmed)
+    drafter = LessonRecorder(NGramPool(seed=0), prewarmed)
     method = Lade(config, drafter=drafter)
     pad_token_id = find_pad_token_id(loaded)
     for prompt in prompts:

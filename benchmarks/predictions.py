@@ -113,7 +113,7 @@ EDITS = (
 _WRONG = {CODE: GERMAN, GERMAN: CODE}
 
 
-class Given(LogitsProcessor):  # type: ignore[misc]
+class ForcedAnswer(LogitsProcessor):  # type: ignore[misc]
     """Makes an answer the likeliest, token by token."""
 
     def __init__(self, num_prompt: int, token_ids: Sequence[int]) -> None:
@@ -126,7 +126,7 @@ class Given(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """What one call took."""
 
     num_steps: int
@@ -156,13 +156,13 @@ def measured(loaded: LoadedModel, edit: Edit, num_rounds: int) -> dict[str, Any]
     found: dict[str, Any] = {"num_tokens": len(answer)}
     for name, prompt in asked.items():
         inputs = encode(tokenizer, prompt, loaded.model.device)
-        methods: dict[str, Callable[..., Call]] = {
+        methods: dict[str, Callable[..., TimedCall]] = {
             method: partial(_by_lade, prediction=prediction)
             for method, prediction in (alone if name == "request" else predictions).items()
         }
         if name == "text":
             methods["prompt_lookup"] = _by_prompt_lookup
-        calls: dict[str, list[Call]] = {method: [] for method in methods}
+        calls: dict[str, list[TimedCall]] = {method: [] for method in methods}
         for _ in range(num_rounds):
             for method, call in methods.items():
                 calls[method].append(call(loaded.model, inputs, answer))
@@ -184,15 +184,15 @@ def _by_lade(
     inputs: dict[str, Any],
     answer: Sequence[int],
     prediction: Sequence[int] | None,
-) -> Call:
+) -> TimedCall:
     start = perf_counter()
     output = lade.generate(model, prediction=prediction, **_options(inputs, answer))
     sec = perf_counter() - start
     _check(output, inputs, answer)
-    return Call(output.stats.num_steps, sec)
+    return TimedCall(output.stats.num_steps, sec)
 
 
-def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int]) -> Call:
+def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int]) -> TimedCall:
     num_forwards = 0
 
     def count(*_: Any) -> None:
@@ -205,11 +205,11 @@ def _by_prompt_lookup(model: Any, inputs: dict[str, Any], answer: Sequence[int])
     sec = perf_counter() - start
     hook.remove()
     _check(output, inputs, answer)
-    return Call(num_forwards - 1, sec)
+    return TimedCall(num_forwards - 1, sec)
 
 
 def _options(inputs: dict[str, Any], answer: Sequence[int]) -> dict[str, Any]:
-    processors = LogitsProcessorList([Given(inputs["input_ids"].shape[1], answer)])
+    processors = LogitsProcessorList([ForcedAnswer(inputs["input_ids"].shape[1], answer)])
     options = {"do_sample": False, "max_new_tokens": len(answer), "eos_token_id": None}
     options |= {"pad_token_id": 0, "return_dict_in_generate": True}
     return {**inputs, **options, "logits_processor": processors}

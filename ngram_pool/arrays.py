@@ -70,7 +70,7 @@ class OpenSequence:
         return known
 
 
-class Text(NamedTuple):
+class TextArrays(NamedTuple):
     """The arrays of the text; see `_kernels.py`."""
 
     text: Int32Array

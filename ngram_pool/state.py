@@ -32,7 +32,7 @@ from ngram_pool._kernels import (
     Int32Array,
     Int64Array,
 )
-from ngram_pool.arrays import Header, OpenSequence, Room, Text, Unigrams
+from ngram_pool.arrays import Header, OpenSequence, Room, TextArrays, Unigrams
 from ngram_pool.chains import DraftChains, TextRows, checked_rows
 from ngram_pool.compiling import compile_by
 from ngram_pool.draft import Draft, SampledDraft
@@ -379,7 +379,7 @@ class PoolState:
                 f"{path}: part 'harvested.keys': expected at most {state.harvested.capacity} rows, "
                 f"got {len(arrays['harvested.keys'])}"
             )
-        state.held = Text(arrays["text"], arrays["links"], arrays["heads"])
+        state.held = TextArrays(arrays["text"], arrays["links"], arrays["heads"])
         state.counts[NEXT_POSITION] = stored.num_observed
         state.sequence_0.state[:LOWERED_THEN] = arrays["sequence"]
         if is_of_model:
@@ -394,10 +394,10 @@ class PoolState:
     # Each group of arrays is replaced as a whole, in one store: if memory runs out or an interrupt
     # comes, the pool stays as it was.
 
-    def _empty(self, num_rows: int) -> Text:
+    def _empty(self, num_rows: int) -> TextArrays:
         # One bucket per row, rounded down to a power of two: a bucket holds 1 to 2 positions.
         num_buckets = 1 << (num_rows.bit_length() - 1)
-        return Text(
+        return TextArrays(
             np.full((num_rows, 3), NONE, np.int32),
             np.full((num_rows, self.max_ngram_size), NONE, np.int32),
             np.full((self.max_ngram_size, num_buckets), NONE, np.int32),
@@ -440,7 +440,7 @@ class PoolState:
             self._header = self._header_with(self.held)
         return self._header
 
-    def _header_with(self, held: Text) -> Header:
+    def _header_with(self, held: TextArrays) -> Header:
         """Return a header with another text."""
         table, weights, unigrams, counts = (
             self.harvested.held,

@@ -152,6 +152,38 @@ def test_any_error_is_caught_at_named_edges_alone() -> None:
     assert +found == Counter(CATCHES_ANYTHING)
 
 
+# Public with a long list of what it takes, which transformers passes by name.
+TAKES_MUCH = {"lade/hf/api.py:decode"}
+# `lade.batcher.Request` is public, and what a server's client sends is one.
+NAMED_TWICE = {"Request"}
+
+
+def num_taken(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return how many arguments a call may pass, of kernels and commands none."""
+    exempt = {"_jit", "grouped"}
+    if exempt & {*map(ast.unparse, function.decorator_list)}:
+        return 0
+    taken = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return len([each for each in taken if each.arg not in ("self", "cls")])
+
+
+def test_no_class_name_means_two_things_and_no_function_takes_more_than_eight() -> None:
+    names: Counter[str] = Counter()
+    takes_much = set()
+    for package in ("lade", "ngram_pool", "benchmarks"):
+        for path in (ROOT / package).rglob("*.py"):
+            place = path.relative_to(ROOT).as_posix()
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            names.update(node.name for node in nodes if isinstance(node, ast.ClassDef))
+            functions = (
+                node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
+            if path.name not in ("_kernels.py", "kernels.py"):
+                takes_much |= {f"{place}:{each.name}" for each in functions if num_taken(each) > 8}
+    assert takes_much == TAKES_MUCH
+    assert {name for name, number in names.items() if number > 1} <= NAMED_TWICE
+
+
 def test_the_pool_knows_nothing_of_torch_or_lade() -> None:
     for path in (ROOT / "ngram_pool").glob("*.py"):
         roots = {name.split(".")[0] for name in imports_of(path)}

@@ -9,9 +9,9 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.engines.agreement import QUESTIONS, compare_drawn
-from benchmarks.engines.job import Job, PhaseResult
+from benchmarks.engines.job import EngineJob, PhaseResult
 from benchmarks.engines.methods import METHODS, PLAIN
-from benchmarks.engines.plan import DRAWS, Plan
+from benchmarks.engines.plan import DRAWS, EnginePlan
 from benchmarks.engines.process import run_job
 from benchmarks.engines.report import as_json, draws_table, rows_of, table, what_differs
 from lade.bench.environment import environment
@@ -62,7 +62,9 @@ def choose_options(text: str) -> dict[str, Any]:
     return options
 
 
-def make_plan(model: str | None, chosen: Sequence[Chosen], checks: bool, **settings: Any) -> Plan:
+def make_plan(
+    model: str | None, chosen: Sequence[Chosen], checks: bool, **settings: Any
+) -> EnginePlan:
     """Fetch the model if need be, and encode the prompts."""
     name = find_model(model) or DEFAULT_MODEL
     fetch_with_progress(name)
@@ -71,7 +73,7 @@ def make_plan(model: str | None, chosen: Sequence[Chosen], checks: bool, **setti
     def tokens_of(texts: Sequence[str]) -> list[list[int]]:
         return [encode(tokenizer, text)["input_ids"][0].tolist() for text in texts]
 
-    return Plan(
+    return EnginePlan(
         model=str(embedded_model(name)) if name in EMBEDDED_MODELS else name,
         prompts=tokens_of([prompt.text for each in chosen for prompt in each.prompts]),
         questions=tokens_of(QUESTIONS) if checks else (),
@@ -80,7 +82,7 @@ def make_plan(model: str | None, chosen: Sequence[Chosen], checks: bool, **setti
 
 
 def run(
-    plan: Plan,
+    plan: EnginePlan,
     chosen: Sequence[Chosen],
     methods: Sequence[str],
     left_out: Mapping[str, str],
@@ -153,7 +155,7 @@ def _without_folder(value: Any) -> Any:
 
 
 def _run_method(
-    job: Job,
+    job: EngineJob,
     method: str,
     threads: int,
     bars: Progress,

@@ -21,7 +21,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineJob:
     """An engine, and the phases it runs in turn."""
 
     model: str
@@ -37,13 +37,13 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "Job":
+    def from_message(cls, message: Mapping[str, Any]) -> "EngineJob":
         """Return the job of `as_message`."""
         phases = [Phase(**phase) for phase in message["phases"]]
         return cls(**{**message, "phases": phases})
 
 
-class Answer(NamedTuple):
+class RequestAnswer(NamedTuple):
     """One answered request."""
 
     token_ids: list[int]
@@ -69,7 +69,7 @@ class PhaseResult(NamedTuple):
     name: str
     concurrency: int
     sec: float
-    answers: list[Answer]  # in the order of the prompts
+    answers: list[RequestAnswer]  # in the order of the prompts
     counters: Counters
 
     def as_message(self) -> dict[str, Any]:
@@ -80,6 +80,6 @@ class PhaseResult(NamedTuple):
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "PhaseResult":
         """Return the result of `as_message`."""
-        answers = [Answer(**answer) for answer in message["answers"]]
+        answers = [RequestAnswer(**answer) for answer in message["answers"]]
         counters = Counters(**message["counters"])
         return cls(**{**message, "answers": answers, "counters": counters})

@@ -1,4 +1,4 @@
-"""`Plan`: which phases every method's engine runs.
+"""`EnginePlan`: which phases every method's engine runs.
 
 Next file: `mending.py`.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.engines.agreement import NUM_DRAWN_TOKENS, NUM_DRAWS
-from benchmarks.engines.job import Job, Phase
+from benchmarks.engines.job import EngineJob, Phase
 from benchmarks.engines.methods import METHODS
 
 #: The phase that draws answers.
@@ -16,7 +16,7 @@ DRAWS = "draws"
 
 
 @dataclass(frozen=True)
-class Plan:
+class EnginePlan:
     """A comparison of methods."""
 
     model: str  # for vLLM: a hub id or a folder
@@ -43,10 +43,10 @@ class Plan:
             phases.append(Phase(DRAWS, size, asked, NUM_DRAWN_TOKENS, 1.0, begins_anew=True))
         return phases
 
-    def job(self, method: str) -> Job:
+    def job(self, method: str) -> EngineJob:
         """Return what a method's engine is to do."""
         longest = max(len(token_ids) for token_ids in (*self.prompts, *self.questions))
-        return Job(
+        return EngineJob(
             model=self.model,
             dtype=self.dtype,
             # Where a request is nearer to this limit, vLLM drafts nothing for all of them.

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.job import Job
+from benchmarks.engines.job import EngineJob
 from benchmarks.process import ProcessFailedError, told_by
 from lade.errors import LadeError
 
@@ -23,7 +23,7 @@ _CPU_SETTINGS = {
 _OPENMP = "libiomp5.so"  # vLLM warns of large losses where it is not loaded first
 
 
-def run_job(job: Job, threads: int, command: Sequence[str] = _COMMAND) -> Generator[Any]:
+def run_job(job: EngineJob, threads: int, command: Sequence[str] = _COMMAND) -> Generator[Any]:
     """Start an engine, yield what its process tells, and end it; also when it is left early.
 
     Raises:

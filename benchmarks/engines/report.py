@@ -5,7 +5,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks.engines.agreement import FALSE_ALARM, Drawn
-from benchmarks.engines.job import Answer, PhaseResult
+from benchmarks.engines.job import PhaseResult, RequestAnswer
 from benchmarks.engines.methods import PLAIN
 from benchmarks.engines.plan import DRAWS, phase_name
 from lade.bench.report import msec_text, rounded, share_text, speedup_text
@@ -13,7 +13,7 @@ from lade.bench.tables import Sheet
 from lade.stats import ends_in_loop
 
 
-class Summary(NamedTuple):
+class PhaseSummary(NamedTuple):
     """A pass of a method at a number of concurrent requests."""
 
     num_answers: int
@@ -40,10 +40,10 @@ class Row(NamedTuple):
     method: str
     concurrency: int
     num_pass: int  # from 1
-    summary: Summary
+    summary: PhaseSummary
 
 
-def summarise(result: PhaseResult, plain: PhaseResult | None) -> Summary:
+def summarise(result: PhaseResult, plain: PhaseResult | None) -> PhaseSummary:
     """Summarise a pass, and compare its texts with those of plain's same pass."""
     answers, counters = result.answers, result.counters
     judged = answers if plain is None else plain.answers
@@ -51,7 +51,7 @@ def summarise(result: PhaseResult, plain: PhaseResult | None) -> Summary:
     clean = [answer for answer, loop in zip(answers, loops, strict=True) if not loop]
     latencies = [answer.sec for answer in answers]
     num_tokens = sum(len(answer.token_ids) for answer in answers)
-    return Summary(
+    return PhaseSummary(
         len(answers),
         num_tokens,
         num_tokens / result.sec,
@@ -183,13 +183,13 @@ def what_differs(rows: Sequence[Row], drawn: Mapping[str, Drawn]) -> list[str]:
     return found
 
 
-def _mat(answers: Sequence[Answer]) -> float:
+def _mat(answers: Sequence[RequestAnswer]) -> float:
     """Return mean accepted tokens: of a request in a step, but for the step of its prompt."""
     num_tokens = sum(len(answer.token_ids) - 1 for answer in answers)
     num_steps = sum(answer.num_steps - 1 for answer in answers)
     return num_tokens / num_steps if num_steps else 1.0
 
 
-def _share_same(answers: Sequence[Answer], others: Sequence[Answer]) -> float:
+def _share_same(answers: Sequence[RequestAnswer], others: Sequence[RequestAnswer]) -> float:
     pairs = zip(answers, others, strict=True)
     return sum(one.token_ids == other.token_ids for one, other in pairs) / len(answers)

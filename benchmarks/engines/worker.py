@@ -1,8 +1,8 @@
 """Process with an engine: `python -m benchmarks.engines.worker`.
 
-It reads a `Job` as JSON from standard input, and writes a line of JSON to standard output for each
-answer and each phase. The engine is stepped in this process, so that nothing but its own work and
-the drafter's is between two steps. Next file: `process.py`, which starts such processes.
+It reads an `EngineJob` as JSON from standard input, and writes a line of JSON to standard output
+for each answer and each phase. The engine is stepped in this process, so that nothing but its own
+work and the drafter's is between two steps. Next file: `process.py`, which starts such processes.
 """
 
 import json
@@ -16,7 +16,7 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from benchmarks.engines.job import Answer, Counters, Job, Phase, PhaseResult
+from benchmarks.engines.job import Counters, EngineJob, Phase, PhaseResult, RequestAnswer
 from benchmarks.engines.mending import FAULT, mend_sampler
 from benchmarks.process import DONE
 from lade.engines.extension import PoolExtension
@@ -39,7 +39,7 @@ def main() -> None:
     def tell(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
-    job = Job.from_message(json.loads(sys.stdin.readline()))
+    job = EngineJob.from_message(json.loads(sys.stdin.readline()))
     engine = Engine(job)
     tell({"engine": engine.description()})
     engine.warm_up()
@@ -67,7 +67,7 @@ class _Request:
 class Engine:
     """vLLM's engine, stepped by its clients."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EngineJob) -> None:
         import vllm
         from vllm.platforms import current_platform
 
@@ -127,7 +127,7 @@ class Engine:
         counted = {name: after[name] - before[name] for name in after}
         return PhaseResult(phase.name, phase.concurrency, sec, answers, watched._replace(**counted))
 
-    def _answer(self, phase: Phase, on_answer: Callable[[], None]) -> list[Answer]:
+    def _answer(self, phase: Phase, on_answer: Callable[[], None]) -> list[RequestAnswer]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -139,7 +139,7 @@ class Engine:
         )
         waiting = iter(enumerate(phase.prompts))
         running: dict[str, _Request] = {}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, RequestAnswer] = {}
 
         def ask_next() -> None:
             for number, token_ids in waiting:
@@ -160,7 +160,7 @@ class Engine:
                     request.token_ids += new
                 if output.finished:
                     del running[output.request_id]
-                    answers[request.number] = Answer(
+                    answers[request.number] = RequestAnswer(
                         request.token_ids,
                         request.num_steps,
                         request.first_token_sec,

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from benchmarks.gpu.acceptance import MAT
 from benchmarks.gpu.report import as_json, compare, table, table_of_answers
-from benchmarks.gpu.run import NUM_NODES, STAGES, Plan, run_stages
+from benchmarks.gpu.run import NUM_NODES, STAGES, GpuPlan, run_stages
 from benchmarks.gpu.shapes import SHAPES, Shape
 from benchmarks.gpu.stage import Stage
 from benchmarks.methods import named
@@ -34,7 +34,7 @@ def run(
     shapes = [SHAPES[name] for name in named(shape_names, [*SHAPES])]
     names = [name for name in STAGES if name in named(stage_names, STAGES)]
     device = choose_device(device_name, shapes)
-    plan = Plan(device, shapes, minutes, names)
+    plan = GpuPlan(device, shapes, minutes, names)
     settings = {
         "device": str(device),
         "shapes": [shape.name for shape in shapes],

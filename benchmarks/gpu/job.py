@@ -8,7 +8,7 @@ from benchmarks.gpu.shapes import Shape
 
 
 @dataclass(frozen=True)
-class Job:
+class GpuJob:
     """One stage."""
 
     stage: str
@@ -29,7 +29,7 @@ class Job:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "Job":
+    def from_message(cls, message: Mapping[str, Any]) -> "GpuJob":
         """Return the job of `as_message`."""
         shape = message["shape"]
         return cls(**{**message, "shape": None if shape is None else Shape(**shape)})

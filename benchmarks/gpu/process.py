@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from time import perf_counter
 
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import GpuJob
 from benchmarks.gpu.stage import Stage
 from benchmarks.process import ProcessFailedError, last_words, told_by
 
@@ -20,7 +20,7 @@ _MAX_PRINTED = 6000  # characters of what a crashed process has said
 
 
 def run_in_process(
-    stage: Stage, job: Job, kill_at: float, command: Sequence[str] = _COMMAND
+    stage: Stage, job: GpuJob, kill_at: float, command: Sequence[str] = _COMMAND
 ) -> None:
     """Run a stage in a new process; a crash becomes the stage's failure, with its last words.
 

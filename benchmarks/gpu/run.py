@@ -10,7 +10,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.gpu.acceptance import counts_for
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import GpuJob
 from benchmarks.gpu.process import run_in_process
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.stage import NO_TIME, Stage
@@ -51,7 +51,7 @@ _GRACE_SEC = 12.0  # past its time, until a process is killed
 
 
 @dataclass(frozen=True)
-class Plan:
+class GpuPlan:
     """What to measure, and how."""
 
     device: torch.device
@@ -71,7 +71,7 @@ class Plan:
 
 
 def run_stages(
-    plan: Plan,
+    plan: GpuPlan,
     stages: list[Stage],
     tell: Callable[[Stage], None],
 ) -> Iterator[Stage]:
@@ -86,7 +86,7 @@ def run_stages(
         if sec < _LEAST_SEC:
             stage.leave_out("all", NO_TIME)
         else:
-            job = Job(
+            job = GpuJob(
                 stage=name,
                 device=str(plan.device),
                 sec=sec,
@@ -105,7 +105,7 @@ def run_stages(
 class _Clock:
     """Allots the time to stages, in the order of the plan."""
 
-    plan: Plan
+    plan: GpuPlan
     start: float  # by `perf_counter`
     _num_begun: int = 0
 

@@ -1,9 +1,9 @@
 """Process that runs one stage: `python -m benchmarks.gpu.work`.
 
-It reads a `Job` as JSON from standard input and writes a line of JSON to standard output whenever
-something is begun or found, so that whatever ends it, what it found is known. An error on a GPU
-leaves a process unable to use it, hence one process for each stage. Next file: `process.py`, which
-starts such processes.
+It reads a `GpuJob` as JSON from standard input and writes a line of JSON to standard output
+whenever something is begun or found, so that whatever ends it, what it found is known. An error on
+a GPU leaves a process unable to use it, hence one process for each stage. Next file: `process.py`,
+which starts such processes.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.process import DONE, end_with_parent
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.job import Job
+    from benchmarks.gpu.job import GpuJob
     from benchmarks.gpu.shapes import KnownModel
     from benchmarks.gpu.stage import Stage
 
@@ -33,13 +33,13 @@ def main() -> None:
     line = sys.stdin.readline()
     end_with_parent()
     # Only now, as it takes seconds.
-    from benchmarks.gpu.job import Job
+    from benchmarks.gpu.job import GpuJob
     from benchmarks.gpu.stage import Stage
 
     def tell(stage: Stage) -> None:
         print(json.dumps(stage.as_message()), file=channel, flush=True)
 
-    job = Job.from_message(json.loads(line))
+    job = GpuJob.from_message(json.loads(line))
     stage = Stage(job.stage, job.shape_name, start + job.sec, tell)
     _note_warnings(stage)
     try:
@@ -49,7 +49,7 @@ def main() -> None:
     print(json.dumps(DONE), file=channel, flush=True)
 
 
-def work(job: "Job", stage: "Stage") -> None:
+def work(job: "GpuJob", stage: "Stage") -> None:
     """Run the stage of a job."""
     import torch
 
@@ -72,7 +72,7 @@ def work(job: "Job", stage: "Stage") -> None:
         _measure_shape(job, device, stage)
 
 
-def _measure_shape(job: "Job", device: Any, stage: "Stage") -> None:
+def _measure_shape(job: "GpuJob", device: Any, stage: "Stage") -> None:
     """Run a stage that needs a model of the job's shape."""
     from benchmarks.gpu.answers import (
         BATCH_SIZES,

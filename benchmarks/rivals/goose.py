@@ -57,7 +57,7 @@ class Copy(NamedTuple):
     confidence: float
 
 
-class _Text:
+class _CountedText:
     """A text, and the earlier occurrences of its n-grams."""
 
     def __init__(self) -> None:
@@ -112,10 +112,10 @@ def _confidence(num_copied: int, found: _Occurrences) -> float:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _GooseSequence:
     """The state of one prompt and its answer."""
 
-    text: _Text = field(default_factory=_Text)
+    text: _CountedText = field(default_factory=_CountedText)
     #: The target's likeliest tokens after a token, and after a pair of tokens.
     of_token: dict[int, Scored] = field(default_factory=dict)
     of_pair: dict[tuple[int, int], Scored] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class _Sequence:
 class _Branching:
     """Builder of one tree: the spine, branches at the root and the spine, then their extensions."""
 
-    def __init__(self, state: _Sequence, committed: Sequence[int], num_nodes: int) -> None:
+    def __init__(self, state: _GooseSequence, committed: Sequence[int], num_nodes: int) -> None:
         self._state = state
         self._ending = committed[-2:]
         self.growing = GrowingDraft(num_nodes)
@@ -230,12 +230,12 @@ class GooseDrafter(Drafter):
 
     def __init__(self) -> None:
         self._handles = count()
-        self._open: dict[int, _Sequence] = {}
+        self._open: dict[int, _GooseSequence] = {}
 
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin with empty tables."""
         sequence = next(self._handles)
-        self._open[sequence] = _Sequence()
+        self._open[sequence] = _GooseSequence()
         self._open[sequence].text.extend(prompt_ids)
         return sequence
 

@@ -17,14 +17,14 @@ _NUM_SUCCESSORS = 8  # kept for each token
 _LEVEL_SIZES = (8, 21, 25, 15, 8, 3)  # nodes by depth, 80 in all
 
 
-class Place(NamedTuple):
+class TreePlace(NamedTuple):
     """A node of the fixed tree, before it has a token."""
 
     parent: int  # the parent's place; ROOT for children of the root
     rank: int  # which successor of its parent's token it takes, from 0
 
 
-def static_tree(level_sizes: Sequence[int], num_successors: int) -> list[Place]:
+def static_tree(level_sizes: Sequence[int], num_successors: int) -> list[TreePlace]:
     """Return a tree with a given number of nodes at each depth, best place first.
 
     The paper's tree was merged from measured ones, and only its sizes are used here. The rule
@@ -40,7 +40,7 @@ def static_tree(level_sizes: Sequence[int], num_successors: int) -> list[Place]:
         chosen += level
     chosen.sort(key=lambda path: (prod(path), len(path), path))
     places = {path: place for place, path in enumerate(chosen)} | {(): ROOT}
-    return [Place(places[path[:-1]], path[-1] - 1) for path in chosen]
+    return [TreePlace(places[path[:-1]], path[-1] - 1) for path in chosen]
 
 
 _TREE = static_tree(_LEVEL_SIZES, _NUM_SUCCESSORS)

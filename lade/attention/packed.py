@@ -45,7 +45,6 @@ def packed_sdpa(
     """Attend as `sdpa` does; calls other than steps of a decoding are passed on to it.
 
     Args:
-        module: the layer.
         query: [rows, num_heads, num_queries, head_dim].
         key, value: [rows, num_key_heads, num_keys, head_dim of each].
         attention_mask: [rows, 1, num_queries, num_keys], boolean or additive.

@@ -118,7 +118,7 @@ def attend(
     if sinks is not None:
         of_heads = sinks.to(dtype).reshape(1, num_key_heads, -1, 1)
         peaks = of_heads.repeat_interleave(num_nodes, dim=2)
-        parts.append(_Part(torch.zeros_like(peaks), torch.ones_like(peaks), peaks))
+        parts.append(_PartialSoftmax(torch.zeros_like(peaks), torch.ones_like(peaks), peaks))
     attended = _merged(parts).reshape(rows, num_heads, num_nodes, value.shape[-1])
     return attended.transpose(1, 2).to(query.dtype).contiguous()
 
@@ -139,7 +139,6 @@ def tree_attention(
     same model while this attention is active. Such a call is passed on to transformers' `sdpa`.
 
     Args:
-        module: the layer.
         query, key, value: as `attend` takes them; without a `Seen`, as `sdpa` does.
         attention_mask: a mask from `with_seen`, a plain dense mask, or None.
         dropout, scaling: as transformers passes them.
@@ -208,49 +207,33 @@ def stable_attention(
     schema="(Tensor query, Tensor key, Tensor value, Tensor num_cached, Tensor starts, Tensor "
     "ancestors, Tensor? visible, float scaling, float? softcap, Tensor? sinks) -> Tensor",
 )
-def attend_at_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_cached: Tensor,
-    starts: Tensor,
-    ancestors: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def attend_at_once(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """Attend as `attend` does, as an operator of torch, which compilers take as it is.
 
     On a GPU it is the kernels of `triton.py`, as long as they run.
     """
-    seen = Seen(num_cached, starts, ancestors, visible)
-    return attend(query, key, value, seen, scaling=scaling, softcap=softcap, sinks=sinks)
+    seen, options = _named(others)
+    return attend(query, key, value, seen, **options)
+
+
+def _named(others: Sequence[Any]) -> tuple[Seen, dict[str, Any]]:
+    """Return what `attend` takes beside three tensors, of the operator's arguments by place."""
+    *seen, scaling, softcap, sinks = others
+    return Seen(*seen), {"scaling": scaling, "softcap": softcap, "sinks": sinks}
 
 
 @attend_at_once.register_kernel("cuda")
-def _attend_in_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    num_cached: Tensor,
-    starts: Tensor,
-    ancestors: Tensor,
-    visible: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_in_triton(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
     """Attend by the kernels; where they do not run, in plain torch, which is said once."""
-    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    seen = Seen(num_cached, starts, ancestors, visible)
+    seen, options = _named(others)
     try:
         # Imported here, because triton is not installed on every machine.
         from lade.attention import triton as triton_attention
 
         if query.is_cuda:
-            triton_attention.compile_ahead(query, key, value, visible, softcap=softcap, sinks=sinks)
-        return triton_attention.attend(query, key, value, *seen, **options)
+            with_sinks = {name: options[name] for name in ("softcap", "sinks")}
+            triton_attention.compile_ahead(query, key, value, seen.visible, **with_sinks)
+        return triton_attention.attend(query, key, value, seen, **options)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
@@ -270,7 +253,7 @@ def _shaped_like_attention(query: Tensor, key: Tensor, value: Tensor, *others: A
     return query.new_empty(rows, num_nodes, num_heads, value.shape[-1])
 
 
-class _Part(NamedTuple):
+class _PartialSoftmax(NamedTuple):
     """Partial sums of a softmax; `_merged` joins the parts and divides by their totals."""
 
     # [rows, num_key_heads, num_packed, head_dim], values weighted by exp(score - peak)
@@ -281,7 +264,7 @@ class _Part(NamedTuple):
 
 def _part(
     query: Tensor, key: Tensor, value: Tensor, sees: Tensor, scaling: float, softcap: float | None
-) -> _Part:
+) -> _PartialSoftmax:
     """Attend to some of the keys; `sees` is bool [rows, num_nodes, num_keys]."""
     scores = query @ key.to(query.dtype).transpose(2, 3) * scaling
     if softcap is not None:
@@ -291,10 +274,12 @@ def _part(
     # Finite even if nothing is seen: the difference of two infinities would be NaN.
     peaks = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = torch.exp(scores - peaks)
-    return _Part(weights @ value.to(query.dtype), weights.sum(dim=-1, keepdim=True), peaks)
+    return _PartialSoftmax(
+        weights @ value.to(query.dtype), weights.sum(dim=-1, keepdim=True), peaks
+    )
 
 
-def _merged(parts: list[_Part]) -> Tensor:
+def _merged(parts: list[_PartialSoftmax]) -> Tensor:
     """Return the attention to all parts together."""
     peak = functools.reduce(torch.maximum, (part.peaks for part in parts))
     summed, totals = torch.zeros_like(parts[0].summed), torch.zeros_like(peak)

@@ -5,9 +5,8 @@ of all heads that share these keys; a second kernel merges the results. A split'
 the row's true length, which is read on the device, so a captured graph serves all lengths, each at
 its own cost. The tree follows the last part of the prefix, in the same program.
 
-This file is independent of transformers. Only `tree.py` imports it, and only on a GPU: triton is
-not installed on every machine. Scores are in units of log 2, because the device has exp2 but no
-exp.
+Only `tree.py` imports this file, and only on a GPU: triton is not installed on every machine.
+Scores are in units of log 2, because the device has exp2 but no exp.
 """
 
 import threading
@@ -21,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lade.attention.tree import Seen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; not -inf: -inf - -inf is NaN
@@ -65,10 +66,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    num_cached: Tensor,
-    starts: Tensor,
-    ancestors: Tensor,
-    visible: Tensor | None = None,
+    seen: Seen,
     *,
     scaling: float,
     softcap: float | None = None,
@@ -81,10 +79,7 @@ def attend(
         query: [rows, num_heads, num_nodes, head_dim], float16, bfloat16 or float32.
         key, value: [rows, num_key_heads, num_slots, head_dim of each], views of any strides; slots
             that are hidden or after a row's own nodes are never read.
-        num_cached: int32 [rows].
-        starts: int32 [rows, num_nodes].
-        ancestors: bool [rows, num_nodes, num_nodes].
-        visible: bool [rows, num_slots], or None; these four as in `Seen` of `tree.py`.
+        seen: where the prefix and the nodes lie, and which node sees what.
         scaling, softcap, sinks: as for `attend` of `tree.py`.
         num_processors: number of multiprocessors to split the work for; None for the device's own,
             of which a CPU (in Triton's interpreter) has none.
@@ -98,6 +93,7 @@ def attend(
     """
     rows, num_heads, num_nodes, head_dim = query.shape
     num_key_heads, num_slots, value_dim = value.shape[1:]
+    num_cached, starts, ancestors, visible = seen
     num_lists, num_packed = rows * num_key_heads, num_heads // num_key_heads * num_nodes
     blocks = _blocks(num_packed, head_dim, value_dim, query.dtype)
     num_blocks = triton.cdiv(num_packed, blocks.queries)
@@ -207,10 +203,12 @@ def compile_ahead(
                     made(rows, num_nodes, num_heads, head_dim).transpose(1, 2),
                     made(rows, num_key_heads, num_slots, head_dim),
                     made(rows, num_key_heads, num_slots, value_dim),
-                    made(rows, dtype=torch.int32),
-                    made(rows, num_nodes, dtype=torch.int32),
-                    made(rows, num_nodes, num_nodes, dtype=torch.bool),
-                    made(rows, num_slots, dtype=torch.bool) if has_visible else None,
+                    Seen(
+                        made(rows, dtype=torch.int32),
+                        made(rows, num_nodes, dtype=torch.int32),
+                        made(rows, num_nodes, num_nodes, dtype=torch.bool),
+                        made(rows, num_slots, dtype=torch.bool) if has_visible else None,
+                    ),
                     scaling=1.0,
                     softcap=softcap,
                     sinks=made(num_heads) if has_sinks else None,

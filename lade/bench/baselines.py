@@ -89,9 +89,6 @@ class TransformersAssisted:
     whole draft at once: its text is as likely as plain's, but differs for the same seed.
 
     Drafting, for it, is all that happens between two forwards of the model.
-
-    Args:
-        options: of `generate`, beside those of the run.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:

@@ -36,9 +36,6 @@ def code(root: Path = _ROOT) -> str:
     """Return a digest of the Python source of `lade` and `ngram_pool`, 12 hexadecimal digits.
 
     It is that of a measurement in a checkout, whatever is committed there, and in a wheel.
-
-    Args:
-        root: the folder of the packages.
     """
     digest = hashlib.sha256()
     for package in _SOURCES:

@@ -24,8 +24,6 @@ class Forwards:
         were accepted, and a bonus token. What follows the last forward is the rest of the answer.
 
         Args:
-            num_prompt_tokens: length of the prompt.
-            num_tokens: length of the answer.
             sec: time of the call; what is not the target's forwards is drafting.
         """
         stats = DecodeStats(num_prefills=1)
@@ -48,7 +46,6 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
     """Yield what receives the forwards of a model.
 
     Args:
-        model: the target.
         exit_layer: layers after which drafting forwards of the same model end: those are not
             counted. transformers says so in the model's config while it drafts.
     """

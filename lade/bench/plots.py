@@ -30,11 +30,6 @@ def check_folder(folder: Path) -> None:
 def plot_speedups(folder: Path, name: str, summary: Mapping[str, Any]) -> list[Path]:
     """Plot the speed-up of every method in every group of answers as bars; return the files.
 
-    Args:
-        folder: where to write `<name>.png` and `<name>.svg`.
-        name: base name of the files.
-        summary: by group and method, as in a result file of `lade bench`.
-
     Raises:
         ValueError: no method was measured against plain.
     """

@@ -86,7 +86,6 @@ def run_methods(
     settings: BenchSettings,
     given: Given | None = None,
     *,
-    num_passes: int = 1,
     results: list[Result],
     on_answer: Callable[[str, Answer], None] = lambda name, answer: None,
 ) -> None:
@@ -100,7 +99,7 @@ def run_methods(
     pad_token_id = find_pad_token_id(loaded)
     options = settings.options(pad_token_id)
     names = [*methods]
-    for num_pass in range(num_passes):
+    for num_pass in range(settings.passes):
         running: dict[str, Method] = {
             name: info.make(given or Given()) for name, info in methods.items()
         }

@@ -21,6 +21,7 @@ class BenchSettings(chat.Settings):
 
     batch_size: int = 1  # prompts per call
     num_return_sequences: int = 1  # samples per prompt
+    passes: int = 1  # over all prompts
 
     def __post_init__(self) -> None:
         super().__post_init__()

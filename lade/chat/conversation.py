@@ -463,7 +463,7 @@ class _Worker(threading.Thread):
         options |= self._inputs | {"stopping_criteria": StoppingCriteriaList([self._stops])}
         torch.manual_seed(self._turn.seed)
         if self._turn.is_plain:  # by the class's generate, in case the model is wrapped
-            type(model).generate(model, **options, streamer=_Stream(self._put))
+            type(model).generate(model, **options, streamer=_PutStreamer(self._put))
             return None
         output = generate(
             model,
@@ -501,7 +501,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
 
 
-class _Stream(BaseStreamer):  # type: ignore[misc]
+class _PutStreamer(BaseStreamer):  # type: ignore[misc]
     """Passes the tokens of plain decoding on, each as a step of its own."""
 
     def __init__(self, put: Callable[[Step], None]) -> None:

@@ -27,10 +27,6 @@ class IdleLearner:
     """Adds to a model's table in the pauses of a chat; nothing of any question or answer.
 
     A failure is told once, and ends the learning.
-
-    Args:
-        model: the model.
-        tell: what shows a line to the user.
     """
 
     def __init__(self, model: Any, tell: Callable[[str], None]) -> None:

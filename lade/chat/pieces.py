@@ -92,7 +92,6 @@ class PieceStream:
     Thinking begins where prompt or answer begin it with a mark, and ends with the other one.
 
     Args:
-        tokenizer: of the model.
         prompt_ids: of the prompt, which may end with a mark.
     """
 

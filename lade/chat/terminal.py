@@ -45,8 +45,6 @@ class Terminal:
     """A conversation in a terminal.
 
     Args:
-        conversation: what is said.
-        console: where answers appear.
         history: of typed lines; None to remember them in memory alone.
         learner: learns while nothing is asked; None for nothing.
     """

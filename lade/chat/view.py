@@ -68,7 +68,6 @@ class AnswerView:
     Use it as a context manager, and add pieces as they come.
 
     Args:
-        console: of the terminal.
         shows_drafted: whether to show who wrote each token, instead of Markdown.
     """
 

@@ -56,10 +56,6 @@ Outputs = tuple[Any, ...]
 class Page:
     """The page and its server.
 
-    Args:
-        setup: what conversations are made of, and what the page's options are set to at first.
-        learner: learns while nobody is answered; None for nothing.
-
     Raises:
         ValueError: the model has no place for the system prompt.
     """

@@ -97,8 +97,6 @@ class Session:
     that there was not.
 
     Args:
-        setup: what its conversations are made of.
-        batcher: that their answers share forwards in.
         submit: has a function called in a thread.
     """
 
@@ -267,10 +265,6 @@ class Race:
 
 class Sessions:
     """Sessions by the hash that each tab has; of many, one that was long idle makes room.
-
-    Args:
-        setup: what conversations are made of.
-        learner: learns while nobody is answered; None for nothing.
 
     Raises:
         ValueError: the model has no place for the system prompt.

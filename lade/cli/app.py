@@ -13,13 +13,13 @@ from lade.cli.failures import Telling
 from lade.cli.options import (
     MODEL_HELP,
     DraftOptions,
+    LearningOptions,
     LearnOption,
     LimitOption,
     LoadOptions,
     MaxNewTokensOption,
     ModelOption,
     PageOptions,
-    PoolOptions,
     PredictionOption,
     PromptsOption,
     SamplingOptions,
@@ -99,7 +99,7 @@ def generate(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     prediction: PredictionOption = None,
     learns: LearnOption = True,
 ) -> None:
@@ -131,7 +131,7 @@ def chat(
     model: ModelOption = None,
     loading: LoadOptions,
     sampling: SamplingOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     learns: LearnOption = True,
     page: PageOptions,
 ) -> None:
@@ -169,10 +169,7 @@ def chat(
 def prewarm(
     *,
     seconds: Annotated[
-        float,
-        typer.Option(
-            metavar="T", min=1.0, help="Work for T seconds; another run goes on from there."
-        ),
+        float, typer.Option(min=1.0, help="Work for T seconds; another run goes on from there.")
     ] = 120.0,
     model: ModelOption = None,
     loading: LoadOptions,
@@ -230,7 +227,7 @@ def demo(
     ] = None,
     model: ModelOption = None,
     loading: LoadOptions,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     prewarms: Annotated[
         bool,
         of_drafting(
@@ -298,7 +295,6 @@ def check(
     seconds: Annotated[
         float,
         typer.Option(
-            metavar="T",
             min=0.0,
             help="Measure speed for about T seconds; 0 leaves that out. A slow model may take "
             "longer, as one prompt is always answered in full.",

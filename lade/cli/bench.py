@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lade.bench.prompts import Prompt, read_prompts
 from lade.bench.settings import BenchSettings
-from lade.cli.loading import load_beside, open_pools
+from lade.cli.loading import load_beside
 from lade.cli.options import DraftOptions, LoadOptions
 from lade.cli.prompting import check_prompts
 from lade.cli.results import ResultFiles, keeping, progress_bar, say_written
@@ -65,7 +65,7 @@ def compare(
         "num_layers": drafting.first_layers,
     }
     methods = {name: i for name, i in METHODS.items() if i.takes is None or has[i.takes]}
-    run(loaded, chosen, methods, settings, given, files, pool_paths=drafting.pools or [])
+    run(loaded, chosen, methods, settings, given, files, drafting)
 
 
 def with_assistant(
@@ -86,10 +86,7 @@ def run(
     settings: BenchSettings,
     given: "Given",
     files: ResultFiles,
-    *,
-    pool_paths: Sequence[Path] = (),
-    save_path: Path | None = None,
-    num_passes: int = 1,
+    drafting: DraftOptions,
     add: "Callable[[dict[str, Any], Sequence[Result]], None]" = lambda content, results: None,
 ) -> None:
     """Run methods over prompts; print and write the results, even after an interruption.
@@ -112,15 +109,14 @@ def run(
     methods = {name: info for name, info in methods.items() if name not in left_out}
     results: list[Result] = []
     num_batches = -(-len(prompts) // settings.batch_size)
-    with keeping(results) as stopped, open_pools(loaded, pool_paths, save_path) as (own, *read):
-        given = given._replace(pools=read, own=None if save_path is None else own)
+    with keeping(results) as stopped, drafting.open_pools(loaded) as (own, *read):
+        given = given._replace(pools=read, own=None if drafting.save_path is None else own)
         left_out |= warm_up_methods(loaded, methods, settings, given)
         methods = {name: info for name, info in methods.items() if name not in left_out}
         with progress_bar() as bars:
-            task = bars.add_task("answering", total=num_batches * num_passes * len(methods))
+            task = bars.add_task("answering", total=num_batches * settings.passes * len(methods))
             run_methods(
                 *(loaded, prompts, methods, settings, given),
-                num_passes=num_passes,
                 results=results,
                 on_answer=lambda name, answer: bars.advance(task),
             )
@@ -136,9 +132,11 @@ def run(
         "prompts": chosen.described,
         "methods": {name: info.description for name, info in methods.items()},
         "left_out": left_out,
-        "passes": num_passes,
         "first_layers": given.num_layers,
-        "pools": {"names": [path.name for path in pool_paths], "num_tokens": sum(map(len, read))},
+        "pools": {
+            "names": [path.name for path in drafting.pools or []],
+            "num_tokens": sum(map(len, read)),
+        },
         "interrupted": stopped.by is not None,
         "config": asdict(config),
         "verification": target,
@@ -148,7 +146,7 @@ def run(
         sheets.append(sources)
     content = as_json(results, [*methods], described)
     add(content, results)
-    stopped.tell(f"stopped after {num_done} of {num_batches * num_passes} prompts or batches")
+    stopped.tell(f"stopped after {num_done} of {num_batches * settings.passes} prompts or batches")
     files.show(content, *sheets)
     if files.plot is not None and {"plain"} < {*methods}:
         say_written(plot_speedups(files.plot, "speedup", content["summary"]))

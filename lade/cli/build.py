@@ -15,10 +15,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TimeRemainingColumn
 
 from lade.cli.chats import Message
-from lade.cli.loading import console
+from lade.cli.loading import bar
 from lade.cli.sources import Render, TextPiece, UnreadableError, find_files, opened, pieces_of
 from ngram_pool import NGramPool
 from ngram_pool.files import stamp_of
@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 
 @dataclass
-class Sources:
+class BuiltFrom:
     """What a pool on disk was built from, by file."""
 
     path: Path  # beside the pool
@@ -50,7 +50,7 @@ class Sources:
     lost: str | None = None  # why nothing is known, although there is a file
 
     @classmethod
-    def of(cls, pool_path: Path) -> "Sources":
+    def of(cls, pool_path: Path) -> "BuiltFrom":
         """Read what is noted of a pool; nothing is of one that something else has written since."""
         path = pool_path.with_name(f"{pool_path.name}.sources")
         try:
@@ -64,7 +64,9 @@ class Sources:
             return cls(path, lost=f"{path.name} is damaged")
 
     def save(self, pool_path: Path) -> None:
-        """Note what was read, now that the pool is saved."""
+        """Note what was read, if anything, now that the pool is saved."""
+        if not self.read:
+            return
         content = {"pool": stamp_of(pool_path), "read": self.read}
         write_whole(self.path, json.dumps(content).encode())
 
@@ -95,7 +97,7 @@ def build(
     paths: Sequence[Path],
     tokenizer: Any,
     *,
-    sources: Sources,
+    sources: BuiltFrom,
     save: Callable[[], None],
     built: Built,
     excluded: Sequence[Path] = (),
@@ -149,7 +151,7 @@ def build(
 
 def _parts(
     files: Sequence[Path],
-    sources: Sources,
+    sources: BuiltFrom,
     render: Render,
     built: Built,
     show: Callable[[int, Built], None],
@@ -228,9 +230,8 @@ def _renderer_of(tokenizer: Any, built: Built) -> Render:
 @contextmanager
 def _bar(files: Sequence[Path]) -> Iterator[Callable[[int, Built], None]]:
     """Show a bar of the bytes on disk; yield a function that is told how many were read."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     start = perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
+    with bar(TaskProgressColumn(), TimeRemainingColumn()) as bars:
         task = bars.add_task("reading", total=sum(map(_size_of, files)))
 
         def show(num_bytes: int, built: Built) -> None:

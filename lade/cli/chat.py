@@ -12,7 +12,7 @@ from lade.models.loading import LoadedModel
 if TYPE_CHECKING:
     from lade.chat.conversation import Conversation, Turn
     from lade.chat.settings import Settings
-    from lade.cli.options import PoolOptions
+    from lade.cli.options import LearningOptions
     from lade.drafting.drafter import Drafter
 
 
@@ -40,7 +40,7 @@ def run(
     loaded: LoadedModel,
     settings: "Settings",
     system: str | None,
-    drafting: "PoolOptions",
+    drafting: "LearningOptions",
     drafter: "Drafter | None",
     learns: bool,
 ) -> None:

@@ -8,16 +8,15 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TextColumn
 
 from lade.bench.baselines import Answer, plain
 from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.settings import BenchSettings
 from lade.cli.bench import describe_model
-from lade.cli.comparison import Row, table_of, total_of, why_different
+from lade.cli.comparison import BothAnswers, table_of, total_of, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.cli.loading import console
+from lade.cli.loading import bar, console
 from lade.cli.prompting import encode_prompt
 from lade.cli.results import ResultFiles, keeping
 from lade.errors import in_one_line
@@ -51,7 +50,7 @@ def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
     with console.status("checking how the model verifies drafts …"):
         found = probe(loaded.model)
     _tell_verification(out, found)
-    rows: list[Row] = []
+    rows: list[BothAnswers] = []
     why_not = "lade decodes the model plainly" if found.verification == "plain" else None
     if seconds <= 0:
         why_not = why_not or "not asked for"
@@ -78,7 +77,7 @@ def run(loaded: LoadedModel, seconds: float, files: ResultFiles) -> None:
         stopped.pass_on()
 
 
-def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
+def measure(loaded: LoadedModel, seconds: float, rows: list[BothAnswers]) -> str | None:
     """Answer prompts with plain generate and lade in turn until the time is up.
 
     The first prompt is always answered; `rows` receives each as it is, so an interruption loses
@@ -93,8 +92,7 @@ def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
     ]
     if not prompts:
         return "the model has positions for none of the prompts"
-    columns = (TextColumn("{task.description}"), BarColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with bar() as bars:
         task = bars.add_task("warming up", total=seconds)
         num_tokens = _answer_length(loaded, prompts[0][1], seconds, len(prompts))
         num_done, start = 0, perf_counter()
@@ -104,7 +102,7 @@ def measure(loaded: LoadedModel, seconds: float, rows: list[Row]) -> str | None:
             bars.update(task, description=title, completed=perf_counter() - start)
             is_plain_first = (num_done + num_done // len(prompts)) % 2 == 0
             answers = _both(loaded.model, inputs, num_tokens, plain_first=is_plain_first)
-            row = Row.of(title, loaded.model, inputs, *answers)
+            row = BothAnswers.of(title, loaded.model, inputs, *answers)
             if num_done < len(prompts):
                 rows.append(row)
             else:
@@ -160,7 +158,7 @@ def _tell_verification(out: Console, found: Probe) -> None:
         out.print(Padding(f"not by {verification}: {reason}", (0, 0, 0, 2)), markup=False)
 
 
-def _tell_speed(out: Console, rows: list[Row], why_not: str | None) -> None:
+def _tell_speed(out: Console, rows: list[BothAnswers], why_not: str | None) -> None:
     if not rows:
         out.print(f"\n[bold]Speed-up[/bold] not measured: {escape(why_not or 'stopped')}")
         return

@@ -26,7 +26,7 @@ class Difference(NamedTuple):
 
 
 @dataclass(slots=True)
-class Row:
+class BothAnswers:
     """One line of the table: the answers to a prompt, or all of them."""
 
     title: str
@@ -39,13 +39,13 @@ class Row:
     @classmethod
     def of(
         cls, title: str, model: Any, inputs: dict[str, Any], plain: Answer, lade: Answer
-    ) -> "Row":
+    ) -> "BothAnswers":
         """Compare two answers to `inputs`."""
         assert lade.stats is not None, "lade counts its steps"
         difference = find_difference(model, inputs, plain.rows[0], lade.rows[0])
         return cls(title, lade.stats, plain.num_tokens, plain.sec, lade.sec, difference)
 
-    def add(self, other: "Row") -> None:
+    def add(self, other: "BothAnswers") -> None:
         """Add the counts and times of another, and its difference if there was none."""
         self.stats.add(other.stats)
         self.num_plain += other.num_plain
@@ -97,15 +97,15 @@ class Row:
         }
 
 
-def total_of(rows: Sequence[Row]) -> Row:
+def total_of(rows: Sequence[BothAnswers]) -> BothAnswers:
     """Return the sum of some rows."""
-    total = Row("overall", DecodeStats())
+    total = BothAnswers("overall", DecodeStats())
     for row in rows:
         total.add(row)
     return total
 
 
-def table_of(rows: Sequence[Row]) -> Sheet:
+def table_of(rows: Sequence[BothAnswers]) -> Sheet:
     """Return a table of some rows and their sum."""
     num_same = sum(row.difference is None for row in rows)
     overall = total_of(rows).cells(f"{num_same} of {len(rows)} same")

@@ -13,9 +13,9 @@ from lade.bench.settings import BenchSettings
 from lade.chat.figures import sources_text
 from lade.chat.pieces import TextStream
 from lade.cli.bench import describe_model
-from lade.cli.comparison import Row, table_of, total_of, verdict, why_different
+from lade.cli.comparison import BothAnswers, table_of, total_of, verdict, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
-from lade.cli.options import PoolOptions
+from lade.cli.options import LearningOptions
 from lade.cli.prewarm import prewarm_once
 from lade.cli.prompting import check_prompts, read_typed
 from lade.cli.results import ResultFiles, keeping
@@ -31,7 +31,7 @@ def run(
     loaded: LoadedModel,
     prompts: list[str],
     max_new_tokens: int,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     drafter: Drafter | None,
     prewarms: bool,
     files: ResultFiles,
@@ -59,7 +59,7 @@ def run(
     settings = BenchSettings(max_new_tokens)
     for method in (plain, Lade(config, drafter=drafter)):
         warm_up(loaded, method, settings)
-    rows: list[Row] = []
+    rows: list[BothAnswers] = []
     with keeping(rows) as stopped, drafting.open_pools(loaded) as pools:
         for title, prompt in titled:
             out.rule(f"[bold]{title}", align="left")
@@ -70,7 +70,7 @@ def run(
             show = TokenPrinter(loaded.tokenizer, out).show
             got = Lade(config, pools, show, drafter)(model, inputs, settings.options())
             out.print()
-            row = Row.of(title, model, inputs, expected, got)
+            row = BothAnswers.of(title, model, inputs, expected, got)
             rows.append(row)
             out.print(f"[dim]{row.speedup:.2f}x plain, {verdict(row.difference)}[/dim]\n")
     if stopped.by is not None:

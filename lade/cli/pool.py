@@ -10,7 +10,7 @@ import typer
 
 import lade
 from lade.cli.loading import console, load_tokenizer, note
-from lade.cli.options import ModelOption, TrustOption, check_place
+from lade.cli.options import ModelOption, TrustOption, check_place, grouped
 
 if TYPE_CHECKING:
     from lade.cli.build import Built
@@ -25,26 +25,20 @@ app = typer.Typer(
 )
 
 # A pool needs a model's tokenizer alone.
-PoolArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="The pool.", exists=True, dir_okay=False)
-]
+PoolArgument = Annotated[Path, typer.Argument(help="The pool.", exists=True, dir_okay=False)]
 
 
 @app.command("build")
+@grouped
 def pool_build(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="Files and folders to read.", exists=True)
     ],
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="FILE", help="The pool to make or add to.", dir_okay=False),
-    ],
+    out: Annotated[Path, typer.Option(help="The pool to make or add to.", dir_okay=False)],
     capacity_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            min=1,
-            help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes.",
+            min=1, help="Hold N tokens, the newest; without it, 16,777,216. Each takes 60 bytes."
         ),
     ] = None,
     model: ModelOption = None,
@@ -61,7 +55,7 @@ def pool_build(
     read are not read again.
     """
     check_place(out)
-    from lade.cli.build import Built, Sources, build
+    from lade.cli.build import Built, BuiltFrom, build
     from ngram_pool import NGramPool
 
     tokenizer = load_tokenizer(model, trust_remote_code)
@@ -74,7 +68,7 @@ def pool_build(
             )
     else:
         pool = NGramPool(capacity_tokens or _BUILD_TOKENS)
-    sources, built, num_before = Sources.of(out), Built(), len(pool)
+    sources, built, num_before = BuiltFrom.of(out), Built(), len(pool)
     if sources.lost is not None:
         note(f"{sources.lost}; all files are read again")
 
@@ -128,13 +122,14 @@ def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> No
 
 
 @app.command("info")
+@grouped
 def pool_info(file: PoolArgument) -> None:
     """Tell what a pool holds, and whose tokenizer and model it is of."""
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from ngram_pool import NGramPool
 
     pool = NGramPool.load(file, read_only=True)
-    num_files = sum(read.num_pieces > 0 for read in Sources.of(file).read.values())
+    num_files = sum(read.num_pieces > 0 for read in BuiltFrom.of(file).read.values())
     lines = {
         "tokens": f"{len(pool):,} of at most {pool.capacity_tokens:,}",
         "texts": f"{sum(1 for _ in pool.texts()):,}",
@@ -151,18 +146,15 @@ def pool_info(file: PoolArgument) -> None:
 
 
 @app.command("merge")
+@grouped
 def pool_merge(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILES", help="The pools.", exists=True, dir_okay=False)
     ],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The pool to write.", dir_okay=False)
-    ],
+    out: Annotated[Path, typer.Option(help="The pool to write.", dir_okay=False)],
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Hold N tokens, the newest; without it, what holds them all."
-        ),
+        typer.Option(min=1, help="Hold N tokens, the newest; without it, what holds them all."),
     ] = None,
 ) -> None:
     """Write all text of several pools to one, in the order they are named.
@@ -189,28 +181,29 @@ def pool_merge(
 
 
 @app.command("prune")
+@grouped
 def pool_prune(
     file: PoolArgument,
     capacity_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Hold N tokens: the newest are kept.")
+        int, typer.Option(min=1, help="Hold N tokens: the newest are kept.")
     ],
 ) -> None:
     """Make a pool smaller, or larger for text to come."""
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from ngram_pool import NGramPool
 
-    sources = Sources.of(file)
+    sources = BuiltFrom.of(file)
     pool = NGramPool.load(file, read_only=True)
     pruned = NGramPool(capacity_tokens, pool.max_ngram_size)
     pruned.merge(pool)
     pruned.tokenizer, pruned.model = pool.tokenizer, pool.model
     pruned.save(file)
-    if sources.read:
-        sources.save(file)
+    sources.save(file)
     print(f"{len(pruned):,} of {len(pool):,} tokens left in {file.name}")
 
 
 @app.command("forget")
+@grouped
 def pool_forget(
     file: PoolArgument,
     texts: Annotated[
@@ -223,21 +216,20 @@ def pool_forget(
 
     What is left is searched again until nothing is found.
     """
-    from lade.cli.build import Sources
+    from lade.cli.build import BuiltFrom
     from lade.cli.forgetting import forget
 
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise ValueError("expected each TEXT to have more than white space, got ''")
     tokenizer = load_tokenizer(model, trust_remote_code)
-    sources = Sources.of(file)
+    sources = BuiltFrom.of(file)
     pool = lade.load_pool(file, tokenizer=tokenizer)
     with console.status("searching"):
         counts = [forget(pool, tokenizer, text) for text in stripped]
     if any(counts):
         pool.save(file)
-        if sources.read:
-            sources.save(file)
+        sources.save(file)
     for text, count in zip(stripped, counts, strict=True):
         print(f"{count:,} of {text!r} removed from {file.name}" if count else f"no {text!r}")
     if any(counts) and sources.read:
@@ -245,16 +237,12 @@ def pool_forget(
 
 
 @app.command("export")
+@grouped
 def pool_export(
     file: PoolArgument,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="Write to this file instead of standard output.",
-            dir_okay=False,
-        ),
+        typer.Option(help="Write to this file instead of standard output.", dir_okay=False),
     ] = None,
     model: ModelOption = None,
     trust_remote_code: TrustOption = False,

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 
 from lade.chat.learning import seconds_after
-from lade.cli.loading import console, note
+from lade.cli.loading import bar, console, note
 from lade.errors import LadeError
 from lade.models.loading import LoadedModel
 
@@ -107,8 +107,7 @@ def learn_after(loaded: LoadedModel, seconds: float) -> None:
 @contextmanager
 def _bar(title: str) -> Iterator[Callable[["PrewarmProgress", float], None]]:
     """Show a bar; yield a function that is told of progress, and what share of the whole it is."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with bar(TimeRemainingColumn()) as bars:
         task = bars.add_task(title, total=1.0)
 
         def show(progress: "PrewarmProgress", share: float) -> None:

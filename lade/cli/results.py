@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from lade.cli.loading import console
+from lade.cli.loading import bar, console
 
 if TYPE_CHECKING:
     from lade.bench.tables import Sheet
 
 _of_results = partial(typer.Option, rich_help_panel="Results")
 JsonOption = Annotated[
-    Path | None,
-    _of_results(
-        "--json", metavar="FILE", help="Also write the results to this file.", dir_okay=False
-    ),
+    Path | None, _of_results(help="Also write the results to this file.", dir_okay=False)
 ]
 
 
@@ -31,15 +28,11 @@ class ResultFiles:
 
     json: JsonOption = None
     markdown: Annotated[
-        Path | None,
-        _of_results(
-            "--markdown", metavar="FILE", help="Also write the table as Markdown.", dir_okay=False
-        ),
+        Path | None, _of_results(help="Also write the table as Markdown.", dir_okay=False)
     ] = None
     plot: Annotated[
         Path | None,
         _of_results(
-            "--plot",
             metavar="FOLDER",
             help="Also write plots, PNG and SVG, to this folder; needs the extra 'plots'.",
             file_okay=False,
@@ -78,8 +71,7 @@ def print_sheet(sheet: "Sheet") -> None:
 
 def progress_bar() -> Progress:
     """Return a progress bar with a count and the time left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    return bar(MofNCompleteColumn(), TimeRemainingColumn())
 
 
 def say_written(paths: Sequence[Path]) -> None:

@@ -47,7 +47,6 @@ class ServingOptions:
     metrics_port: Annotated[
         int | None,
         _of_server(
-            metavar="N",
             min=0,
             max=65535,
             help="Serve /metrics on a port of its own. Where there are keys it is nowhere else: it "
@@ -56,27 +55,20 @@ class ServingOptions:
     ] = None
     certificate: Annotated[
         Path | None,
-        _of_server(
-            metavar="FILE",
-            help="Serve by TLS with this certificate, in PEM.",
-            exists=True,
-            dir_okay=False,
-        ),
+        _of_server(help="Serve by TLS with this certificate, in PEM.", exists=True, dir_okay=False),
     ] = None
     private_key: Annotated[
-        Path | None,
-        _of_server(metavar="FILE", help="The key of --certificate.", exists=True, dir_okay=False),
+        Path | None, _of_server(help="The key of --certificate.", exists=True, dir_okay=False)
     ] = None
-    max_connections: Annotated[
-        int, _of_limits(metavar="N", min=1, help="Clients that may be connected.")
-    ] = 10_000
+    max_connections: Annotated[int, _of_limits(min=1, help="Clients that may be connected.")] = (
+        10_000
+    )
     max_batch_size: Annotated[
-        int, _of_limits(metavar="N", min=1, help="Requests that are answered at once.")
+        int, _of_limits(min=1, help="Requests that are answered at once.")
     ] = 8
     max_batch_tokens: Annotated[
         int | None,
         _of_limits(
-            metavar="N",
             min=1,
             help="Tokens of all requests that are answered at once, prompts and answers. Without "
             "it, as many as half of the free memory holds.",
@@ -85,7 +77,6 @@ class ServingOptions:
     max_queue: Annotated[
         int,
         _of_limits(
-            metavar="N",
             min=0,
             help="Requests of one key, or from one address, that may wait; more are sent away "
             "with 429.",
@@ -93,23 +84,14 @@ class ServingOptions:
     ] = 100
     max_prompt_tokens: Annotated[
         int | None,
-        _of_limits(
-            metavar="N",
-            min=1,
-            help="The longest prompt. Without it, what the model has positions for.",
-        ),
+        _of_limits(min=1, help="The longest prompt. Without it, what the model has positions for."),
     ] = None
-    max_new_tokens: Annotated[int, _of_limits(metavar="N", min=1, help="The longest answer.")] = (
-        4096
-    )
-    max_body_bytes: Annotated[int, _of_limits(metavar="N", min=1, help="The largest request.")] = (
-        2**22
-    )
+    max_new_tokens: Annotated[int, _of_limits(min=1, help="The longest answer.")] = 4096
+    max_body_bytes: Annotated[int, _of_limits(min=1, help="The largest request.")] = 2**22
     timeout_sec: Annotated[
         float,
         _of_limits(
             "--timeout",
-            metavar="T",
             min=0.001,
             help="Seconds for a request, from its first byte to the last of its answer.",
         ),
@@ -118,7 +100,6 @@ class ServingOptions:
         float,
         _of_server(
             "--chunk-interval",
-            metavar="T",
             min=0.0,
             help="Seconds between the chunks of a stream, so that nobody on the line sees how many "
             "tokens a step has. 0 sends them as they come.",
@@ -128,7 +109,6 @@ class ServingOptions:
         float,
         _of_limits(
             "--grace",
-            metavar="T",
             min=0.0,
             help="Seconds for answers that are under way when the server is told to stop.",
         ),
@@ -141,17 +121,12 @@ class ServingOptions:
             "reveals to each what the others wrote.",
         ),
     ] = False
-    pool_memory_bytes: Annotated[int, of_drafting(metavar="N", min=1, help="Memory for pools.")] = (
-        2**30
-    )
-    pool_disk_bytes: Annotated[int, of_drafting(metavar="N", min=1, help="Disk for pools.")] = 2**34
+    pool_memory_bytes: Annotated[int, of_drafting(min=1, help="Memory for pools.")] = 2**30
+    pool_disk_bytes: Annotated[int, of_drafting(min=1, help="Disk for pools.")] = 2**34
     save_every_sec: Annotated[
         float,
         of_drafting(
-            "--save-every",
-            metavar="T",
-            min=0.0,
-            help="Seconds after which pools that learned are saved.",
+            "--save-every", min=0.0, help="Seconds after which pools that learned are saved."
         ),
     ] = 60.0
 
@@ -166,9 +141,7 @@ def serve(
             help="Address to listen at. 0.0.0.0 lets other machines in; give them API keys.",
         ),
     ] = "127.0.0.1",
-    port: Annotated[
-        int, _of_server(metavar="N", min=0, max=65535, help="0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, _of_server(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
         _of_server(
@@ -183,7 +156,6 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            metavar="FILE",
             help="Let in those who send a key of this file, which has one a line; SIGHUP reads it "
             "again.",
             exists=True,
@@ -204,10 +176,7 @@ def serve(
         ),
     ] = None,
     max_prefix_bytes: Annotated[
-        int,
-        of_drafting(
-            metavar="N", min=1, help="Memory for keys and values of earlier prompts and answers."
-        ),
+        int, of_drafting(min=1, help="Memory for keys and values of earlier prompts and answers.")
     ] = 2**30,
     drafting: DraftOptions,
     model: ModelOption = None,

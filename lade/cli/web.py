@@ -13,7 +13,7 @@ from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
     from lade.chat.settings import Settings
-    from lade.cli.options import PageOptions, PoolOptions
+    from lade.cli.options import LearningOptions, PageOptions
     from lade.drafting.drafter import Drafter
 
 
@@ -21,7 +21,7 @@ def run(
     loaded: LoadedModel,
     settings: "Settings",
     system: str | None,
-    drafting: "PoolOptions",
+    drafting: "LearningOptions",
     drafter: "Drafter | None",
     learns: bool,
     options: "PageOptions",

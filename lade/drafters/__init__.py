@@ -28,14 +28,7 @@ _HOMES = {
     "check": "lade.drafters.checking",
 }
 
-__all__ = [
-    "AssistantModel",
-    "CallPool",
-    "DrafterError",
-    "FirstLayers",
-    "Merged",
-    "check",
-]
+__all__ = [*_HOMES]
 
 
 if not TYPE_CHECKING:

@@ -77,8 +77,6 @@ class Cut:
     """A model in two halves (`lade.targets.early.Halves`), for one thread.
 
     Args:
-        model: the model, or a view of it.
-        layers: its layers.
         num_layers: those of the first half, at least one and not all.
     """
 

@@ -19,7 +19,7 @@ _LEAST_SHARE = 0.1
 _MAX_SUPPORT = 256
 
 
-class Ranked(NamedTuple):
+class RankedTokens(NamedTuple):
     """The likeliest tokens after nodes, best first, on the host."""
 
     token_ids: NDArray[np.int64]  # [num_nodes, num_ranked]
@@ -29,7 +29,7 @@ class Ranked(NamedTuple):
 class Speaker(Protocol):
     """What the drafting model says after the nodes of a growing tree."""
 
-    def first(self, num_ranked: int) -> Ranked:
+    def first(self, num_ranked: int) -> RankedTokens:
         """Return the likeliest tokens after the text [1, num_ranked]."""
 
     def grow(
@@ -38,7 +38,7 @@ class Speaker(Protocol):
         token_ids: Sequence[int],
         parents: Sequence[int],
         num_ranked: int,
-    ) -> Ranked:
+    ) -> RankedTokens:
         """Run nodes, and return the likeliest tokens after each [len(nodes), num_ranked].
 
         Args:
@@ -58,7 +58,7 @@ class Grown(NamedTuple):
     levels: list[Level]
 
 
-class Limits(NamedTuple):
+class GrowthLimits(NamedTuple):
     """How large a draft may be."""
 
     num_nodes: int
@@ -69,7 +69,7 @@ GoesOn = Callable[[Sequence[Level]], bool]
 
 
 def likeliest(
-    speaker: Speaker, limits: Limits, goes_on: GoesOn, *, is_chain: bool = False
+    speaker: Speaker, limits: GrowthLimits, goes_on: GoesOn, *, is_chain: bool = False
 ) -> Grown:
     """Grow the likeliest paths of all lengths, or the likeliest token after each."""
     num_children = 1 if is_chain else TREE_CHILDREN
@@ -78,7 +78,7 @@ def likeliest(
 
 def drawn(
     speaker: Speaker,
-    limits: Limits,
+    limits: GrowthLimits,
     goes_on: GoesOn,
     rng: np.random.Generator,
     acceptance: float,
@@ -103,7 +103,7 @@ def drawn(
 def _grown(
     nodes: "_Likeliest | _Drawn",
     speaker: Speaker,
-    limits: Limits,
+    limits: GrowthLimits,
     goes_on: GoesOn,
     num_ranked: int,
 ) -> Grown:
@@ -166,7 +166,7 @@ class _Likeliest(_Nodes):
         super().__init__()
         self._most = most
 
-    def add_level(self, parents: Sequence[int], ranked: Ranked) -> list[int]:
+    def add_level(self, parents: Sequence[int], ranked: RankedTokens) -> list[int]:
         """Add the ranked tokens as children; return those that may be in the draft, best first."""
         level = [
             self._add(parent, token_id, self._prob_of(parent) * prob, prob)
@@ -211,7 +211,7 @@ class _Drawn(_Nodes):
         self._support_token_ids: list[NDArray[np.int64]] = []
         self._support_probs: list[NDArray[np.float64]] = []
 
-    def add_level(self, parents: Sequence[int], ranked: Ranked) -> list[int]:
+    def add_level(self, parents: Sequence[int], ranked: RankedTokens) -> list[int]:
         """Draw the children of nodes that were run; return them."""
         best = max(map(self._prob_of, parents))
         level: list[int] = []

@@ -112,8 +112,6 @@ class EarlyRunner:
     """A `Scorer` that is the first layers of a target, in the target's own cache; for one row.
 
     Args:
-        target: runs the drafts.
-        halve: cuts the target's model.
         placeholders: tokens never to draft, because a forward over them fails.
     """
 
@@ -165,9 +163,6 @@ class EarlyRunner:
 
 class Exits:
     """The ways to use the first layers of a model, each checked once; kept with its profile.
-
-    Args:
-        model: the target's model.
 
     Raises:
         UnsupportedModelError: its layers cannot be found.

@@ -16,8 +16,6 @@ class Growth:
     """How far drafts go and which tree they are; and what forwards cost, kept between calls.
 
     Args:
-        length: the rule for K, or a constant K.
-        expansion: the shape of drafts.
         max_draft_tokens: tokens of a draft at most, and so levels; None for no limit.
         confidence: threshold of "confidence", and of "measured" at first.
 
@@ -54,11 +52,7 @@ class Growth:
         self._confidence = confidence
 
     def rule(self, step_sec: Callable[[int], float] | None = None) -> Rule:
-        """Return the rule of one sequence.
-
-        Args:
-            step_sec: of the call (`DraftingCall.step_sec`).
-        """
+        """Return the rule of one sequence."""
         if isinstance(self._length, int):
             return Rule(min(self._length, self.max_draft_tokens or self._length))
         most = self.max_draft_tokens or _MAX_LEVELS

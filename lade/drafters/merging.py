@@ -63,7 +63,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _MergedSequence:
     """A sequence of the call."""
 
     text: list[int]
@@ -78,9 +78,6 @@ class MergedDrafter(Drafter):
     """The drafter of one call by `Merged`; it can do what one of its parts can.
 
     Args:
-        parts: the drafters.
-        costs: what their drafts cost; kept for later calls.
-        call: the call.
         asks_all: whether all parts are asked at every step, whatever that costs.
     """
 
@@ -100,7 +97,7 @@ class MergedDrafter(Drafter):
         # Times differ between processes that run a model together.
         self._asks_all = asks_all or mesh_of(call.model) is not None
         self._max_length = call.max_length
-        self._open: dict[int, _Sequence] = {}
+        self._open: dict[int, _MergedSequence] = {}
         self._num_opened = 0
         # The step under way: when its first draft was asked for, rows drafted for, rows observed
         # and tokens emitted since.
@@ -129,7 +126,7 @@ class MergedDrafter(Drafter):
     def open(self, prompt_ids: Sequence[int]) -> int:
         """Begin a sequence in all parts."""
         self._num_opened += 1
-        known = self._open[self._num_opened] = _Sequence([*prompt_ids])
+        known = self._open[self._num_opened] = _MergedSequence([*prompt_ids])
         for source, part in enumerate(self._parts):
             part.guard.ask(partial(_open, part.drafter, source, known), None)
         return self._num_opened
@@ -188,7 +185,8 @@ class MergedDrafter(Drafter):
             if self._draws:
                 drafts, draft = [found], found
             else:
-                drafts.append(self._calibrated(source, found))
+                believed = self._calibrations[source].believed(found.probs)
+                drafts.append(replace(found, probs=np.minimum.accumulate(believed)))
                 draft = joined(drafts, max_draft_tokens)
             sec = perf_counter() - start
             known.asked.append(_Asked(source, before, draft, found, sec))
@@ -209,7 +207,7 @@ class MergedDrafter(Drafter):
             )
         return working
 
-    def _pays(self, source: int, num_expected: float, known: _Sequence) -> bool:
+    def _pays(self, source: int, num_expected: float, known: _MergedSequence) -> bool:
         if self._asks_all or self._parts[source].is_pool:
             return True
         num_to_come = max(0, self._max_length - len(known.text))
@@ -217,23 +215,18 @@ class MergedDrafter(Drafter):
             source, num_expected, self._num_behind(source, known), num_to_come
         )
 
-    def _num_behind(self, source: int, known: _Sequence) -> int:
+    def _num_behind(self, source: int, known: _MergedSequence) -> int:
         """Return how many tokens of the text a part has not run; 0 for one that runs none."""
         is_model = self._parts[source].is_made
         return len(known.text) - known.num_run.get(source, 0) if is_model else 0
 
-    def _count(self, source: int, known: _Sequence, draft: Draft, sec: float) -> None:
+    def _count(self, source: int, known: _MergedSequence, draft: Draft, sec: float) -> None:
         self._costs[source].record(sec, self._num_behind(source, known))
         known.num_run[source] = len(known.text)
         stats = self._parts[source].stats
         stats.num_asked += 1
         stats.num_draft_tokens += len(draft)
         stats.sec += sec
-
-    def _calibrated(self, source: int, draft: Draft) -> Draft:
-        """Return a draft with the probabilities that its source's are worth, never increasing."""
-        probs = self._calibrations[source].believed(draft.probs)
-        return replace(draft, probs=np.minimum.accumulate(probs))
 
     def _begin_step(self, now: float) -> None:
         """Learn how long the last step took, and begin another."""
@@ -320,5 +313,5 @@ def alone(
     return MergedDrafter([part], [costs], call, asks_all=asks_all)
 
 
-def _open(drafter: Drafter, source: int, known: _Sequence) -> None:
+def _open(drafter: Drafter, source: int, known: _MergedSequence) -> None:
     known.handles[source] = drafter.open([*known.text])

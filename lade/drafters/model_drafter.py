@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lade.budget.levels import Rule
 from lade.budget.sources import FEW_BEHIND
-from lade.drafters.expansion import Grown, Limits, Ranked, drawn, likeliest
+from lade.drafters.expansion import Grown, GrowthLimits, RankedTokens, drawn, likeliest
 from lade.drafters.growth import Growth
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.drafts import matched_depth
@@ -48,7 +48,7 @@ OpenScorer = Callable[[Sequence[int]], Scorer]
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _DraftedSequence:
     """The state of one sequence."""
 
     row: int
@@ -62,7 +62,6 @@ class ModelDrafter(Drafter):
     """A drafter of one call that asks a model.
 
     Args:
-        call: the call.
         open_scorer: returns the model for a sequence, given its text; asked at its first draft.
         growth: how far drafts go, and which tree they are.
         max_length: tokens, text and draft together, that the model has positions for.
@@ -79,7 +78,7 @@ class ModelDrafter(Drafter):
         self._open_scorer = open_scorer
         self._growth = growth
         self._max_length = min(call.max_length - 1, max_length or call.max_length)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _DraftedSequence] = {}
         self._num_opened = 0
         self._processors = HypotheticalProcessors(call.processors, call.num_rows)
         self._ends = end_tokens_of(call.model)
@@ -88,13 +87,13 @@ class ModelDrafter(Drafter):
         """Begin a sequence."""
         handle = self._num_opened
         self._num_opened += 1
-        self._sequences[handle] = _Sequence(handle, self._growth.rule(self._call.step_sec))
+        self._sequences[handle] = _DraftedSequence(handle, self._growth.rule(self._call.step_sec))
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:
         """Grow a draft after the text."""
         state = self._sequences[sequence]
-        limits = Limits(
+        limits = GrowthLimits(
             min(max_draft_tokens, self._growth.max_draft_tokens or max_draft_tokens),
             self._max_length - len(committed),
         )
@@ -143,7 +142,7 @@ class ModelDrafter(Drafter):
         )
 
     def _grown(
-        self, speaker: "ModelSpeaker", limits: Limits, state: _Sequence, is_chain: bool
+        self, speaker: "ModelSpeaker", limits: GrowthLimits, state: _DraftedSequence, is_chain: bool
     ) -> Grown:
         most, rngs, rule = self._call.max_candidates, self._call.rngs, state.rule
         is_chain = is_chain or self._growth.is_chain
@@ -159,8 +158,6 @@ class ModelSpeaker:
     """What a scorer says after the nodes of one draft, with the processors of the call.
 
     Args:
-        scorer: of the sequence.
-        committed: the text.
         vocab_size: exclusive upper bound of the token ids in a draft.
         processors: of the sequence, called with prefixes and scores; None if there are none.
         ends: tokens that nothing follows.
@@ -184,7 +181,7 @@ class ModelSpeaker:
         #: Seconds of each forward, until its result was on the host.
         self.secs: list[float] = []
 
-    def first(self, num_ranked: int) -> Ranked:
+    def first(self, num_ranked: int) -> RankedTokens:
         """Return the likeliest tokens after the text [1, num_ranked]."""
         start = perf_counter()
         logits = self._scorer.follow(self._committed)[None]
@@ -196,7 +193,7 @@ class ModelSpeaker:
         token_ids: Sequence[int],
         parents: Sequence[int],
         num_ranked: int,
-    ) -> Ranked:
+    ) -> RankedTokens:
         """Run nodes, and return the likeliest tokens after each [len(nodes), num_ranked]."""
         start = perf_counter()
         logits = self._scorer.grow(token_ids, [self._places[parent] for parent in parents])
@@ -213,7 +210,7 @@ class ModelSpeaker:
 
     def _ranked(
         self, logits: Tensor, prefixes: Sequence[Sequence[int]], num_ranked: int, start: float
-    ) -> Ranked:
+    ) -> RankedTokens:
         with torch.no_grad():
             scores = logits[:, : self._vocab_size].float()
             if self._processors is not None:
@@ -223,7 +220,7 @@ class ModelSpeaker:
             probs = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp()
         token_ids, on_host = HostCopy(best.indices, probs).get()
         self.secs.append(perf_counter() - start)
-        return Ranked(token_ids.numpy(), on_host.double().numpy())
+        return RankedTokens(token_ids.numpy(), on_host.double().numpy())
 
 
 def end_tokens_of(model: Any) -> frozenset[int]:

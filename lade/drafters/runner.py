@@ -1,6 +1,5 @@
 """A causal LM with a cache of its own, run over a text and a tree that grows after it."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import unchanged_random_state
+from lade.probing.selfcheck import Plain, unchanged_random_state
 from lade.probing.structure import Structure
 from lade.tree import Tree
 
@@ -102,12 +101,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def grow(self, token_ids: Sequence[int], parents: Sequence[int]) -> Tensor:
-        """Run nodes and return the logits after each [num_new, vocab].
-
-        Args:
-            token_ids: of the nodes [num_new].
-            parents: their parents, in order of growth; 0 is the root, 1 the first node grown.
-        """
+        """Run nodes and return the logits after each [num_new, vocab]."""
         num_run = len(self._tokens)
         self._tokens += token_ids
         self._parents += [self._root + parent for parent in parents]
@@ -180,8 +174,6 @@ def prepared(
     model: Model, input_ids: Tensor, max_new_tokens: int
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """Return the config and the arguments of the prefill as `generate` prepares them."""
-    plain = copy.copy(model)  # shares everything but the attribute set here
-    plain.generation_config = GenerationConfig()  # none of the model's own options
     found: list[tuple[GenerationConfig, dict[str, Any]]] = []
 
     def catch(_: Model, input_ids: Tensor, generation_config: Any, **model_kwargs: Any) -> Tensor:
@@ -190,13 +182,5 @@ def prepared(
         found.append((generation_config, model_kwargs))
         return input_ids
 
-    type(model).generate(
-        plain,
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        use_cache=True,
-        custom_generate=catch,
-    )
+    Plain(model, input_ids[0].tolist()).generate(num_new=max_new_tokens, custom_generate=catch)
     return found[0]

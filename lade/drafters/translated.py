@@ -18,7 +18,7 @@ _ELSEWHERE = -1
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _TranslatedSequence:
     """The state of one sequence."""
 
     translation: Translation
@@ -30,9 +30,6 @@ class TranslatedDrafter(Drafter):
     """Drafter that asks another one, of another vocabulary, for chains.
 
     Args:
-        call: the call, as the target has it.
-        vocabularies: the target's and the assistant's.
-        model: the assistant.
         make_drafter: makes the drafter that is asked, from the call as it has it and what opens
             its scorers.
         open_scorer: returns the assistant for a sequence, given its tokens of the text.
@@ -49,7 +46,7 @@ class TranslatedDrafter(Drafter):
         self._max_length = call.max_length
         self._vocabularies = vocabularies
         self._open_scorer = open_scorer
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _TranslatedSequence] = {}
         self._asking: Translation | None = None  # of the sequence that is drafted for
         # Processors, and with them the target's draws, are about its own tokens alone.
         inner = replace(
@@ -68,7 +65,7 @@ class TranslatedDrafter(Drafter):
         """Begin a sequence; translate its prompt."""
         translation = self._vocabularies.translation()
         handle = self._drafter.open(translation.follow(prompt_ids))
-        self._sequences[handle] = _Sequence(translation, [*prompt_ids])
+        self._sequences[handle] = _TranslatedSequence(translation, [*prompt_ids])
         return handle
 
     def draft(self, sequence: int, committed: Sequence[int], max_draft_tokens: int) -> Draft:

@@ -5,7 +5,7 @@ others. Both are pure: no model is run here. Drafts are candidates, so what is t
 costs time and never changes a text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -149,7 +149,7 @@ class TargetDraft(NamedTuple):
     probs: list[float]  # of the path up to each of them; never increasing
 
 
-class Outcome(NamedTuple):
+class ChainOutcome(NamedTuple):
     """What became of an assistant's chain."""
 
     num_right: int  # tokens of it whose characters are all those of the text
@@ -157,12 +157,7 @@ class Outcome(NamedTuple):
 
 
 class Vocabularies:
-    """The target's vocabulary and the assistant's.
-
-    Args:
-        target_tokenizer: the target's, of transformers.
-        assistant_tokenizer: the assistant's, of transformers.
-    """
+    """The target's vocabulary and the assistant's."""
 
     def __init__(self, target_tokenizer: Any, assistant_tokenizer: Any) -> None:
         self.target = Vocabulary(target_tokenizer)
@@ -232,7 +227,7 @@ class Translation:
             probs: of the path up to each of them, never increasing.
         """
         target, assistant = self._vocabularies.target, self._vocabularies.assistant
-        known = [*self._until_unknown(token_ids)]
+        known = [*takewhile(lambda each: each not in self._vocabularies.unknown, token_ids)]
         context = (self._settled[-_MAX_CONTEXT:] + self._rest_ids)[-_MAX_CONTEXT:]
         text, num = assistant.complete_text_after(context, known)
         ends = assistant.ends_after(context, known[:num])
@@ -254,18 +249,12 @@ class Translation:
             path_probs[-1] *= _LAST_IS_WHOLE
         return TargetDraft(ids, path_probs)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ChainOutcome:
         """Return what became of the last chain that was translated back, by the text since."""
         pairs = zip(self._drafted, self._added, strict=False)
         agreeing = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         num_right = sum(end <= agreeing for end in self._drafted_ends)
-        return Outcome(num_right, agreeing < len(self._added))
-
-    def _until_unknown(self, token_ids: Sequence[int]) -> Iterator[int]:
-        for token_id in token_ids:
-            if token_id in self._vocabularies.unknown:
-                return
-            yield token_id
+        return ChainOutcome(num_right, agreeing < len(self._added))
 
     def _read(self, committed: Sequence[int]) -> str:
         """Return the text that is new."""
@@ -315,8 +304,6 @@ def shares_ids(target_tokenizer: Any, assistant_tokenizer: Any, num_assistant_id
     """Return whether tokens of the target are, by their ids, the same for the assistant.
 
     Args:
-        target_tokenizer: the target's, of transformers.
-        assistant_tokenizer: the assistant's, of transformers.
         num_assistant_ids: ids that the assistant can run; models of a family often differ in how
             far they pad this number. All ids of the target's tokens must be below it.
     """

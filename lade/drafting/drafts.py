@@ -134,7 +134,6 @@ def checked(draft: object, max_draft_tokens: int) -> Draft:
     """Validate a drafter's draft and return it with its depths recomputed.
 
     Args:
-        draft: what a drafter returned.
         max_draft_tokens: maximum number of nodes; later ones are dropped.
 
     Raises:

@@ -39,7 +39,6 @@ class Window:
     N = 5, at most 8 draft tokens; 1.62 without a window).
 
     Args:
-        lookahead: size of the window.
         context: the row's prompt; the first tokens are drawn from it, or from the vocabulary if it
             is empty.
         vocab_size: exclusive upper bound of the token ids in the window.

@@ -53,7 +53,8 @@ class PoolDrafter(Drafter):
         elsewhere.
         """
         prompt = tuple(prompt_ids)
-        new = prompt[-self.pool.max_ngram_size :] if self._is_open(prompt) else prompt
+        is_answered = prompt in self._open_prompts.values()
+        new = prompt[-self.pool.max_ngram_size :] if is_answered else prompt
         sequence = self.pool.open_sequence(self._prewarmed, self._layers)
         self.pool.observe(new, sequence)
         self._open_prompts[sequence] = prompt
@@ -115,6 +116,3 @@ class PoolDrafter(Drafter):
         """Close the sequence; its text stays in the pool."""
         self._open_prompts.pop(sequence, None)
         self.pool.close_sequence(sequence)
-
-    def _is_open(self, prompt: tuple[int, ...]) -> bool:
-        return prompt in self._open_prompts.values()

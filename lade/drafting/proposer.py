@@ -58,7 +58,6 @@ class Proposer:
         rngs: one for each row, to draw drafts with; None to take the likeliest.
         is_strict: let the drafter's exceptions through, for authors of drafters.
         placeholders: tokens that are never drafted, because a forward over them fails.
-        device: of the target.
     """
 
     def __init__(
@@ -165,7 +164,6 @@ class Proposer:
             committed: the row as logits processors see it, padding included.
             context: the row as the drafter sees it.
             room: maximum depth that the target can run.
-            max_draft_tokens: maximum number of draft tokens.
         """
         forced: list[int] = []
         draft = Draft.empty()
@@ -185,11 +183,7 @@ class Proposer:
         return draft
 
     def prepare(self, row: int, max_draft_tokens: int) -> None:
-        """Find tokens for the next `explore` of a row, after all that it can have learned by then.
-
-        Args:
-            max_draft_tokens: maximum number of draft tokens.
-        """
+        """Find tokens for the next `explore` of a row, after all that it can learn by then."""
         if self._explores and row in self._sequences:
             most = 2 * max_draft_tokens  # a draft may have half of them
             found = self._guard.explore(self._sequences[row], _NO_TOKENS, most)
@@ -205,7 +199,6 @@ class Proposer:
 
         Args:
             others: tokens that other rows run in this step.
-            max_draft_tokens: maximum number of draft tokens.
         """
         draft, forced, room = self._proposals[row]
         if not self._explores or forced or min(room, max_draft_tokens) < 1:

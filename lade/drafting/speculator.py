@@ -113,10 +113,6 @@ class Speculator:
     """The drafts and lookahead windows of a batch: what to run, and what became of it.
 
     Args:
-        batch: the rows.
-        proposer: asks the drafter.
-        budget: decides how many draft tokens to verify.
-        runner: the target.
         lookahead: size of the windows to run beside the drafts, which takes verification by tree;
             None for no windows.
         ranks: the processes that run the target together, if there are several.
@@ -339,7 +335,6 @@ class Speculator:
         """Feed the drafter harvested successors of the prompts' last tokens.
 
         Args:
-            plan: plan of the prefill.
             successors: [rows, num_tokens, num_successors], without those of the very last tokens.
         """
         if successors is None:

@@ -146,7 +146,6 @@ def with_probs(ranked: Ranked, logits: Tensor, sampled: int = _SAMPLED) -> Succe
     """Return ranked tokens with their approximate probabilities.
 
     Args:
-        ranked: ranks of these logits.
         logits: [..., vocab_size].
         sampled: step between the logits summed, see `_SAMPLED`; with 1, probabilities are exact.
     """

@@ -24,8 +24,8 @@ from lade.gpu import ops
 from lade.gpu.dense import dense_view
 from lade.gpu.graphs import Graphs, dependencies_of
 from lade.gpu.workspace import (
-    Shape,
     StaticInputs,
+    StepShape,
     Workspace,
     WorkspaceKey,
     WorkspaceStore,
@@ -61,8 +61,8 @@ def _dependencies_of_cache(device: torch.device) -> tuple[Hashable, ...]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), stream
 
 
-class _Step(NamedTuple):
-    shape: Shape
+class _FixedStep(NamedTuple):
+    shape: StepShape
     inputs: StaticInputs
 
 
@@ -224,14 +224,14 @@ class FixedTarget(TreeTarget):
         if self._last_types is not None:
             host["token_types"][:] = self._last_types[self._rows]
         inputs.send()
-        return _Step(shape, inputs)
+        return _FixedStep(shape, inputs)
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model on a step, or replay the recording of its shape.
 
         A replay overwrites the logits of the previous step.
         """
-        step: _Step = inputs
+        step: _FixedStep = inputs
         graphs = self._workspace.graphs
         if graphs is None:
             return Output(self._run(step, is_recorded=False))
@@ -264,7 +264,7 @@ class FixedTarget(TreeTarget):
 
     # --- one step -----------------------------------------------------------------------------
 
-    def _shape(self, num_rows: int, width: int) -> Shape:
+    def _shape(self, num_rows: int, width: int) -> StepShape:
         """Reserve slots for a step and return its shape."""
         try:
             rooms = self.cache.reserve(width)
@@ -279,7 +279,7 @@ class FixedTarget(TreeTarget):
             shown.append(room if self._shows_all else min(room, slots_for(needed)))
         axes, is_padded = self._offsets.shape[:-1], self._padding is not None
         types, attention = self._token_type_names, self.attention
-        return Shape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
+        return StepShape(num_rows, width, tuple(shown), is_padded, axes, types, attention)
 
     def _place_rows(self) -> None:
         """Do nothing: every step sends the positions of its rows."""
@@ -304,7 +304,7 @@ class FixedTarget(TreeTarget):
         if types is not None:
             self._last_types = types[:, -1].cpu().numpy()
 
-    def _run(self, step: _Step, is_recorded: bool, is_dense: bool = False) -> Tensor:
+    def _run(self, step: _FixedStep, is_recorded: bool, is_dense: bool = False) -> Tensor:
         """Compute positions and masks, and run the model."""
         call = self._callable(is_recorded, is_dense)
         write = ops.write_slots if is_dense else None
@@ -351,7 +351,7 @@ class FixedTarget(TreeTarget):
         graphs = self._workspace.graphs
         return self._call is not None and graphs is not None and graphs.reason is None
 
-    def _logits(self, call: Any, step: _Step, device: dict[str, Tensor]) -> Tensor:
+    def _logits(self, call: Any, step: _FixedStep, device: dict[str, Tensor]) -> Tensor:
         num_cached, depths = device["num_cached"], device["depths"]
         trees = TreeBatch(device["token_ids"], depths, device["ancestors"].bool())
         roots = (num_cached + device["position_offsets"])[..., None]
@@ -380,7 +380,7 @@ class FixedTarget(TreeTarget):
         self,
         reach: Reach,
         window: int | None,
-        shape: Shape,
+        shape: StepShape,
         device: dict[str, Tensor],
         trees: TreeBatch,
     ) -> Tensor:

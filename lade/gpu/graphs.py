@@ -137,7 +137,6 @@ class Graphs:
     longest is dropped. After a failure nothing is recorded any more.
 
     Args:
-        recorder: records forwards on the model's device.
         limit: largest allowed difference between recorded and eager logits, in units of the
             latter's standard deviation.
         is_dense: whether to record fused operations, as long as they give what the model's own do.

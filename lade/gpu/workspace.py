@@ -36,7 +36,7 @@ def spare_bytes(device: torch.device) -> int:
     return int(_SPARE_SHARE * torch.cuda.mem_get_info(device)[0])
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """Everything that decides which operations a step launches, the contents of inputs aside."""
 
     rows: int
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 class StaticInputs:
     """The buffer that brings a step's trees to the device: one copy, to a fixed address."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
         rows, width = shape.rows, shape.width
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (rows, width),
@@ -126,7 +126,7 @@ class Workspace:
         self._visible: Tensor | None = None
         self._addresses: tuple[int, ...] = ()
 
-    def inputs(self, shape: Shape, device: torch.device) -> StaticInputs:
+    def inputs(self, shape: StepShape, device: torch.device) -> StaticInputs:
         """Return the input buffers of a shape, made at its first use."""
         key = (shape.rows, shape.width, shape.position_axes)
         if key not in self._inputs:
@@ -152,7 +152,6 @@ class Workspace:
         """Return which slots are not padding, bool [rows, num_slots].
 
         Args:
-            rows: number of active rows.
             slots: int64 [num_slots]; slots after the prompt are not padding.
         """
         assert self._visible is not None

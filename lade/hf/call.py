@@ -15,25 +15,16 @@ from lade.hf.arguments import Arguments
 
 @dataclass(frozen=True)
 class Call:
-    """What is decoded, and how.
-
-    Attributes:
-        model: the target.
-        input_ids: int64 or int32 [rows, num_tokens].
-        processors, criteria, options: of `generate`.
-        model_kwargs: model inputs of the prefill.
-        arguments: lade's own arguments.
-        streamer: gets the emitted tokens and the end.
-    """
+    """What is decoded, and how."""
 
     model: Model
-    input_ids: Tensor
+    input_ids: Tensor  # int64 or int32 [rows, num_tokens]
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     options: GenerationConfig
-    model_kwargs: dict[str, Any]
+    model_kwargs: dict[str, Any]  # model inputs of the prefill
     arguments: Arguments
-    streamer: BaseStreamer | None
+    streamer: BaseStreamer | None  # gets the emitted tokens and the end
 
     @cached_property
     def config(self) -> Config:

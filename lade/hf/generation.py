@@ -476,8 +476,6 @@ class Generation:
         What cannot be kept is dropped: the text is complete.
 
         Args:
-            reuse: of this call.
-            token_ids: the text.
             is_whole: whether its keys and values are to be trusted.
             target: holds them; None if the call's cache does.
         """

@@ -67,7 +67,6 @@ class Reuse:
         """Keep the call's cache, which holds these tokens but the last, for later calls.
 
         Args:
-            token_ids: the text.
             may_have_changed: whether code of the user's ran between two forwards. What a model
                 changes itself is no change.
         """
@@ -93,13 +92,7 @@ class Reuse:
 
 
 def reuse_of(call: Call, profile: Profile, values: Values) -> Reuse | None:
-    """Return what a call reuses and keeps; None if it does neither.
-
-    Args:
-        call: one that asks for reuse.
-        profile: of the model in its present state.
-        values: that the model has at present.
-    """
+    """Return what a call reuses and keeps; None if it does neither."""
     model, options = call.model, call.options
     cache = call.model_kwargs.get("past_key_values")  # `generate` goes on from no other
     if not _is_plain_text(call, cache):

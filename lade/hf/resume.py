@@ -71,10 +71,6 @@ def finish_plainly(
     """Continue a text, whose unfinished rows have one length, to the end of the call.
 
     Args:
-        call: as it began.
-        text: the text so far.
-        outputs: of the text so far.
-        report: of the text so far.
         model_kwargs: those of the call, with the cache to go on from.
 
     Returns:

@@ -15,12 +15,7 @@ from lade.stats import DecodeStats, Step
 
 
 class Report:
-    """Tells a streamer of columns that all rows have reached, and `on_step` of steps.
-
-    Args:
-        streamer, on_step: of the call, or None.
-        text: the text, before any token is emitted.
-    """
+    """Tells a streamer of columns that all rows have reached, and `on_step` of steps."""
 
     def __init__(self, streamer: BaseStreamer | None, on_step: OnStep | None, text: Text) -> None:
         self._streamer, self._on_step, self._text = streamer, on_step, text
@@ -97,8 +92,6 @@ class PlainStream(BaseStreamer):  # type: ignore[misc]
     """A streamer for plain decoding that feeds streamer, `on_step` and statistics as lade does.
 
     Args:
-        streamer: gets every column.
-        on_step: called for every token.
         is_finished: whether each row is finished before the first token.
         num_put: columns that the streamer has had already.
         num_told: tokens of each row that `on_step` has had already; None for none.

@@ -6,14 +6,15 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import cycle, islice
 from pathlib import Path
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from lade.attempts import Attempt
 from lade.compat import Model, attention_of, device_of_inputs, mesh_of
+from lade.drafting.drafts import draft_of
 from lade.prewarming.fingerprint import fingerprint_of
 from lade.prewarming.tables import cache_folder
 from lade.probing.factory import VerificationPlan
@@ -23,7 +24,6 @@ from lade.products.linear import Products
 from lade.targets.base import Target
 from lade.transfer import Launched
 from lade.tree import Tree
-from ngram_pool import Draft
 from ngram_pool.writing import write_whole
 
 _FORMAT = 1
@@ -58,12 +58,6 @@ def first_costs_of(
     models of several processes, which would measure different times, where measuring fails, and
     where more tokens seemed to take less time than one. What was measured on a busy machine is not
     kept.
-
-    Args:
-        model: the target.
-        profile: of the model.
-        chosen: how the model verifies drafts.
-        folder: of the costs; None for the user's cache.
     """
     if (chosen.verification, chosen.execution) != ("tree", "eager") or mesh_of(model) is not None:
         return {}
@@ -96,9 +90,6 @@ def time_forwards(
     machine slows none of them more than the others, and times that differ show that it was busy.
 
     Args:
-        model: the target.
-        profile: of the model.
-        chosen: how the model verifies drafts, by tree.
         sizes: in tokens, those that say most first.
         max_sec: how long to measure; the first two sizes take what they take.
     """
@@ -143,12 +134,9 @@ def _in_turn(
 
 def _time_one(model: Model, target: Target, size: int) -> float:
     tokens = check_tokens(model)
-    token_ids = np.resize(np.array(tokens, np.int32), size)
-    nodes = np.arange(size - 1)
-    parents = (nodes - 1) // 2
-    depths = np.log2(nodes + 1).astype(np.int32) + 1
-    draft = Draft(token_ids[1:], parents.astype(np.int32), depths, np.ones(size - 1))
-    inputs = target.inputs([Tree.build(int(token_ids[0]), draft)])
+    root, *drafted = islice(cycle(tokens), size)
+    draft = draft_of(drafted, [(node - 1) // 2 for node in range(size - 1)])
+    inputs = target.inputs([Tree.build(root, draft)])
     start = perf_counter()
     Launched(target.forward(inputs).logits).wait()
     sec = perf_counter() - start

@@ -30,12 +30,7 @@ class Learner:
         self._turn = [True]
 
     def after_call(self, model: Model, sec: float) -> None:
-        """Learn, if a share of all calls since the last time is long enough.
-
-        Args:
-            model: the model that was called.
-            sec: how long the call took.
-        """
+        """Learn, if a share of all calls since the last time is long enough."""
         self._sec += _SHARE * sec
         if self._sec < self._least_sec:
             return

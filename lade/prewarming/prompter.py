@@ -50,12 +50,7 @@ def prompting(model: Model, num_successors: int) -> Iterator["Prompter"]:
 
 
 class Prompter:
-    """A model that is asked for its likeliest next tokens.
-
-    Args:
-        model: the target, in evaluation mode.
-        num_successors: number of likeliest next tokens to return.
-    """
+    """A model that is asked for its likeliest next tokens."""
 
     def __init__(self, model: Model, num_successors: int) -> None:
         self._model = copy.copy(model)  # shares everything but the attribute set here

@@ -155,15 +155,10 @@ class Run:
     """One run that makes a table, or continues one.
 
     Args:
-        prompter: asks the model.
         stored: table and effort of the runs before; the table is updated in place.
         path: of the file, for reports only.
-        seconds: how long to run.
         save: called every 30 seconds with what was added; returns all that is stored then, by other
             processes too. May raise OSError.
-        max_tokens: how many tokens to run, if that takes less time.
-        progress: called after every forward.
-        clock: returns the time in seconds.
     """
 
     def __init__(

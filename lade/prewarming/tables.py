@@ -88,10 +88,6 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
     Writes nothing, and computes nothing if there is no folder of tables. A table that cannot be
     used, for whatever reason, is ignored with a warning: decoding works without it. Tensor-parallel
     models use none, because each process has only a part of the weights.
-
-    Args:
-        model: the target.
-        folder: of the tables; None for the user's cache.
     """
     try:
         folder = tables_folder() if folder is None else folder
@@ -112,10 +108,6 @@ def table_for(model: Model, folder: Path | None = None) -> SuccessorTable | None
 def path_of_table(model: Model, folder: Path | None = None) -> Path:
     """Return the file of a model's table, which need not exist.
 
-    Args:
-        model: a causal LM.
-        folder: of the tables; None for the user's cache.
-
     Raises:
         UnsupportedModelError: the model is tensor-parallel, or has no weights in memory to
             recognise it by.
@@ -135,8 +127,6 @@ def read_table(path: Path, model: Model, capacity: int | None = None) -> StoredT
     """Read the table of a model; an empty one if there is no file.
 
     Args:
-        path: of the file.
-        model: the model that the table must belong to.
         capacity: as for `SuccessorTable.from_arrays`.
 
     Raises:
@@ -168,12 +158,6 @@ def merge_table(
 
     One process at a time does so; a process that is killed meanwhile holds up none, and leaves the
     file as it was.
-
-    Args:
-        path: of the file; its folder is created.
-        model: the model that the table belongs to.
-        added: what to add.
-        max_contexts: maximum number of contexts in the file.
 
     Returns:
         What the file holds now.
@@ -212,11 +196,6 @@ def write_table(path: Path, model: Model, stored: StoredTable) -> None:
 
     The file is renamed into place, so a reader sees either the old one or the new one. What it had
     is lost: see `merge_table`. Unfinished files of killed processes are removed.
-
-    Args:
-        path: of the file; its folder is created.
-        model: the model that the table belongs to.
-        stored: what to write.
 
     Raises:
         OSError: the file cannot be written.

@@ -81,12 +81,7 @@ def places_of(classes: Iterable[type]) -> list[Place]:
 
 
 def own_code_of(model: Model, places: Iterable[Place]) -> str | None:
-    """Return what of the user's own code runs in a model's forwards, or None.
-
-    Args:
-        model: the target.
-        places: of the classes of its modules.
-    """
+    """Return what of the user's own code runs in a model's forwards, or None."""
     for name, module in model.named_modules():
         if any(map(_is_own, _hooks_of(module))):
             return f"a hook of {name or 'the model'}"

@@ -32,11 +32,9 @@ def choose_verification(
     """Return the best verification method that is exact, checking those not checked yet.
 
     Args:
-        model: the target.
         config: of the call: its `verification` is the only method to consider, if it names one,
             and with `stable_text` all forwards have one width.
         is_padded: whether rows have padding or different lengths.
-        cache: kind of cache of the call.
         excluded: methods that this call cannot use, and why.
         execution: requested execution of trees.
         why_eager: why this call cannot have that execution; None if it can.

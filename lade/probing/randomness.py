@@ -48,7 +48,6 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
     something is compiled, which being observed would disturb, any change of the state counts.
 
     Args:
-        model: the target.
         run: runs some of its forwards, and draws nothing else.
     """
     device = device_of_inputs(model)

@@ -63,13 +63,7 @@ def requirements_of(
     model_kwargs: dict[str, Any],
     own_code: str | None = None,
 ) -> Requirements:
-    """Return the methods that a call prepared by `generate` rules out, and what it requires.
-
-    Args:
-        model, profile: the target.
-        input_ids, config, model_kwargs: of the call.
-        own_code: what of the user's own code runs in forwards, or None.
-    """
+    """Return the methods that a call prepared by `generate` rules out, and what it requires."""
     excluded: dict[Verification, str] = {}
 
     def exclude(reason: str | None, *verifications: Verification) -> None:

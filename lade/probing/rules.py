@@ -134,12 +134,6 @@ def longest_draft(model: Model, max_length: int, num_tokens: int, first_position
 
     Learned positions are limited, and a draft must not need more of them than plain decoding; nor
     may it reach the point where a dynamic rotary embedding follows the length of each forward.
-
-    Args:
-        model: the target.
-        max_length: maximum length of the text, in tokens.
-        num_tokens: length of the prompt.
-        first_position: of the first token after the prompt.
     """
     config = model.config.get_text_config(decoder=True)
     limits = [getattr(config, "max_position_embeddings", None)]

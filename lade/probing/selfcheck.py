@@ -18,7 +18,7 @@ from lade.captures import apart_from_captures
 from lade.closeness import distance, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
-from lade.drafting.drafts import narrowed
+from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
@@ -123,11 +123,6 @@ def has_usual_outputs(model: Model, profile: Profile, names: Sequence[str]) -> b
     """Return whether hidden states and attentions of a forward have one row per new token.
 
     Some models keep several streams of hidden states; models without a cache return the whole text.
-
-    Args:
-        model: the target.
-        profile: of the model; results are kept there.
-        names: the outputs to look at, of "hidden_states" and "attentions".
     """
     for name in names:
         if name not in profile.usual_outputs:
@@ -169,7 +164,7 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
 _Path = tuple[int, ...]  # tokens after the prompt
 
 
-class _Step(NamedTuple):
+class _ScriptedStep(NamedTuple):
     """One step of the check for one row: a tree and the nodes that are kept."""
 
     before: _Path  # tokens between the prompt and the root
@@ -185,7 +180,6 @@ class _Step(NamedTuple):
 
 # Two branches, 0-1-3 and 0-2-4, interleaved so that keeping the second one must move cache slots.
 _PARENTS = (-1, -1, 0, 1)
-_DEPTHS = (1, 1, 2, 2)
 _PROMPT_LENGTH = 6
 
 
@@ -250,7 +244,7 @@ class _Check(NamedTuple):
         return all(torch.equal(drafted[place], alone[place]) for place in shared)
 
     def _logits(
-        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_Step]]
+        self, plain: "Plain", script: Callable[[Sequence[int], Target, int], list[_ScriptedStep]]
     ) -> dict[tuple[int, _Path], Tensor]:
         """Return the logits after every path of every row of a script, float64 [vocab_size]."""
         tokens = check_tokens(self.model)
@@ -290,14 +284,7 @@ def _difference(
 
 
 class Plain:
-    """Plain decoding of prompts, forced along given paths.
-
-    Args:
-        model: the target.
-        prompt: the tokens of every row.
-        masks: of each row.
-        cache: kind of cache of the call.
-    """
+    """Plain decoding of prompts, forced along given paths."""
 
     def __init__(
         self,
@@ -417,11 +404,11 @@ def check_tokens(model: Model) -> list[int]:
     return [first + (7919 * (i + 1)) % num for i in range(16)]
 
 
-def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+def _script(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
     """Return the steps of one row."""
     root, after, last, *drafted = tokens
-    draft = _draft(drafted[:4], _PARENTS, _DEPTHS)
-    second = _draft(drafted[4:6], (-1, -1), (1, 1))
+    draft = draft_of(drafted[:4], _PARENTS)
+    second = draft_of(drafted[4:6], (-1, -1))
     if target.max_candidates is not None:
         draft = narrowed(draft, target.max_candidates)
         second = narrowed(second, target.max_candidates)
@@ -431,7 +418,7 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
         draft = draft.first(len(draft) // 2)  # trees of different sizes may run without padding
         if not target.is_lockstep:
             kept = [0]
-    steps = [_Step((), Tree.build(root, draft), kept)]
+    steps = [_ScriptedStep((), Tree.build(root, draft), kept)]
     steps.append(_next(steps[-1], after, second, [0, 1]))
     steps.append(_next(steps[-1], last, Draft.empty(), [0]))
     return steps
@@ -440,22 +427,17 @@ def _script(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
 _NUM_KEPT = 5  # tokens that `_script` commits to the first row
 
 
-def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_Step]:
+def _script_of_roots(tokens: Sequence[int], target: Target, row: int) -> list[_ScriptedStep]:
     """Return steps without drafts that commit the same tokens as `_script` in the first row."""
     drafted = _script(tokens, target, row)
     kept = [step.tree.token_ids[node] for step in drafted for node in step.kept]
     roots = [*kept, *tokens][:_NUM_KEPT]  # another row commits fewer there
     return [
-        _Step(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
+        _ScriptedStep(tuple(roots[:place]), Tree.build(root, Draft.empty()), [0])
         for place, root in enumerate(roots)
     ]
 
 
-def _next(step: _Step, root: int, draft: Draft, kept: list[int]) -> _Step:
+def _next(step: _ScriptedStep, root: int, draft: Draft, kept: list[int]) -> _ScriptedStep:
     before = (*step.before, *(step.tree.token_ids[node] for node in step.kept))
-    return _Step(before, Tree.build(root, draft), kept)
-
-
-def _draft(token_ids: Sequence[int], parents: Sequence[int], depths: Sequence[int]) -> Draft:
-    ids, over, down = (np.array(values, np.int32) for values in (token_ids, parents, depths))
-    return Draft(ids, over, down, np.ones(len(token_ids)))
+    return _ScriptedStep(before, Tree.build(root, draft), kept)

@@ -62,7 +62,6 @@ class SpotChecks:
     """The spot checks of one call.
 
     Args:
-        model: the target's.
         is_due: whether the first step with a draft is to be checked.
         interval: steps with a draft until the first check otherwise.
         own_code: what of the user's own code runs in forwards, or None.
@@ -165,12 +164,7 @@ class SpotChecks:
         return plan, output
 
     def end_step(self, paths: Mapping[int, Sequence[int]], text: Sequence[Sequence[int]]) -> None:
-        """Follow the tokens that a step has emitted.
-
-        Args:
-            paths: of each row, the nodes that were kept.
-            text: the tokens of all rows.
-        """
+        """Follow the tokens that a step has emitted."""
         for row, path in paths.items():
             held = self._held.get(row)
             if held is not None and held.node is not None and path:
@@ -229,8 +223,6 @@ class SpotChecks:
         """Compare what roots gave alone with what the held step gave at some nodes.
 
         Args:
-            trees: the roots that were run, by row.
-            output: of their forward.
             nodes: of the held trees, by row, those that there is something to compare for.
         """
         if not nodes:

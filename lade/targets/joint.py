@@ -29,7 +29,7 @@ _MOST_WRONG = 3
 
 
 @dataclass(eq=False)
-class Part:
+class JoinedCall:
     """A call's part of a forward.
 
     Attributes:
@@ -81,17 +81,17 @@ class JointForwards:
         self._costs = JointCosts()
         self._num_wrong = 0  # checks in a row that failed
 
-    def __call__(self, parts: Sequence[Part]) -> list[Any]:
+    def __call__(self, parts: Sequence[JoinedCall]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
-        by_kind: dict[Hashable, list[Part]] = {}
+        by_kind: dict[Hashable, list[JoinedCall]] = {}
         for part in parts:
             by_kind.setdefault(part.kind, []).append(part)
-        results: dict[Part, Any] = {}
+        results: dict[JoinedCall, Any] = {}
         for alike in by_kind.values():
             results |= zip(alike, self._run(alike), strict=True)
         return [results[part] for part in parts]
 
-    def _run(self, parts: Sequence[Part]) -> list[Any]:
+    def _run(self, parts: Sequence[JoinedCall]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
         self.num_run += 1
@@ -112,13 +112,13 @@ class JointForwards:
             part.was_joint = False
         return [_run_alone(part) for part in parts]
 
-    def _learn(self, parts: Sequence[Part], sec: float) -> None:
+    def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
         if self.num_run > 1:  # libraries prepare the first
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
 
-    def _is_right(self, parts: Sequence[Part], together: Sequence[Forward]) -> bool:
+    def _is_right(self, parts: Sequence[JoinedCall], together: Sequence[Forward]) -> bool:
         """Hold one part against the same part alone; note where the model disturbs its calls."""
         place = self.num_run % len(parts)
         part = parts[place]
@@ -140,7 +140,7 @@ class JointForwards:
         return False
 
 
-def _run_alone(part: Part) -> Any:
+def _run_alone(part: JoinedCall) -> Any:
     try:
         with part.mode():
             return part.view(**part.inputs)
@@ -148,7 +148,7 @@ def _run_alone(part: Part) -> Any:
         return failure
 
 
-def _run_as_one(parts: Sequence[Part]) -> list[Forward]:
+def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
     sizes = [part.num_tokens for part in parts]
     inputs = {**parts[0].inputs}
     for name in ("input_ids", "position_ids", *TOKEN_TYPES):
@@ -183,12 +183,7 @@ def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tens
 
 
 class JointCache(Cache):  # type: ignore[misc]
-    """The caches of several calls, as one forward sees them.
-
-    Args:
-        caches: of the parts.
-        sizes: number of tokens of each part.
-    """
+    """The caches of several calls, as one forward sees them."""
 
     def __init__(self, caches: Sequence[TreeCache], sizes: Sequence[int]) -> None:
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are

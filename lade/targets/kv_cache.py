@@ -210,8 +210,6 @@ class TreeCache(Cache):  # type: ignore[misc]
     """A `transformers.Cache` of preallocated layers for all kinds of attention.
 
     Args:
-        kinds: kind of each layer, as returned by `kind_of`.
-        num_slots: number of prompt tokens.
         max_slots: maximum number of tokens expected; memory grows in steps, and beyond this only if
             more tokens come.
         share: whether all layers are on one device, so that one tensor can hold them.
@@ -326,7 +324,6 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Make forwards write at these slots until the next call.
 
         Args:
-            slots: the slots of every window.
             length: length of the longest row, int64 [], which layers report while recording a
                 forward that will also run at other lengths.
         """

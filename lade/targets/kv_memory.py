@@ -98,7 +98,7 @@ class Store:
             mine.shape[3],
         ) == (other.shape[0], other.shape[1], other.shape[3])
 
-    def write(self, layer: int, states: Tensor, slots: "_Slots", offset: int) -> Tensor:
+    def write(self, layer: int, states: Tensor, slots: "_NewSlots", offset: int) -> Tensor:
         """Write new states after each row's own; return a view of all states of the layer."""
         stop = slots.stop - offset
         self.reserve(stop)
@@ -173,7 +173,7 @@ class Store:
         raise AssertionError("expected memory or an error")
 
 
-class _Slots:
+class _NewSlots:
     """Slots that a forward writes: after the cached tokens of each row."""
 
     def __init__(self, starts: Sequence[int], num_new: int) -> None:
@@ -284,7 +284,7 @@ class Storage:
         self.lengths: list[int] = []  # committed slots of each row in use
         self._rows: list[int] = []  # the row at each place in memory, rows in use first
         self._parked: dict[int, int] = {}  # committed slots of rows not in use, by row
-        self._slots: dict[tuple[int, int], _Slots] = {}  # of the current forward
+        self._slots: dict[tuple[int, int], _NewSlots] = {}  # of the current forward
         self.length: Tensor | None = None  # of the longest row, if reported as a tensor
 
     def __iter__(self) -> Iterator[Store]:
@@ -305,11 +305,11 @@ class Storage:
         """Set the number of rows, known from the first states."""
         self.lengths = self.lengths or [0] * num_rows
 
-    def slots(self, num_pending: int, num_new: int) -> _Slots:
+    def slots(self, num_pending: int, num_new: int) -> _NewSlots:
         """Return the slots for `num_new` states after the committed and the pending ones."""
         known = self._slots.get((num_pending, num_new))
         if known is None:  # the same for all layers of a forward
-            known = _Slots([length + num_pending for length in self.lengths], num_new)
+            known = _NewSlots([length + num_pending for length in self.lengths], num_new)
             self._slots = {(num_pending, num_new): known}
         return known
 

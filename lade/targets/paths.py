@@ -54,7 +54,6 @@ class ChainTarget(Target):
     A batch of prompts is verified one path per row, and its rows stay of equal length.
 
     Args:
-        model: the target.
         input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; a cache in it is written to.
         max_candidates: maximum number of candidates to verify at once, as rows of a batch.

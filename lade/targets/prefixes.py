@@ -66,8 +66,6 @@ class KeptText:
     """A text, and the keys and values of all of its tokens.
 
     Args:
-        origin: whose it is.
-        token_ids: the text.
         cache: of one row and of exactly these tokens; nobody else may change it, or its tensors.
     """
 

@@ -43,9 +43,7 @@ def packed_prompts(
     what padding has there is zero, and masked as ever.
 
     Args:
-        model: the target.
         input_ids: int64 [rows, num_tokens], padded.
-        model_kwargs: what `generate` prepared.
         is_real: bool [rows, num_tokens]: False for padding.
         cache: an empty cache without windows.
 

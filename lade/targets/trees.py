@@ -18,7 +18,7 @@ from lade.products.linear import Products
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
 from lade.targets.inputs import TOKEN_TYPES, extended, is_text_alone, num_slots_of
-from lade.targets.joint import Part
+from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
 from lade.targets.layout import MAX_OVERHANG, TreeLayout, may_share_a_row, rope_of
@@ -50,11 +50,9 @@ class TreeTarget(Target):
     Layers that do not see the whole text get their own mask, in a dict by layer type.
 
     Args:
-        model: the target.
         input_ids: int64 [rows, num_tokens], the prompts; num_tokens is 0 with `inputs_embeds`.
         model_kwargs: what `generate` prepared for the prefill; this class extends `attention_mask`
             (2D or None) and `position_ids`. A filled `past_key_values` is copied.
-        layout: cache layout of the model's attention layers.
         max_new_tokens: maximum number of new tokens to plan key and value memory for.
         generation_config: provides `prefill_chunk_size` for the prefill.
         attention: the attention implementation for verification, if the model's own ignores masks
@@ -287,7 +285,7 @@ class TreeTarget(Target):
                 shape = inputs["position_ids"].dim(), *sorted(inputs)
                 kind = (id(self._model), self.attention, self._products, is_inference, *shape)
                 of_call = (self.discard, self._num_committed, is_inference)
-                part = Part(kind, view, inputs, *of_call)
+                part = JoinedCall(kind, view, inputs, *of_call)
                 output = self._seat.run(part)
                 self._was_joint = part.was_joint or self._seat.has_company
         finally:

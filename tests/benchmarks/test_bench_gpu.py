@@ -32,11 +32,11 @@ from benchmarks.gpu.command import choose_device
 from benchmarks.gpu.device import forget_peak, peak_bytes
 from benchmarks.gpu.drafter import ReplayedDrafter
 from benchmarks.gpu.host import measure_host
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import GpuJob
 from benchmarks.gpu.kernels import Kernel, measure_kernels, rows_of
 from benchmarks.gpu.process import INTERRUPTED, run_in_process
 from benchmarks.gpu.report import compare
-from benchmarks.gpu.run import GROUPS, STAGES, Plan, run_stages
+from benchmarks.gpu.run import GROUPS, STAGES, GpuPlan, run_stages
 from benchmarks.gpu.shapes import SHAPES, KnownModel, make_model, random_prompt
 from benchmarks.gpu.stage import NO_TIME, Stage
 from benchmarks.gpu.steps import measure_steps
@@ -601,7 +601,7 @@ def run_child(
     program: str, kill_after: float = 30.0, tell: Callable[[Stage], None] = lambda stage: None
 ) -> Stage:
     stage = Stage("steps", "tiny", perf_counter() + 1, tell)
-    job = Job("steps", "cpu", 1.0, TINY)
+    job = GpuJob("steps", "cpu", 1.0, TINY)
     command = [sys.executable, "-S", "-c", TELLING + program]
     run_in_process(stage, job, perf_counter() + kill_after, command)
     return stage
@@ -702,7 +702,7 @@ def test_a_process_ends_when_the_one_that_started_it_is_gone() -> None:
         text=True,
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(Job("host", "cpu", 60.0).as_message()) + "\n")
+    process.stdin.write(json.dumps(GpuJob("host", "cpu", 60.0).as_message()) + "\n")
     process.stdin.close()
     assert process.wait(30) == -signal.SIGKILL
 
@@ -742,8 +742,8 @@ def test_last_words_are_where_python_was() -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run stages as their processes would, but here."""
 
-    def run(stage: Stage, job: Job, kill_at: float) -> None:
-        received = Job.from_message(json.loads(json.dumps(job.as_message())))
+    def run(stage: Stage, job: GpuJob, kill_at: float) -> None:
+        received = GpuJob.from_message(json.loads(json.dumps(job.as_message())))
         done = Stage(job.stage, job.shape_name, stage.ends_at, lambda stage: None)
         done.run(lambda stage: work.work(received, stage))
         stage.hear(json.loads(json.dumps(done.as_message())))
@@ -829,7 +829,7 @@ def test_a_stage_that_fails_loses_nothing_and_stops_no_other(
 ) -> None:
     path = tmp_path / "gpu.json"
 
-    def run(stage: Stage, job: Job, kill_at: float) -> None:
+    def run(stage: Stage, job: GpuJob, kill_at: float) -> None:
         if stage.name == "eager":
             assert stages_in(path)["graphs"]  # written before this stage began
             stage.traceback, stage.failure = f"in {tmp_path}", "RuntimeError: broken"
@@ -848,7 +848,7 @@ def test_an_interruption_keeps_what_was_measured(
 ) -> None:
     path = tmp_path / "gpu.json"
 
-    def run(stage: Stage, job: Job, kill_at: float) -> None:
+    def run(stage: Stage, job: GpuJob, kill_at: float) -> None:
         stage.add(
             {
                 "method": "plain",
@@ -882,7 +882,7 @@ def test_without_time_every_stage_is_left_out_and_said(tmp_path: Path) -> None:
 def test_what_matters_most_comes_first_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, begun = 100.0, []
 
-    def run(stage: Stage, job: Job, kill_at: float) -> None:
+    def run(stage: Stage, job: GpuJob, kill_at: float) -> None:
         """Take all the time there is."""
         nonlocal now
         begun.append((stage.title, job.bytes_per_sec))
@@ -894,7 +894,7 @@ def test_what_matters_most_comes_first_and_ends_in_time(monkeypatch: pytest.Monk
     monkeypatch.setattr("benchmarks.gpu.run.run_in_process", run)
     monkeypatch.setattr("benchmarks.gpu.run.perf_counter", lambda: now)
     shapes = [SHAPES["8b"], SHAPES["1b"]]
-    plan = Plan(CPU, shapes, 7.5)
+    plan = GpuPlan(CPU, shapes, 7.5)
     stages: list[Stage] = []
     done = [stage.title for stage in run_stages(plan, stages, lambda stage: None)]
     assert done == [stage.title for stage in stages]

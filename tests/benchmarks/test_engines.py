@@ -19,22 +19,22 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.engines import agreement, command, methods
 from benchmarks.engines.agreement import compare_drawn, same_distribution
-from benchmarks.engines.job import Answer, Counters, Job, Phase, PhaseResult
+from benchmarks.engines.job import Counters, EngineJob, Phase, PhaseResult, RequestAnswer
 from benchmarks.engines.mending import FAULT, expand_batch_to_tokens
 from benchmarks.engines.methods import METHODS, choose_methods
-from benchmarks.engines.plan import DRAWS, Plan
+from benchmarks.engines.plan import DRAWS, EnginePlan
 from benchmarks.engines.process import environment_of, run_job
 from benchmarks.engines.report import as_json, rows_of, summarise, table, what_differs
 from benchmarks.engines.worker import Engine
 from lade.engines.options import PoolOptions
 from lade.errors import LadeError, MissingExtraError
 
-PLAN = Plan("folder", "float32", [[1, 2], [3], [4]], [2, 1], 5, 2, 4)
+PLAN = EnginePlan("folder", "float32", [[1, 2], [3], [4]], [2, 1], 5, 2, 4)
 
 
-def job(*phases: Phase, **named: Any) -> Job:
+def job(*phases: Phase, **named: Any) -> EngineJob:
     speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
-    return Job("folder", "float32", 64, 2, speculative_config, {}, phases, **named)
+    return EngineJob("folder", "float32", 64, 2, speculative_config, {}, phases, **named)
 
 
 def result(
@@ -44,7 +44,7 @@ def result(
     counters: Counters | None = None,
     sec: float = 2.0,
 ) -> PhaseResult:
-    answers = [Answer([*text], steps or len(text), 0.5, 1.0) for text in texts]
+    answers = [RequestAnswer([*text], steps or len(text), 0.5, 1.0) for text in texts]
     return PhaseResult(name, 2, sec, answers, counters or Counters())
 
 
@@ -101,12 +101,12 @@ def test_drafters_begin_anew_with_every_number_of_requests_and_live_through_its_
 
 
 def test_a_job_leaves_room_for_the_longest_text_and_its_drafts_and_survives_json() -> None:
-    plan = Plan("folder", "float32", [[1, 2]], [2, 8], 5, 1, 4, questions=[[1] * 9])
+    plan = EnginePlan("folder", "float32", [[1, 2]], [2, 8], 5, 1, 4, questions=[[1] * 9])
     made = plan.job("ngram")
     assert (made.max_model_len, made.max_num_seqs) == (9 + 5 + 4 + 1, 8)
     assert made.phases[-1].name == DRAWS
     assert made.phases[-1].temperature == 1.0
-    assert Job.from_message(json.loads(json.dumps(made.as_message()))) == made
+    assert EngineJob.from_message(json.loads(json.dumps(made.as_message()))) == made
     done = result([[1, 2]])
     assert PhaseResult.from_message(json.loads(json.dumps(done.as_message()))) == done
 
@@ -272,7 +272,7 @@ def test_failures_of_the_proposer_are_counted_by_phase(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("vllm")
 def test_an_engine_without_speculation_has_no_drafter_and_counts_none() -> None:
-    plain = Job("folder", "float32", 64, 2, None, {"lade": {"capacity": 5}}, ())
+    plain = EngineJob("folder", "float32", 64, 2, None, {"lade": {"capacity": 5}}, ())
     engine = Engine(plain)
     found = engine.run(Phase("all", 1, [[1]], 3), lambda: None)
     assert found.answers[0].token_ids == [2, 3, 4]
@@ -409,7 +409,7 @@ def test_mat_counts_neither_the_step_of_the_prompt_nor_answers_that_loop() -> No
             "1",
             1,
             4.0,
-            [Answer([1, 2, 3, 4, 5], 3, 0.1, 1.0), Answer(loop, 5, 0.3, 3.0)],
+            [RequestAnswer([1, 2, 3, 4, 5], 3, 0.1, 1.0), RequestAnswer(loop, 5, 0.3, 3.0)],
             Counters(4, 12, 6, 4, 0.004),
         ),
         None,
@@ -452,7 +452,7 @@ def test_a_pass_is_compared_with_the_same_pass_of_plain() -> None:
 def engines_of(texts: Mapping[str, int]) -> Any:
     """Return a stand-in for `run_job` whose answers are by methods, the first token given here."""
 
-    def run(job: Job, threads: int) -> Iterator[Mapping[str, Any]]:
+    def run(job: EngineJob, threads: int) -> Iterator[Mapping[str, Any]]:
         method = (
             "plain" if job.speculative_config is None else str(job.speculative_config["method"])
         )
@@ -462,7 +462,9 @@ def engines_of(texts: Mapping[str, int]) -> Any:
         for phase in job.phases:
             drawn = Random(texts[method])
             answers = [
-                Answer([texts[method] if phase.name != DRAWS else drawn.randrange(3)], 1, 0.1, 0.2)
+                RequestAnswer(
+                    [texts[method] if phase.name != DRAWS else drawn.randrange(3)], 1, 0.1, 0.2
+                )
                 for _ in phase.prompts
             ]
             counters = Counters() if method == "plain" else Counters(9, 9, 5, 9, 0.1)

@@ -15,7 +15,7 @@ from benchmarks.rivals.goose import GooseDrafter
 from benchmarks.rivals.growing import ROOT, GrowingDraft
 from benchmarks.rivals.lookahead import LookaheadDrafter
 from benchmarks.rivals.prompt_lookup import PromptLookupDrafter
-from benchmarks.rivals.recycling import Place, RecyclingDrafter, static_tree
+from benchmarks.rivals.recycling import RecyclingDrafter, TreePlace, static_tree
 from benchmarks.rivals.sam import SamDrafter, SamRecyclingDrafter, SuffixAutomaton
 from benchmarks.run import choose
 from lade.bench import methods
@@ -183,8 +183,13 @@ def test_the_static_tree_has_the_sizes_of_the_paper() -> None:
     assert all(parent < place for place, (parent, _) in enumerate(tree))
     assert len(set(tree)) == 80
     # The first choice at every depth comes before any second choice.
-    assert tree[:6] == [Place(parent, 0) for parent in range(-1, 5)]
-    assert static_tree((2, 2), 2) == [Place(ROOT, 0), Place(0, 0), Place(ROOT, 1), Place(0, 1)]
+    assert tree[:6] == [TreePlace(parent, 0) for parent in range(-1, 5)]
+    assert static_tree((2, 2), 2) == [
+        TreePlace(ROOT, 0),
+        TreePlace(0, 0),
+        TreePlace(ROOT, 1),
+        TreePlace(0, 1),
+    ]
 
 
 def test_recycling_fills_the_tree_with_the_successors_last_seen() -> None:
@@ -434,10 +439,9 @@ def test_each_rival_has_its_own_budget_unless_one_is_asked_for(
                 tiny_loaded(),
                 PROMPTS[:2],
                 {name: METHODS[name] for name in RIVALS},
-                BenchSettings(4),
+                BenchSettings(4, passes=2),
             ),
             Given(config),
-            num_passes=2,
             results=[],
         )
         for name, budget in zip(RIVALS, budgets, strict=True):

@@ -34,9 +34,8 @@ def test_all_methods_run_and_agree(tmp_path: Path) -> None:
         tiny_loaded(),
         prompts,
         METHODS,
-        BenchSettings(12),
+        BenchSettings(12, passes=2),
         Given(Config(max_draft_tokens=6), assistant=tiny_model("qwen3"), num_layers=1),
-        num_passes=2,
         results=results,
         on_answer=lambda name, answer: order.append(name),
     )

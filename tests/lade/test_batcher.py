@@ -15,7 +15,7 @@ import lade
 from lade.batcher import Batcher, _most_tokens, _Room
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.budget.joint import JointCosts
-from lade.targets.joint import JointForwards, Part
+from lade.targets.joint import JoinedCall, JointForwards
 from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
@@ -283,14 +283,14 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
     monkeypatch.setattr("lade.targets.joint.is_exact_in", lambda _: True)
     forwards, undone = JointForwards(), list[int]()
 
-    def part(ids: list[int]) -> Part:
+    def part(ids: list[int]) -> JoinedCall:
         inputs = {
             "input_ids": torch.tensor([ids]),
             "position_ids": torch.tensor([ids]),
             "attention_mask": None,
             "past_key_values": "own",
         }
-        return Part("any", _Model(error), inputs, lambda: undone.append(1), 1.0)
+        return JoinedCall("any", _Model(error), inputs, lambda: undone.append(1), 1.0)
 
     for _ in range(3):
         parts = [part([1, 2]), part([3])]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from lade.attention.tree import Seen
 from tests.grids import thinned
 
 # KiB of shared memory that a program may have, and that a multiprocessor has, by compute
@@ -166,9 +167,11 @@ def test_trees_of_all_sizes_wait_for_no_compiler_after_what_was_compiled_ahead(
             keys.new_zeros(1, num_nodes, 8, 64).transpose(1, 2),
             keys,
             keys,
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(1, num_nodes, dtype=torch.int32),
-            torch.ones(1, num_nodes, num_nodes, dtype=torch.bool),
+            Seen(
+                torch.zeros(1, dtype=torch.int32),
+                torch.zeros(1, num_nodes, dtype=torch.int32),
+                torch.ones(1, num_nodes, num_nodes, dtype=torch.bool),
+            ),
             scaling=1.0,
             num_processors=132,
         )

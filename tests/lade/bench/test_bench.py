@@ -244,15 +244,11 @@ PROMPTS = [
 ]
 
 
-def run_all(
-    names: list[str], settings: BenchSettings, num_passes: int = 1, max_draft_tokens: int = 6
-) -> list[Result]:
+def run_all(names: list[str], settings: BenchSettings, max_draft_tokens: int = 6) -> list[Result]:
     results: list[Result] = []
     methods = {name: METHODS[name] for name in names}
     given = Given(Config(max_draft_tokens=max_draft_tokens))
-    run_methods(
-        *(tiny_loaded(), PROMPTS, methods, settings, given), num_passes=num_passes, results=results
-    )
+    run_methods(*(tiny_loaded(), PROMPTS, methods, settings, given), results=results)
     return results
 
 
@@ -270,8 +266,8 @@ def test_prompts_get_the_same_greedy_text_alone_and_in_batches() -> None:
 
 
 def test_samples_follow_the_seed() -> None:
-    settings = BenchSettings(12, temperature=1.0, batch_size=2, num_return_sequences=3)
-    results = run_all(["plain"], settings, num_passes=2)
+    settings = BenchSettings(12, temperature=1.0, batch_size=2, num_return_sequences=3, passes=2)
+    results = run_all(["plain"], settings)
     rows = rows_of(results, "plain")
     assert len(rows) == 3 * len(PROMPTS)
     assert len({tuple(row) for row in rows}) > len(PROMPTS)

@@ -21,7 +21,7 @@ from lade import errors
 from lade.chat import learning
 from lade.cli.app import app
 from lade.cli.check import measure
-from lade.cli.comparison import Difference, Row, find_difference, verdict, why_different
+from lade.cli.comparison import BothAnswers, Difference, find_difference, verdict, why_different
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.failures import line_of
@@ -516,7 +516,7 @@ def test_check_tells_verification_and_speed(folder: str, tmp_path: Path) -> None
 def test_check_measures_every_prompt_in_turn(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
     monkeypatch.setattr("lade.cli.check.perf_counter", lambda: float(next(ticks)))
-    rows: list[Row] = []
+    rows: list[BothAnswers] = []
     from lade.models.loading import load
 
     assert measure(load(folder, dtype="float32"), 9.0, rows) is None

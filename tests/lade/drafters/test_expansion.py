@@ -12,8 +12,8 @@ from lade.drafters.expansion import (
     TREE_CHILDREN,
     TREE_WIDTH,
     Grown,
-    Limits,
-    Ranked,
+    GrowthLimits,
+    RankedTokens,
     drawn,
     likeliest,
 )
@@ -45,7 +45,7 @@ class Table:
         parts = [self.probs(tuple(path[:place]))[token] for place, token in enumerate(path)]
         return float(np.prod(parts))
 
-    def first(self, num_ranked: int) -> Ranked:
+    def first(self, num_ranked: int) -> RankedTokens:
         return self._ranked([()], num_ranked)
 
     def grow(
@@ -54,7 +54,7 @@ class Table:
         token_ids: Sequence[int],
         parents: Sequence[int],
         num_ranked: int,
-    ) -> Ranked:
+    ) -> RankedTokens:
         for node, token_id, parent in zip(nodes, token_ids, parents, strict=True):
             assert token_id != END
             self._paths[node] = (*self._paths[parent], token_id)
@@ -63,11 +63,11 @@ class Table:
     def is_end(self, token_id: int) -> bool:
         return token_id == END
 
-    def _ranked(self, paths: list[tuple[int, ...]], num_ranked: int) -> Ranked:
+    def _ranked(self, paths: list[tuple[int, ...]], num_ranked: int) -> RankedTokens:
         self.forwards.append(paths)
         probs = np.stack([self.probs(path) for path in paths])
         token_ids = np.argsort(-probs, axis=1)[:, :num_ranked]
-        return Ranked(token_ids, np.take_along_axis(probs, token_ids, axis=1))
+        return RankedTokens(token_ids, np.take_along_axis(probs, token_ids, axis=1))
 
 
 def always(levels: object) -> bool:
@@ -77,7 +77,7 @@ def always(levels: object) -> bool:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
     table = Table(seed)
-    grown = likeliest(table, Limits(64, 6), always, is_chain=True)
+    grown = likeliest(table, GrowthLimits(64, 6), always, is_chain=True)
     expected: tuple[int, ...] = ()
     while len(expected) < 6 and expected[-1:] != (END,):
         expected = (*expected, int(table.probs(expected).argmax()))
@@ -94,7 +94,7 @@ def test_a_chain_takes_the_likeliest_token_until_an_end(seed: int) -> None:
 def test_a_tree_has_the_likeliest_paths_best_first(seed: int) -> None:
     """Of all paths whose parents were run: the rule for what is run is checked beside."""
     table = Table(seed)
-    grown = likeliest(table, Limits(12, 4), always)
+    grown = likeliest(table, GrowthLimits(12, 4), always)
     run = set(itertools.chain(*table.forwards))
     assert all(len(paths) <= TREE_WIDTH for paths in table.forwards)
     children = [
@@ -125,10 +125,10 @@ def test_rules_for_k_and_limits_end_a_draft() -> None:
         return len(levels) < 2
 
     for is_chain in (False, True):
-        grown = likeliest(table, Limits(64, 9), twice, is_chain=is_chain)
+        grown = likeliest(table, GrowthLimits(64, 9), twice, is_chain=is_chain)
         assert int(grown.draft.depths.max()) == len(grown.levels) == 2
     assert seen == [1, 2] * 2
-    grown = likeliest(table, Limits(5, 9), always)
+    grown = likeliest(table, GrowthLimits(5, 9), always)
     assert len(grown.draft) == 5
 
 
@@ -137,10 +137,10 @@ def test_tokens_that_are_ruled_out_are_no_nodes() -> None:
         def probs(self, path: tuple[int, ...]) -> NDArray[np.float64]:
             return np.array([0.0, 0.6, 0.4, 0.0, 0.0, 0.0])
 
-    grown = likeliest(OnlyTwo(0), Limits(64, 3), always)
+    grown = likeliest(OnlyTwo(0), GrowthLimits(64, 3), always)
     assert {*grown.draft.token_ids.tolist()} == {1, 2}
     rng = np.random.default_rng(0)
-    grown = drawn(OnlyTwo(0), Limits(64, 3), always, rng, 0.3)
+    grown = drawn(OnlyTwo(0), GrowthLimits(64, 3), always, rng, 0.3)
     assert {*grown.draft.token_ids.tolist()} == {1, 2}
 
 
@@ -151,7 +151,7 @@ def drawn_drafts(num: int, table: Table, is_chain: bool) -> list[tuple[SampledDr
     rng = np.random.default_rng(0)
     drafts = []
     for _ in range(num):
-        grown = drawn(table, Limits(64, 2), always, rng, 0.5, is_chain=is_chain)
+        grown = drawn(table, GrowthLimits(64, 2), always, rng, 0.5, is_chain=is_chain)
         assert isinstance(grown.draft, SampledDraft)
         drafts.append((grown.draft, grown))
     return drafts
@@ -194,7 +194,7 @@ def test_the_shape_of_a_drawn_draft_does_not_depend_on_its_tokens() -> None:
         def is_end(self, token_id: int) -> bool:
             return False
 
-        def grow(self, *args: Any) -> Ranked:
+        def grow(self, *args: Any) -> RankedTokens:
             return self._ranked([(1,)] * len(args[0]), args[-1])
 
     drafts = [draft for draft, _ in drawn_drafts(200, Endless(1), is_chain=False)]
@@ -207,7 +207,7 @@ def test_the_shape_of_a_drawn_draft_does_not_depend_on_its_tokens() -> None:
 def test_more_children_are_drawn_where_tokens_are_rarely_accepted() -> None:
     def num_children(acceptance: float) -> int:
         rng = np.random.default_rng(0)
-        draft = drawn(Table(1), Limits(64, 1), always, rng, acceptance).draft
+        draft = drawn(Table(1), GrowthLimits(64, 1), always, rng, acceptance).draft
         return sum(parent == -1 for parent in draft.parents.tolist())
 
     assert [num_children(acceptance) for acceptance in (1.0, 0.6, 0.2)] == [1, 3, 4]

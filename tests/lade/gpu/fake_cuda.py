@@ -510,11 +510,9 @@ def _efficient_attention(
     return attended, *(query.new_empty(0) for _ in range(3))
 
 
-def _in_plain_torch(
-    query: Tensor, key: Tensor, value: Tensor, *seen: Any, **options: Any
-) -> Tensor:
+def _in_plain_torch(query: Tensor, key: Tensor, value: Tensor, seen: Any, **options: Any) -> Tensor:
     """Stand in for the kernels."""
-    return tree_attention.attend(query, key, value, tree_attention.Seen(*seen), **options)
+    return tree_attention.attend(query, key, value, seen, **options)
 
 
 def _is_there(device: Any) -> bool:

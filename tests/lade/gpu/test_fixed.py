@@ -15,7 +15,7 @@ from torch import Tensor
 import lade
 from lade.attention.tree import TREE_ATTENTION
 from lade.gpu.fixed import WIDTHS, FixedTarget, StepSettings
-from lade.gpu.workspace import Shape, StaticInputs, WorkspaceStore, slots_for
+from lade.gpu.workspace import StaticInputs, StepShape, WorkspaceStore, slots_for
 from lade.probing import selfcheck
 from lade.probing.plan import choose_verification
 from lade.probing.profile import profile_of
@@ -327,7 +327,7 @@ def test_calls_in_other_precisions_have_memory_of_their_own() -> None:
 def test_what_is_told_the_device_stays_until_it_was_copied() -> None:
     """A step that nobody waits for, as where a cache is filled up, may still be to come."""
     model = tiny_model("llama")
-    inputs = StaticInputs(Shape(1, 2, (256,), False, (), (), None), model.device)
+    inputs = StaticInputs(StepShape(1, 2, (256,), False, (), (), None), model.device)
     waited: list[int] = []
     inputs._is_sent = SimpleNamespace(synchronize=lambda: waited.append(1))
     inputs.host["token_ids"][0, 0] = 3
