@@ -90,6 +90,11 @@ class Exchange:
         if self.error is None:
             self.error = error
 
+    def check(self) -> None:
+        """Raise why it is to end, if it is."""
+        if self.error is not None:
+            raise self.error
+
     def in_loop(self, function: Callable[..., None], *args: Any) -> None:
         """Have the event loop call a function, from any thread."""
         with suppress(RuntimeError):  # it is closed

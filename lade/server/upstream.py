@@ -276,11 +276,11 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels it: what ends it is its exchange
         exchange = current.get(None)
-        num_tokens = 0 if exchange is None else exchange.most_tokens
+        room = () if exchange is None else (exchange.most_tokens, exchange.check)
 
         def run() -> None:
             try:
-                future.set_result(self._batcher.run(partial(fn, *args, **kwargs), num_tokens))
+                future.set_result(self._batcher.run(partial(fn, *args, **kwargs), *room))
             except BaseException as error:  # it is raised where the result is awaited
                 future.set_exception(error)
             finally:
