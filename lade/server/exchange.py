@@ -67,7 +67,7 @@ class Exchange:
     body: Any = b""  # what came; once that is read, what its handler is to get
     num_held: int = 0  # bytes of it that count as held for a client
     prompt: Any = None  # what its tokenizer makes of it, once known
-    prediction: list[int] | None = None  # its tokens, likewise
+    prediction: list[int] | None = None  # its tokens, likewise; else those of calls of its tools
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     arrived: float = field(default_factory=perf_counter)
