@@ -141,6 +141,14 @@ class ServingOptions:
             "reveals to each what the others wrote.",
         ),
     ] = False
+    corpora_bytes: Annotated[
+        int,
+        of_drafting(
+            metavar="N",
+            min=0,
+            help="Memory for all of --corpus, beyond which the server takes no more of them.",
+        ),
+    ] = 2**30
     pool_memory_bytes: Annotated[int, of_drafting(metavar="N", min=1, help="Memory for pools.")] = (
         2**30
     )
@@ -184,8 +192,9 @@ def serve(
         Path | None,
         _of_server(
             metavar="FILE",
-            help="Let in those who send a key of this file, which has one a line; SIGHUP reads it "
-            "again.",
+            help="Let in those who send a key of this file, which has one a line, and behind it "
+            "pools=NAME,… or pools=* for the corpora that it may name, admin to change these; "
+            "SIGHUP reads it again.",
             exists=True,
             dir_okay=False,
         ),
@@ -201,6 +210,14 @@ def serve(
             metavar="FOLDER",
             help="Keep everybody's pools in this folder. Without it, they end with the server.",
             file_okay=False,
+        ),
+    ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        of_drafting(
+            metavar="NAME=PATH",
+            help='Have requests with "pools": ["NAME"] draft from this pool too, a .pool file, or '
+            "texts, files and folders as lade pool build takes them. May be repeated.",
         ),
     ] = None,
     max_prefix_bytes: Annotated[
@@ -220,9 +237,10 @@ def serve(
     """
     if port:
         check_port(host, port)
-    from lade.cli.serve import KeySource, check_extra, run
+    from lade.cli.serve import KeySource, check_extra, corpora_of, read_corpora, run
 
     check_extra()
+    corpora = corpora_of(corpus or [])
     from lade.server.options import ServerOptions
 
     keys = KeySource(api_key or [], api_keys_file)
@@ -234,5 +252,9 @@ def serve(
         config=replace(drafting.config, max_prefix_bytes=max_prefix_bytes),
     )
     loaded = loading.load(model)
-    options = replace(options, drafter=drafting.drafter(loaded, loading))
+    options = replace(
+        options,
+        drafter=drafting.drafter(loaded, loading),
+        corpora=read_corpora(corpora, loaded),
+    )
     run(loaded, options, keys, host, port, has_json_logs=json_logs)

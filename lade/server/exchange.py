@@ -12,6 +12,7 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.pools import Pools
 from lade.server.errors import ApiError
+from lade.server.keys import Owner
 from lade.stats import DecodeStats
 
 Endpoint = Literal["chat", "completions", "responses"]
@@ -46,6 +47,7 @@ class Asked:
     prediction: str | None = None  # what the answer will probably be
     speculates: bool = True
     max_draft_tokens: int | None = None
+    pools: tuple[str, ...] | None = None  # names of corpora to draft from
 
 
 @dataclass(eq=False)
@@ -59,7 +61,7 @@ class Exchange:
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
     chunk_interval_sec: float = 0.0  # between what is sent of a stream; 0 for as it comes
-    key: str = ""  # of the API
+    owner: Owner = field(default_factory=Owner)
     of_whom: str = ""  # the key, or where it comes from: what is shared fairly
     knows_kept: bool = False  # whether it may be told what of its prompt was kept
     asked: Asked = Asked("chat")  # what it was found to ask for
