@@ -193,7 +193,8 @@ def serve(
         _of_server(
             metavar="FILE",
             help="Let in those who send a key of this file, which has one a line, and behind it "
-            "pools=NAME,… or pools=* for the corpora that it may name, admin to change these; "
+            "pools=NAME,… or pools=* for the corpora that it may name, admin to change these, "
+            "alone to draft and keep nothing, so that times tell others nothing of its text; "
             "SIGHUP reads it again.",
             exists=True,
             dir_okay=False,

@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -317,7 +317,10 @@ class Gate:
         key, size = exchange.of_whom, len(exchange.body)
         workers = self._workers if size <= _LARGE_BYTES else self._reads_large
         request = await workers.run(key, self._reader.read, ENDPOINTS.get(path), exchange.body)
-        asked = exchange.asked = request.asked
+        asked = request.asked
+        if exchange.owner.is_alone:
+            asked = replace(asked, speculates=False)
+        exchange.asked = asked
         exchange.config = config_for(asked, exchange.config)
         exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant

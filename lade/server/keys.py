@@ -14,6 +14,7 @@ class Owner(NamedTuple):
     key: str = ""  # of the API; "" where none is needed
     corpora: frozenset[str] | None = None  # that it may draft from; None for all
     administers: bool = False  # whether it may list, add and delete these
+    is_alone: bool = False  # whether its texts decide on no time that others may measure
 
 
 class ApiKeys:
@@ -23,7 +24,8 @@ class ApiKeys:
 
     Args:
         lines: a key each, and behind it what its owner may do: `pools=NAME,…` or `pools=*` for the
-            corpora to draft from, `admin` to change them.
+            corpora to draft from, `admin` to change them; `alone` to be served without drafts and
+            without anything kept, so that others who measure times learn nothing of the text.
 
     Raises:
         ValueError: something else is behind a key.
@@ -67,10 +69,14 @@ def _owner_of(line: str, number: int) -> Owner:
         name, _, names = right.partition("=")
         if right == "admin":
             owner = owner._replace(administers=True)
+        elif right == "alone":
+            owner = owner._replace(is_alone=True)
         elif name == "pools" and names:
             owner = owner._replace(corpora=None if names == "*" else frozenset(names.split(",")))
         else:  # which may be a part of a key
-            raise ValueError(f"expected nothing but pools=NAME,… and admin behind key {number}")
+            raise ValueError(
+                f"expected nothing but pools=NAME,…, admin and alone behind key {number}"
+            )
     return owner
 
 

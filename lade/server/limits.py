@@ -139,7 +139,7 @@ def config_for(asked: Asked, config: Config) -> Config:
         config = replace(config, lookahead=None)
         for name in ("prediction", "max_draft_tokens", "pools"):
             if getattr(asked, name) is not None:
-                raise ApiError(400, f"expected {name} or speculation=false, got both", param=name)
+                raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
         wanted = 0
     if wanted is None:
         return config

@@ -65,15 +65,16 @@ class UserPools:
     def of(self, owner: Owner, asked: Asked) -> tuple[Pools | None, str]:
         """Return the pools of a request, and the name that what is kept of it is found by.
 
-        A request that says nothing of who asks has a pool of its own, which ends with it, and the
-        name "": nothing is kept of it.
+        A request that says nothing of who asks, and one of a key that is alone, has a pool of its
+        own, which ends with it, and the name "": nothing is kept of it.
 
         Raises:
             ApiError: it names a corpus that it may not draft from, or that there is not.
         """
         layers = [*self.corpora.of(asked.pools or (), owner), *self._layers]
         key, user, salt = owner.key, asked.user, asked.salt
-        if not self._shares and not key and user is None and salt is None:
+        is_nobody = not self._shares and not key and user is None and salt is None
+        if is_nobody or owner.is_alone:
             return layers or None, ""
         name = SHARED if self._shares else self.name_of(key, user, salt)
         return [self.store.named(name), *layers], name
