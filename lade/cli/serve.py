@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,12 @@ from lade.cli.loading import console, note
 from lade.errors import MissingExtraError
 from lade.hosts import is_local
 from lade.models.loading import LoadedModel
+from lade.pools import load_pool
+from lade.server.corpora import check_name
 from lade.server.options import ServerOptions
+from ngram_pool import NGramPool
 
+_MOST_TOKENS = 2**24  # of a corpus; the arrays grow as text comes
 # What the extra `serve` brings; each may be there without the others.
 _NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn", "xgrammar")
 
@@ -32,7 +36,7 @@ def check_extra() -> None:
 
 
 class KeySource(NamedTuple):
-    """Where API keys come from: one by one, and from the lines of a file."""
+    """Where API keys come from: one by one, and from the lines of a file, with their rights."""
 
     keys: Sequence[str]
     path: Path | None
@@ -53,6 +57,46 @@ class KeySource(NamedTuple):
         if not found:
             raise ValueError(f"expected API keys in {self.path}, a line each, got none")
         return [*self.keys, *found]
+
+
+def corpora_of(asked: Sequence[str]) -> dict[str, Path]:
+    """Return the paths of `--corpus NAME=PATH`, by name.
+
+    Raises:
+        ValueError: one is of another form, there is nothing at its path, or two have one name.
+    """
+    paths: dict[str, Path] = {}
+    for each in asked:
+        name, _, path = each.partition("=")
+        check_name(name)
+        if not Path(path).exists() or not path or name in paths:
+            raise ValueError(f"expected --corpus NAME=PATH, once for each name, got {each!r}")
+        paths[name] = Path(path)
+    return paths
+
+
+def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NGramPool]:
+    """Return pools: files that are called `.pool` as they are, of all else the text.
+
+    Raises:
+        OSError, ngram_pool.PoolFileError: a file cannot be read.
+        ValueError: there is no text.
+    """
+    from lade.cli.build import Built, BuiltFrom, build
+
+    pools = {}
+    for name, path in paths.items():
+        if path.suffix == ".pool":
+            pools[name] = load_pool(
+                path, tokenizer=loaded.tokenizer, model=loaded.model, read_only=True
+            )
+            continue
+        pool = pools[name] = NGramPool(_MOST_TOKENS)
+        nothing = BuiltFrom(path)
+        build(pool, [path], loaded.tokenizer, sources=nothing, save=lambda: None, built=Built())
+        if not len(pool):
+            raise ValueError(f"expected text in {path}, got none")
+    return pools
 
 
 class _JsonLines(logging.Formatter):

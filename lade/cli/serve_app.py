@@ -121,6 +121,13 @@ class ServingOptions:
             "reveals to each what the others wrote.",
         ),
     ] = False
+    corpora_bytes: Annotated[
+        int,
+        of_drafting(
+            min=0,
+            help="Memory for all of --corpus, beyond which the server takes no more of them.",
+        ),
+    ] = 2**30
     pool_memory_bytes: Annotated[int, of_drafting(min=1, help="Memory for pools.")] = 2**30
     pool_disk_bytes: Annotated[int, of_drafting(min=1, help="Disk for pools.")] = 2**34
     save_every_sec: Annotated[
@@ -156,8 +163,10 @@ def serve(
     api_keys_file: Annotated[
         Path | None,
         _of_server(
-            help="Let in those who send a key of this file, which has one a line; SIGHUP reads it "
-            "again.",
+            help="Let in those who send a key of this file, which has one a line, and behind it "
+            "pools=NAME,… or pools=* for the corpora that it may name, admin to change these, "
+            "alone to draft and keep nothing, so that times tell others nothing of its text; "
+            "SIGHUP reads it again.",
             exists=True,
             dir_okay=False,
         ),
@@ -175,6 +184,14 @@ def serve(
             file_okay=False,
         ),
     ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        of_drafting(
+            metavar="NAME=PATH",
+            help='Have requests with "pools": ["NAME"] draft from this pool too, a .pool file, or '
+            "texts, files and folders as lade pool build takes them. May be repeated.",
+        ),
+    ] = None,
     max_prefix_bytes: Annotated[
         int, of_drafting(min=1, help="Memory for keys and values of earlier prompts and answers.")
     ] = 2**30,
@@ -189,9 +206,10 @@ def serve(
     """
     if port:
         check_port(host, port)
-    from lade.cli.serve import KeySource, check_extra, run
+    from lade.cli.serve import KeySource, check_extra, corpora_of, read_corpora, run
 
     check_extra()
+    corpora = corpora_of(corpus or [])
     from lade.server.options import ServerOptions
 
     keys = KeySource(api_key or [], api_keys_file)
@@ -203,5 +221,9 @@ def serve(
         config=replace(drafting.config, max_prefix_bytes=max_prefix_bytes),
     )
     loaded = loading.load(model)
-    options = replace(options, drafter=drafting.drafter(loaded, loading))
+    options = replace(
+        options,
+        drafter=drafting.drafter(loaded, loading),
+        corpora=read_corpora(corpora, loaded),
+    )
     run(loaded, options, keys, host, port, has_json_logs=json_logs)

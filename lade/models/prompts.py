@@ -92,7 +92,7 @@ def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     from jinja2 import TemplateError
 
     asked = [{"role": "user", "content": "?"}]
-    texts = []
+    before, texts = None, []
     for tool in tools:
         function = tool.get("function", tool)
         schema = function.get("parameters") or {}
@@ -100,7 +100,8 @@ def tool_calls(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            before = tokenizer.apply_chat_template(asked, tokenize=False)
+            if before is None:
+                before = tokenizer.apply_chat_template(asked, tokenize=False)
             text = tokenizer.apply_chat_template([*asked, said], tokenize=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise ValueError(f"the chat template refuses a tool call ({error})") from None

@@ -296,8 +296,8 @@ def _complete_usage(exchange: Exchange, body: Json) -> None:
         return
     if exchange.knows_kept:
         usage["prompt_tokens_details"] = cached
-    # Tokens of the answer that were drafted from the prediction, and the rest of it.
-    num_predicted = len(exchange.prediction or ())
+    # Tokens of the answer that were drafted from the client's prediction, and the rest of it.
+    num_predicted = 0 if exchange.asked.prediction is None else len(exchange.prediction or ())
     source = stats.sources.get("prediction")
     num_accepted = 0 if source is None else min(source.num_accepted_tokens, num_predicted)
     usage["completion_tokens_details"] = {

@@ -26,13 +26,14 @@ from lade.probing.profile import Profiles
 from lade.server.connections import GuardedProtocol, shares_of
 from lade.server.gate import END_SEC, Gate
 from lade.server.grammars import Grammars
+from lade.server.keys import ApiKeys
 from lade.server.limits import RequestLimits
 from lade.server.line import Line
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
 from lade.server.requests import Reader
 from lade.server.upstream import Upstream
-from lade.server.users import ApiKeys, UserPools
+from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.pools import Pools
 from lade.server.errors import ApiError
+from lade.server.keys import KeyOwner
 from lade.stats import DecodeStats
 
 Endpoint = Literal["chat", "completions", "responses"]
@@ -46,6 +47,7 @@ class Asked:
     prediction: str | None = None  # what the answer will probably be
     speculates: bool = True
     max_draft_tokens: int | None = None
+    pools: tuple[str, ...] | None = None  # names of corpora to draft from
 
 
 @dataclass(eq=False)
@@ -59,7 +61,7 @@ class Exchange:
     config: Config = field(default_factory=Config)
     drafter: Drafter | None = None  # beside the pools
     chunk_interval_sec: float = 0.0  # between what is sent of a stream; 0 for as it comes
-    key: str = ""  # of the API
+    owner: KeyOwner = field(default_factory=KeyOwner)
     of_whom: str = ""  # the key, or where it comes from: what is shared fairly
     knows_kept: bool = False  # whether it may be told what of its prompt was kept
     asked: Asked = Asked("chat")  # what it was found to ask for
@@ -67,7 +69,7 @@ class Exchange:
     body: Any = b""  # what came; once that is read, what its handler is to get
     num_held: int = 0  # bytes of it that count as held for a client
     prompt: Any = None  # what its tokenizer makes of it, once known
-    prediction: list[int] | None = None  # its tokens, likewise
+    prediction: list[int] | None = None  # its tokens, likewise; else those of calls of its tools
     pools: Pools | None = None
     is_private: bool = True  # whether no later request may know what this one was about
     arrived: float = field(default_factory=perf_counter)
@@ -89,6 +91,11 @@ class Exchange:
         """End it before its next token; the first reason stays."""
         if self.error is None:
             self.error = error
+
+    def check(self) -> None:
+        """Raise why it is to end, if it is."""
+        if self.error is not None:
+            raise self.error
 
     def in_loop(self, function: Callable[..., None], *args: Any) -> None:
         """Have the event loop call a function, from any thread."""

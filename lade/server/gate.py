@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 from urllib.parse import quote
@@ -19,15 +19,17 @@ from starlette.responses import Response
 
 from lade.hosts import is_known
 from lade.server.connections import origin_of
+from lade.server.corpora import check_name
 from lade.server.errors import ApiError, failed, full, left, shutting_down, timed_out
 from lade.server.exchange import Exchange, current
+from lade.server.keys import ApiKeys, KeyOwner
 from lade.server.limits import config_for
 from lade.server.line import Line, Shares, Workers
 from lade.server.metrics import Metrics
 from lade.server.options import ServerOptions
-from lade.server.requests import ENDPOINTS, Reader
+from lade.server.requests import ENDPOINTS, Reader, texts_of
 from lade.server.upstream import Upstream
-from lade.server.users import ApiKeys, UserPools
+from lade.server.users import UserPools
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,9 @@ Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-_READ = {"/v1/models", "/health", "/ready", "/metrics"}
-_ONE_MODEL = "/v1/models/"  # and its name
+_CORPORA = "/v1/pools"
+_ONE_CORPUS, _ONE_MODEL = "/v1/pools/", "/v1/models/"  # and a name
+_READ = {"/v1/models", "/health", "/ready", "/metrics", _CORPORA}
 _TOKENIZE = "/tokenize"
 _OPEN = {"/health", "/ready"}  # without a key
 _POSTED = {*ENDPOINTS, _TOKENIZE}
@@ -155,17 +158,23 @@ class Gate:
         }
         self._check_host(headers)
         is_read = path in _READ or path.startswith(_ONE_MODEL)
-        if not is_read and path not in _POSTED:
+        is_corpus = path.startswith(_ONE_CORPUS)
+        if not (is_read or is_corpus or path in _POSTED):
             raise ApiError(404, f"expected one of {', '.join(sorted({*_POSTED, *_READ}))}")
-        expected = ("GET", "HEAD") if is_read else ("POST",)
+        expected = ("PUT", "DELETE") if is_corpus else ("GET", "HEAD") if is_read else ("POST",)
         if method not in expected:
             raise ApiError(405, f"expected {' or '.join(expected)}, got {method}")
-        key = "" if path in _OPEN else self._keys.identify(headers)
+        owner = KeyOwner() if path in _OPEN else self._keys.identify(headers)
+        if (is_corpus or path == _CORPORA) and not owner.administers:
+            raise ApiError(403, "expected an API key with the right admin")
         if is_read:  # of HEAD, uvicorn leaves out the body
             await self._told(path, reply)
             return
         if self._is_closing:
             raise shutting_down()
+        if method == "DELETE":
+            await reply.tell(200, self._pools.corpora.delete(path.removeprefix(_ONE_CORPUS)))
+            return
         # Pages of other sites may send any other type without asking first.
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
@@ -174,9 +183,9 @@ class Gate:
             self._options.config,
             self._options.drafter,
             self._options.chunk_interval_sec,
-            key=key,
-            of_whom=key or origin_of(scope["client"]),
-            knows_kept=bool(key) or self._options.shares_pool,
+            owner=owner,
+            of_whom=owner.key or origin_of(scope["client"]),
+            knows_kept=bool(owner.key) or self._options.shares_pool,
         )
         if not self._requests.take(exchange.of_whom):
             raise full("too many requests are open")
@@ -208,6 +217,8 @@ class Gate:
             if self._is_closing:
                 raise shutting_down()
             told = {"status": "ready"}
+        elif path == _CORPORA:
+            told["data"] = self._pools.corpora.told()
         elif path != "/v1/models":
             if path != _ONE_MODEL + model["id"]:
                 raise ApiError(404, f"expected the model {model['id']!r}", code="model_not_found")
@@ -236,6 +247,9 @@ class Gate:
         self._open.add(exchange)
         current.set(exchange)
         try:
+            if path.startswith(_ONE_CORPUS):
+                await reply.tell(200, await running.run(self._put(exchange, path)))
+                return
             await running.run(self._prepared(exchange, path))
             if path == _TOKENIZE:
                 token_ids = exchange.prompt["input_ids"][0].tolist()
@@ -285,14 +299,30 @@ class Gate:
         self._bytes.give(exchange.of_whom, exchange.num_held)
         exchange.num_held = 0
 
+    async def _put(self, exchange: Exchange, path: str) -> Any:
+        """Make a corpus, one at a time."""
+        name = path.removeprefix(_ONE_CORPUS)
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+
+        def put() -> Any:
+            return self._pools.corpora.put(name, texts_of(exchange.body))
+
+        return await self._reads_large.run(exchange.of_whom, put)
+
     async def _prepared(self, exchange: Exchange, path: str) -> None:
         """Do all that can be done before the turn."""
         key, size = exchange.of_whom, len(exchange.body)
         workers = self._workers if size <= _LARGE_BYTES else self._reads_large
         request = await workers.run(key, self._reader.read, ENDPOINTS.get(path), exchange.body)
-        asked = exchange.asked = request.asked
+        asked = request.asked
+        if exchange.owner.is_alone:
+            asked = replace(asked, speculates=False)
+        exchange.asked = asked
         exchange.config = config_for(asked, exchange.config)
-        exchange.pools, tenant = self._pools.of(exchange.key, asked.user, asked.salt)
+        exchange.pools, tenant = self._pools.of(exchange.owner, asked)
         exchange.is_private = not tenant
         if request.schema is not None:
             compiled = self._reader.grammars.compiled

@@ -104,8 +104,7 @@ def answer(
 def _telling(exchange: Exchange) -> Iterator[None]:
     """Tell whoever waits why an answer has failed."""
     try:
-        if exchange.error is not None:
-            raise exchange.error
+        exchange.check()
         yield
     except Exception:  # the model's, its processors' or the grammar's
         if exchange.error is None:  # else it was ended from outside
@@ -196,8 +195,7 @@ class _Relay(BaseStreamer):  # type: ignore[misc]
     def put(self, value: Tensor) -> None:
         """Take the next token, int64 [1]."""
         exchange = self._exchange
-        if exchange.error is not None:
-            raise exchange.error
+        exchange.check()
         exchange.last_token = perf_counter()
         if exchange.first_token is None:
             exchange.first_token = exchange.last_token

@@ -137,9 +137,9 @@ def config_for(asked: Asked, config: Config) -> Config:
                 raise ApiError(400, f"expected no {name}: the texts are kept stable", param=name)
     if not asked.speculates:
         config = replace(config, lookahead=None)
-        for name in ("prediction", "max_draft_tokens"):
+        for name in ("prediction", "max_draft_tokens", "pools"):
             if getattr(asked, name) is not None:
-                raise ApiError(400, f"expected {name} or speculation=false, got both", param=name)
+                raise ApiError(400, f"expected no {name}, as nothing is drafted", param=name)
         wanted = 0
     if wanted is None:
         return config

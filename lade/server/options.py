@@ -1,11 +1,13 @@
 """`ServerOptions`: what an operator decides."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.server.keys import ApiKeys
+from ngram_pool import NGramPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +16,13 @@ class ServerOptions:
 
     Args:
         model_name: what clients call it; None for the name that it was loaded by.
-        api_keys: any of which a client must send; none let everybody in.
+        api_keys: any of which a client must send, each with what its owner may do, as for
+            `lade.server.keys.ApiKeys`; none let everybody in.
         shares_pool: whether all clients have one pool and one set of prefixes.
-        layers: files of pools that are only read.
+        layers: files of pools that are only read, for all.
+        corpora: pools by name, for requests that choose them; an owner of a key with the right
+            `admin` may add others while the server runs.
+        corpora_bytes: memory of all of these, beyond which none is added.
         pools: folder that keeps the pools of clients; None for a temporary one.
         pool_memory_bytes, pool_disk_bytes: for all of them together.
         save_every_sec: how often those that learn are saved.
@@ -50,6 +56,8 @@ class ServerOptions:
     api_keys: Sequence[str] = ()
     shares_pool: bool = False
     layers: Sequence[Path] = ()
+    corpora: Mapping[str, NGramPool] = field(default_factory=dict)
+    corpora_bytes: int = 2**30
     pools: Path | None = None
     pool_memory_bytes: int = 2**30
     pool_disk_bytes: int = 2**34
@@ -92,5 +100,4 @@ class ServerOptions:
             raise ValueError(f"expected timeout_sec above 0, got {self.timeout_sec!r}")
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("expected a certificate and a private_key, or neither, got one")
-        if not all(self.api_keys):
-            raise ValueError("expected API keys of one character or more, got ''")
+        ApiKeys(self.api_keys)

@@ -32,6 +32,7 @@ _MAX_VALUES, _MAX_DEPTH = 50_000, 64
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _MAX_STOPS = 4
 _MAX_BIASES = 1024
+_MAX_POOLS = 8  # each of which every draft looks into
 _MAX_TOP_LOGPROBS = 20
 _MAX_COMPLETION_LOGPROBS = 5
 
@@ -158,9 +159,10 @@ class _Any(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: _Int64 | None = None
     user: _Name | None = None
-    # Ours: whether anything is drafted, and how much a step verifies at most.
+    # Ours: whether anything is drafted, how much a step verifies at most, and from which corpora.
     speculation: bool | None = None
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
+    pools: Annotated[list[_Name], Field(max_length=_MAX_POOLS)] | None = None
     # Of vLLM and transformers.
     cache_salt: _Name | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
@@ -272,6 +274,10 @@ class _Response(_Any):
     service_tier: Literal["auto", "default"] | None = None
 
 
+class _Corpus(_Strict):
+    text: str | Annotated[list[str], Field(fail_fast=True)]
+
+
 _MODELS: Mapping[Endpoint, type[_Any]] = {
     "chat": _Chat,
     "completions": _Completion,
@@ -373,6 +379,23 @@ class Reader:
                 )
 
 
+def texts_of(data: bytes | bytearray) -> list[str]:
+    """Read the texts of a corpus.
+
+    Args:
+        data: JSON, `{"text": …}`, a text or a list of these.
+
+    Raises:
+        ApiError: it is something else.
+    """
+    body = _json(data)
+    try:
+        text = _Corpus.model_validate(body).text
+    except ValidationError as error:
+        _refuse(error, body)
+    return text if isinstance(text, list) else [text]
+
+
 def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
     """Return what is asked for, by the fields that an endpoint has."""
     fields = dict(valid)
@@ -405,6 +428,7 @@ def _asked(endpoint: Endpoint, valid: _Any) -> Asked:
         prediction=None if prediction is None else prediction.text(),
         speculates=valid.speculation is not False,
         max_draft_tokens=valid.max_draft_tokens,
+        pools=None if valid.pools is None else tuple(valid.pools),
     )
 
 

@@ -30,9 +30,11 @@ from transformers.cli.serving.utils import (
     _StreamError,
 )
 
+from lade.attempts import Attempt
 from lade.batcher import Batcher
 from lade.errors import in_one_line
 from lade.models.loading import LoadedModel
+from lade.models.prompts import tool_calls
 from lade.server.answers import Json, completed, rewritten
 from lade.server.errors import ApiError, failed
 from lade.server.exchange import Endpoint, Exchange, current
@@ -41,6 +43,8 @@ from lade.server.limits import RequestLimits
 
 logger = logging.getLogger(__name__)
 
+# Whose calls are predicted: each is a run of the chat template, which keeps others waiting.
+_MOST_TOOLS = 64
 # What a handler is given in place of what a prompt was made of: it looks at all of it once more, in
 # the event loop.
 _OF_PROMPTS: Json = {
@@ -105,6 +109,11 @@ class Upstream:
             with suppress(_PromptMadeError):  # it waits for nothing before that
                 self._handlers[asked.endpoint].handle_request({**body}, "").send(None)
         assert exchange.prompt is not None
+        tools = body.get("tools")
+        if tools and asked.prediction is None and asked.speculates:
+            with Attempt():  # templates may refuse what they are never asked to write
+                calls = tool_calls(self._tokenizer, tools[:_MOST_TOOLS])
+                exchange.prediction = self._limits.predicted_ids(self._tokenizer, calls)
         if asked.num_logprobs is not None:
             exchange.pieces = self._pieces()
         return {name: _OF_PROMPTS.get(name, value) for name, value in body.items()}
@@ -276,11 +285,11 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels it: what ends it is its exchange
         exchange = current.get(None)
-        num_tokens = 0 if exchange is None else exchange.most_tokens
+        room = () if exchange is None else (exchange.most_tokens, exchange.check)
 
         def run() -> None:
             try:
-                future.set_result(self._batcher.run(partial(fn, *args, **kwargs), num_tokens))
+                future.set_result(self._batcher.run(partial(fn, *args, **kwargs), *room))
             except BaseException as error:  # it is raised where the result is awaited
                 future.set_exception(error)
             finally:

@@ -1,10 +1,9 @@
-"""Who asks, and whose pool that is: API keys, names of pools, the folder that keeps them."""
+"""Whose pool is drafted from: names of pools, the folder that keeps them, corpora."""
 
 import hashlib
 import hmac
 import json
 import secrets
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,9 @@ from lade.hf.pools import AnyPool, Pools
 from lade.models.loading import LoadedModel
 from lade.pools import fingerprint_of_tokenizer, load_pool
 from lade.prewarming.fingerprint import fingerprint_of
-from lade.server.errors import ApiError
+from lade.server.corpora import Corpora
+from lade.server.exchange import Asked
+from lade.server.keys import KeyOwner
 from lade.server.options import ServerOptions
 from ngram_pool import PoolStore
 from ngram_pool.writing import write_whole
@@ -24,42 +25,8 @@ SHARED = "shared"
 _SECRET_BYTES = 32
 
 
-class ApiKeys:
-    """The keys that open the server; without any, it is open.
-
-    Only digests are kept, and all are compared at each request: time tells nothing of a key.
-    """
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.replace(keys)
-
-    def replace(self, keys: Sequence[str]) -> None:
-        """Take other keys from now on; what is under way is ended for nobody."""
-        self._digests = [_digest(key) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def identify(self, headers: Mapping[str, str]) -> str:
-        """Return the key of a request, "" where none is needed.
-
-        Raises:
-            ApiError: it has none, or one that is not known.
-        """
-        if not self._digests:
-            return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip())
-        is_known = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(is_known):
-            raise ApiError(
-                401, "expected a valid API key: Authorization: Bearer KEY", code="invalid_api_key"
-            )
-        return key.strip()
-
-
 class UserPools:
-    """A pool for each user, and the layers that all draft from.
+    """A pool for each user, the layers that all draft from, and those that requests choose.
 
     Args:
         loaded: the model; pools of other tokenizers are kept apart from its own.
@@ -67,9 +34,11 @@ class UserPools:
 
     Raises:
         OSError, ngram_pool.PoolFileError: a folder or a layer cannot be used.
+        ValueError: a corpus has no proper name.
     """
 
     def __init__(self, loaded: LoadedModel, options: ServerOptions) -> None:
+        self.corpora = Corpora(loaded.tokenizer, options.corpora, options.corpora_bytes)
         self._shares = options.shares_pool
         self._stack = ExitStack()
         folder = options.pools
@@ -93,16 +62,22 @@ class UserPools:
             for path in dict.fromkeys(path.resolve() for path in options.layers)
         ]
 
-    def of(self, key: str, user: str | None, salt: str | None) -> tuple[Pools | None, str]:
+    def of(self, owner: KeyOwner, asked: Asked) -> tuple[Pools | None, str]:
         """Return the pools of a request, and the name that what is kept of it is found by.
 
-        A request that says nothing of who asks has a pool of its own, which ends with it, and the
-        name "": nothing is kept of it.
+        A request that says nothing of who asks, and one of a key that is alone, has a pool of its
+        own, which ends with it, and the name "": nothing is kept of it.
+
+        Raises:
+            ApiError: it names a corpus that it may not draft from, or that there is not.
         """
-        if not self._shares and not key and user is None and salt is None:
-            return self._layers or None, ""
+        layers = [*self.corpora.of(asked.pools or (), owner), *self._layers]
+        key, user, salt = owner.key, asked.user, asked.salt
+        is_nobody = not self._shares and not key and user is None and salt is None
+        if is_nobody or owner.is_alone:
+            return layers or None, ""
         name = SHARED if self._shares else self.name_of(key, user, salt)
-        return [self.store.named(name), *self._layers], name
+        return [self.store.named(name), *layers], name
 
     def name_of(self, key: str, user: str | None, salt: str | None) -> str:
         """Return the name of a user's pool, which tells nothing of who it is."""
@@ -113,10 +88,6 @@ class UserPools:
         """Save all pools, or remove them if nobody asked to keep them."""
         with self._stack:
             self.store.close()
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _secret_in(folder: Path) -> bytes:

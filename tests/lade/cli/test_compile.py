@@ -69,8 +69,8 @@ def test_after_it_the_first_answer_compiles_nothing(folder: str, tmp_path: Path)
         return {(*map(str, of),) for of in json.loads((tmp_path / "kernels").read_text())}
 
     compiled = kernels("compile")
-    assert len(compiled) > 20
+    assert len(compiled) > 15
     options = "--model", folder, "--dtype", "float32", "--max-new-tokens", "20"
     used = kernels("generate", "one two one two", "--raw", *options)
-    assert len(used) > 20
+    assert len(used) > 15
     assert used <= compiled

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from lade.models.loading import LoadedModel
-from lade.server import inference
+from lade.server import inference, upstream
 from lade.server.answers import StopCutter
 from lade.server.app import Server
 from tests.grids import thinned
 from tests.lade.server.serving import (
     QUESTION,
+    TEMPLATE,
     asked,
     client_of,
     loaded_model,
@@ -266,14 +267,33 @@ def test_schemas_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
         refused(client, {"description": "long" * 2**14}, "at most 65536 characters")
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
 CALL = '<call>{"name":"f","arguments":{"a":1}}</call>'
 
 
 @pytest.fixture
-def calling() -> Iterator[openai.OpenAI]:
+def calling(monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
     """A client of a model that is made to call a tool, and of a template that tells calls."""
+
+    class Writes:
+        """A logits processor that makes the model write a call."""
+
+        def __init__(self) -> None:
+            self.left = [*printable_tokenizer()(CALL)["input_ids"]]
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, self.left.pop(0) if self.left else 93] = 0
+            return forced
+
+    monkeypatch.setattr(inference, "_grammar_of", lambda exchange: [Writes()])
     loaded = loaded_model(eos_token_id=93)
+    loaded.tokenizer.chat_template = TEMPLATE.replace(
+        "{% endfor %}",
+        "{% for c in m.tool_calls or [] %}<call>"
+        '{"name":"{{ c.function.name }}","arguments":{"a":""}}</call>{% endfor %}{% endfor %}',
+    )
     loaded.tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<assistant>",
@@ -292,21 +312,7 @@ def calling() -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_calls_of_tools_are_transformers(
-    calling: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Writes:
-        """A logits processor that makes the model write a call."""
-
-        def __init__(self) -> None:
-            self.left = [*printable_tokenizer()(CALL)["input_ids"]]
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            forced = torch.full_like(scores, -torch.inf)
-            forced[:, self.left.pop(0) if self.left else 93] = 0
-            return forced
-
-    monkeypatch.setattr(inference, "_grammar_of", lambda exchange: [Writes()])
+def test_calls_of_tools_are_transformers(calling: openai.OpenAI) -> None:
     choice = asked(calling, tools=TOOLS, tool_choice="auto", max_tokens=90).choices[0]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
@@ -315,6 +321,35 @@ def test_calls_of_tools_are_transformers(
     (streamed,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert (streamed.function.name, json.loads(streamed.function.arguments)) == ("f", {"a": 1})
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_calls_of_tools_are_predicted(
+    calling: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They change no text, and count as no prediction of the client's."""
+
+    def told(**options: Any) -> tuple[Any, Any]:
+        answer = asked(calling, tools=TOOLS, max_tokens=90, **options)
+        (call,) = answer.choices[0].message.tool_calls
+        return call.function, answer.usage.completion_tokens_details
+
+    call, details = told()
+    assert details.accepted_draft_tokens > 25
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    with_own, details = told(prediction={"type": "content", "content": "nothing-of-it"})
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == 13
+    details = asked(
+        calling, tools=TOOLS, max_tokens=90, tool_choice="none"
+    ).usage.completion_tokens_details
+    assert details.accepted_draft_tokens < 20
+
+    def refuse(*_: Any) -> str:
+        raise ValueError
+
+    monkeypatch.setattr(upstream, "tool_calls", refuse)
+    without, details = told()
+    assert details.accepted_draft_tokens < 20
+    assert call == with_own == without
 
 
 # --- usage, other endpoints -----------------------------------------------------------------

@@ -88,6 +88,26 @@ def test_a_client_that_leaves_the_line_is_never_computed_for(loaded: LoadedModel
         assert metric(server, "lade:requests_total", code="499") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_it_waits_for_room_leaves_its_place(
+    loaded: LoadedModel, stream: bool
+) -> None:
+    with (
+        serving(loaded, max_batch_tokens=100) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        first = threads.submit(post, server, json={"messages": QUESTION, "max_tokens": 4})
+        wait_until(lambda: pace.num_calls == 1)
+        connection = send(server, {"max_tokens": 300, "stream": stream})
+        wait_until(lambda: metric(server, RUNNING) == 2)
+        connection.close()
+        wait_until(lambda: metric(server, RUNNING) == 1)  # while there is no room yet
+        pace.free()
+        assert first.result().status_code == 200
+        assert pace.num_calls == 1
+
+
 def test_requests_beyond_the_line_are_sent_away(loaded: LoadedModel) -> None:
     with (
         serving(loaded, max_queue=2, max_batch_size=1) as server,

@@ -17,8 +17,8 @@ from lade.cli import serve
 from lade.models.loading import LoadedModel
 from lade.server import connections
 from lade.server.app import Server
+from lade.server.keys import ApiKeys
 from lade.server.options import ServerOptions
-from lade.server.users import ApiKeys
 from tests.lade.server.serving import (
     NAME,
     QUESTION,
@@ -137,7 +137,7 @@ def test_keys_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_text("two\n")
     keys.replace(source.read())
     assert len(said) == 1
-    assert keys.identify({"authorization": "Bearer two"}) == "two"
+    assert keys.identify({"authorization": "Bearer two"}).key == "two"
     with pytest.raises(Exception, match="valid API key"):
         keys.identify({"authorization": "Bearer one"})
 

@@ -1,0 +1,84 @@
+"""Who asks, and what that one may do: API keys."""
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lade.server.errors import ApiError
+
+
+class KeyOwner(NamedTuple):
+    """Whose a request is, and what it may do beyond asking."""
+
+    key: str = ""  # of the API; "" where none is needed
+    corpora: frozenset[str] | None = None  # that it may draft from; None for all
+    administers: bool = False  # whether it may list, add and delete these
+    is_alone: bool = False  # whether its texts decide on no time that others may measure
+
+
+class ApiKeys:
+    """The keys that open the server; without any, it is open.
+
+    Only digests are kept, and all are compared at each request: time tells nothing of a key.
+
+    Args:
+        lines: a key each, and behind it what its owner may do: `pools=NAME,…` or `pools=*` for the
+            corpora to draft from, `admin` to change them; `alone` to be served without drafts and
+            without anything kept, so that others who measure times learn nothing of the text.
+
+    Raises:
+        ValueError: something else is behind a key.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.replace(lines)
+
+    def replace(self, lines: Sequence[str]) -> None:
+        """Take other keys from now on; what is under way is ended for nobody."""
+        owners = [_owner_of(line, number) for number, line in enumerate(lines, 1)]
+        self._known = [(_digest(owner.key), owner._replace(key="")) for owner in owners]
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def identify(self, headers: Mapping[str, str]) -> KeyOwner:
+        """Return whose a request is.
+
+        Raises:
+            ApiError: it has no key where one is needed, or one that is not known.
+        """
+        if not self._known:
+            return KeyOwner()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip())
+        found = [hmac.compare_digest(digest, known) for known, _ in self._known]
+        if scheme.lower() != "bearer" or not any(found):
+            raise ApiError(
+                401, "expected a valid API key: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        return self._known[found.index(True)][1]._replace(key=key.strip())
+
+
+def _owner_of(line: str, number: int) -> KeyOwner:
+    key, *rights = line.split() or [""]
+    if not key:
+        raise ValueError("expected API keys of one character or more, got ''")
+    owner = KeyOwner(key, frozenset())
+    for right in rights:
+        name, _, names = right.partition("=")
+        if right == "admin":
+            owner = owner._replace(administers=True)
+        elif right == "alone":
+            owner = owner._replace(is_alone=True)
+        elif name == "pools" and names:
+            owner = owner._replace(corpora=None if names == "*" else frozenset(names.split(",")))
+        else:  # which may be a part of a key
+            raise ValueError(
+                f"expected nothing but pools=NAME,…, admin and alone behind key {number}"
+            )
+    return owner
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
