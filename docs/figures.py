@@ -379,11 +379,9 @@ def arena(file: str) -> str:
 
 _SERVERS = {
     "transformers": "`transformers serve`",
-    "continuous": "the same with `--continuous-batching`",
+    "continuous": "`transformers serve --continuous-batching`",
     "plain": "`lade serve --verification plain`",
-    "lade_private": "`lade serve`, asked by nobody in particular",
     "lade": "`lade serve`",
-    "lade_one_user": "`lade serve --share-pool`",
 }
 
 
