@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import commands  # of this folder
+import api  # of this folder
+import commands
 
 from benchmarks.formula import compare
 from benchmarks.formula import table as comparison_table
@@ -175,6 +176,12 @@ def _figure(function: Callable[..., str]) -> Callable[..., str]:
 def command_line() -> str:
     """Return a section for every command, from the program itself."""
     return commands.markdown()
+
+
+@_figure
+def reference(*names: str) -> str:
+    """Return a section for each of some names, from signatures and docstrings."""
+    return api.markdown(*names)
 
 
 @_figure

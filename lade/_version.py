@@ -1,3 +1,3 @@
 """The package version, read by the build and by `lade.__version__`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -132,7 +132,17 @@ def test_every_public_name_is_in_the_reference() -> None:
     for name, thing in names.items():
         if name == "__version__" or isinstance(thing, ModuleType):
             continue
-        assert re.search(rf"^\.\. auto\w+:: {name}$", text, re.MULTILINE), name
+        assert re.search(rf"^### (lade|ngram_pool)\.{name}$", text, re.MULTILINE), name
+
+
+def test_the_reference_shows_how_things_are_called_and_what_they_say() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    part = text.split("\n### lade.generate\n")[1].split("\n### ")[0]
+    assert "    prediction: str | Sequence[int] | Tensor | None = None,\n" in part
+    assert "\n- `input_ids`: int64 [rows, num_tokens], batches padded on the left.\n" in part
+    assert "\n- `UnsupportedOptionError`: " in part
+    assert "\n#### Batcher.submit\n" in text
+    assert "\n#### Batcher.seat" not in text
 
 
 def test_every_command_is_on_its_page() -> None:

@@ -8,7 +8,7 @@ class PoolExtension:
 
     vLLM's own counters tell drafts and accepted tokens; these tell what only the proposer knows.
 
-        llm = vllm.LLM(…, worker_extension_cls="lade.engines.extension.PoolExtension")
+        llm = vllm.LLM(model, worker_extension_cls="lade.engines.extension.PoolExtension")
         llm.collective_rpc("lade_stats")  # a dict for each worker
     """
 
