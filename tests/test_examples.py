@@ -2,10 +2,13 @@
 
 import ast
 import json
+import re
 import runpy
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from lade.budget.budget import Budget
 
@@ -50,6 +53,24 @@ def test_pools_of_users(capsys: pytest.CaptureFixture[str]) -> None:
         "alice: my password is -> called",
         "still kept: alice, bob",
     ]
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("real_model")
+def test_the_notebook_runs_from_top_to_bottom() -> None:
+    path = EXAMPLES / "lade.ipynb"
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # it is kept without
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    printed = "".join(
+        output.get("text", "")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.get("name") == "stdout"
+    )
+    assert "the same text in " in printed
+    assert re.search(r"^\d+ tokens in \d+ steps$", printed, re.MULTILINE)
 
 
 @pytest.mark.model
