@@ -4,6 +4,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
 DIST := .venv-dist
+BARE := .venv-bare
 ENGINES := .venv-engines
 RAY := .venv-ray
 GPU := .venv-gpu
@@ -16,7 +17,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -37,6 +38,7 @@ help:
 	@echo "make gpu          test and measure lade on a GPU: gpu-right, gpu-steps, gpu-rest, 9 minutes each"
 	@echo "make gpu-bundle   pack what make gpu needs for a machine without a package index"
 	@echo "make dist         build the source distribution and the wheel"
+	@echo "make sbom         build them, and list what the wheel brings along, with licences, in build"
 	@echo "make clean        remove the environments and caches"
 
 demo: $(VENV)/.demo
@@ -163,6 +165,17 @@ dist: $(DIST)/.dist
 	rm -rf dist
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/bin/python -m build
 
+# What the wheel brings along, in an environment that has nothing else: a bill of materials and licences.
+sbom: dist
+	rm -rf $(BARE)
+	@mkdir -p build
+	$(PYTHON) -m venv --without-pip $(BARE)
+	$(DIST)/bin/python -m pip --python $(BARE) install --quiet --constraint constraints.txt dist/*.whl
+	$(DIST)/bin/cyclonedx-py environment $(BARE) --output-file build/sbom.cdx.json
+	$(DIST)/bin/pip-licenses --python $(BARE)/bin/python --ignore-packages lade-decoding \
+		--format markdown --order license --output-file build/licences.md
+	rm -rf $(BARE)
+
 # make check-release TAG=v1.2.3 SOURCE=https://github.com/owner/name, as `publish.yml` calls it.
 check-release:
 	$(PYTHON) -m tests.release "$(TAG)" "$(SOURCE)"
@@ -198,7 +211,7 @@ $(ENGINES)/.engines: pyproject.toml constraints-engines.txt | $(ENGINES)/bin/pyt
 	@touch $@
 
 $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
-	$(DIST)/bin/$(PIP) --constraint constraints.txt build
+	$(DIST)/bin/$(PIP) --constraint constraints.txt build cyclonedx-bom pip-licenses
 	@touch $@
 
 %/bin/python:
@@ -206,5 +219,5 @@ $(DIST)/.dist: constraints.txt | $(DIST)/bin/python
 	$(PYTHON) -m venv $*
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(ENGINES) $(RAY) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(OLDEST) $(DOCS) $(DIST) $(BARE) $(ENGINES) $(RAY) $(GPU) docs/_build build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

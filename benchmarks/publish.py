@@ -9,7 +9,7 @@ from typing import Any
 from lade.bench.report import write_json
 
 _OVERALL = "overall"
-_OF_CATEGORIES = ("num_prompts", "tokens_per_sec", "speedup")
+_OF_CATEGORIES = ("num_prompts", "speedup")
 
 
 def summarised(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,3 +90,17 @@ def test_what_leads_to_the_repository_leads_to_the_same_one() -> None:
     """A fork, or a move, is one line of pyproject.toml and what this test then names."""
     for name, url in PROJECT["urls"].items():
         assert url == SOURCE or url.startswith(f"{SOURCE}/") or "github.com" not in url, name
+
+
+def test_the_recipe_of_conda_forge_wants_what_the_wheel_wants() -> None:
+    text = (ROOT / ".github" / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    recipe = yaml.safe_load(text)
+    assert recipe["context"]["version"] == __version__
+    names = {"pytorch": "torch", "python-safetensors": "safetensors"}
+    run = [each.replace(" ", "") for each in recipe["requirements"]["run"]]
+    assert f"python{PROJECT['requires-python']}" == run[0]
+    for given, ours in names.items():
+        run = [each.replace(given, ours) if each.startswith(given) else each for each in run]
+    assert sorted(run[1:]) == sorted(PROJECT["dependencies"])
+    cli = [each.replace(" ", "") for each in recipe["requirements"]["run_constraints"]]
+    assert {*cli} < {*PROJECT["optional-dependencies"]["cli"]}

@@ -31,7 +31,7 @@ def test_totals_stand_for_the_answers_of_a_result(tmp_path: Path) -> None:
         "environment": {"gpu": None},
         "settings": {"assistant": "self:int8", "methods": ["lade"]},
         "summary": {
-            "writing": {"lade": {**speeds, "tokens_per_sec": 0.333333}},
+            "writing": {"lade": {"num_prompts": 3, "speedup": 1.5}},
             "overall": {
                 "lade": {**speeds, "tokens_per_sec": 0.333333, "steps": 10, "overhead": 0.1}
             },

@@ -59,19 +59,23 @@ def random_call(rng: random.Random) -> Asked:
     return Asked(torch.tensor([prompt]), rng.randrange(2**31), options)
 
 
-def num_wrong(model: Any, num_calls: int, seed: int, batch_size: int = 6) -> tuple[int, Batcher]:
+def num_wrong(
+    model: Any, num_calls: int, seed: int, batch_size: int = 6, max_tokens: int | None = None
+) -> tuple[int, Batcher]:
     """Submit calls at random times; return how many answers differ from `generate`'s.
 
     Some are cancelled, and some fail in the middle; both count as wrong if they do anything else.
+    Some come with a prediction, right or not. `max_tokens` are those of the batcher.
     """
     rng = random.Random(seed)
     asked = [random_call(rng) for _ in range(num_calls)]
     expected = [each.alone(model) for each in asked]
     pool = NGramPool()
     wrong = 0
-    with Batcher(model, max_batch_size=batch_size, pool=pool) as batcher:
+    sizes: dict[str, Any] = {"max_batch_size": batch_size, "max_batch_tokens": max_tokens}
+    with Batcher(model, pool=pool, **sizes) as batcher:
         requests: list[tuple[Request, str]] = []
-        for each in asked:
+        for each, tokens in zip(asked, expected, strict=True):
             fate = rng.choice(["", "", "", "", "cancelled", "failing"])
             more: dict[str, Any] = {}
             if fate == "failing":
@@ -80,6 +84,9 @@ def num_wrong(model: Any, num_calls: int, seed: int, batch_size: int = 6) -> tup
                 more["pool"] = NGramPool()
             if rng.random() < 0.2:
                 more["config"] = Config(max_draft_tokens=rng.choice([0, 1, 8]))
+            if rng.random() < 0.3:
+                answer = tokens[0, each.input_ids.shape[1] :].tolist()
+                more["prediction"] = _prediction(rng, answer)
             requests.append((each.submitted(batcher, **more), fate))
             if fate == "cancelled":
                 requests[-1][0].cancel()
@@ -93,6 +100,21 @@ def num_wrong(model: Any, num_calls: int, seed: int, batch_size: int = 6) -> tup
                 continue
             wrong += error is not None or not torch.equal(request.result(), tokens)
     return wrong, batcher
+
+
+def _prediction(rng: random.Random, answer: list[int]) -> list[int]:
+    """Return an answer as it is, with a token more, less or another, or something else."""
+    place = rng.randrange(len(answer))
+    other = rng.randrange(VOCAB_SIZE)
+    cut = rng.choice([0, 1])
+    return rng.choice(
+        [
+            answer,
+            [*answer[:place], other, *answer[place + cut :]],
+            [*answer[:place], *answer[place + 1 :], other],
+            [rng.randrange(VOCAB_SIZE) for _ in answer],
+        ]
+    )
 
 
 def _error_of(request: Request) -> BaseException | None:

@@ -1,0 +1,99 @@
+"""`python -m tests.fuzz.batches`: requests that join and leave a batcher, against `generate` alone.
+
+A session is some requests of random options, submitted at random moments to a batcher of one
+model: with pools and predictions, cancelled, failing in the middle, and in a third of the sessions
+with room for few tokens at once.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from tests.about import about
+from tests.fuzz.run import deterministic
+from tests.lade.batches import num_wrong
+from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
+
+PER_SESSION = 20
+# The last ones go alone.
+FAMILIES = [
+    *("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "olmo2", "mistral", "gemma3_text"),
+    *("phi3", "bloom", "mamba2"),
+]
+_MORE = {"bloom": BLOOM | {"attention": "eager"}, "mamba2": MAMBA2 | {"attention": "eager"}}
+
+
+def run_session(seed: int, number: int) -> tuple[int, Counter[str]]:
+    """Return how many requests of a session were wrong, and what it was made of."""
+    rng = Random(f"{seed}/{number}")
+    family = FAMILIES[number % len(FAMILIES)]
+    dtype = rng.choice([torch.float32, torch.float64])
+    max_tokens = rng.choice([None, None, 90])
+    with deterministic():
+        model = tiny_model(family, dtype=dtype, **_MORE.get(family, {}))
+        size = rng.choice([2, 4, 8])
+        wrong, batcher = num_wrong(model, PER_SESSION, rng.randrange(2**31), size, max_tokens)
+    of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
+    of_session["joint forwards"] += batcher._joint.num_run
+    of_session["sessions with little room"] += max_tokens is not None
+    return wrong, of_session
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.batches", description=__doc__)
+    parser.add_argument("--cases", type=int, default=2_000, help="how many requests")
+    parser.add_argument("--first", type=int, default=0, help="number of the first session")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
+    arguments = parser.parse_args(argv)
+    num_sessions = -(-arguments.cases // PER_SESSION)
+    numbers = range(arguments.first, arguments.first + num_sessions)
+    counts, wrong, num_done = Counter[str](), dict[int, int](), 0
+    start = time.perf_counter()
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        Progress(*columns, redirect_stdout=sys.stdout.isatty()) as progress,
+        multiprocessing.get_context("spawn").Pool(arguments.processes) as pool,
+        suppress(KeyboardInterrupt),
+    ):
+        bar = progress.add_task("requests", total=num_sessions * PER_SESSION)
+        run = partial(run_session, arguments.seed)
+        for number, (num_of_session, of_session) in zip(
+            numbers, pool.imap(run, numbers), strict=True
+        ):
+            progress.advance(bar, PER_SESSION)
+            num_done += PER_SESSION
+            counts += of_session
+            if num_of_session:
+                wrong[number] = num_of_session
+                print(f"session {number}: {num_of_session} wrong", flush=True)
+    result = {
+        "seed": arguments.seed,
+        "num_requests": num_done,
+        "num_wrong": sum(wrong.values()),
+        "wrong_by_session": wrong,
+        "made_of": dict(sorted(counts.items())),
+        "seconds": round(time.perf_counter() - start, 1),
+        **about(),
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
