@@ -12,6 +12,7 @@ from packaging import version
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # What 5.23 does and 5.15 does not; versions in between were not tried.
 _IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
@@ -24,6 +25,9 @@ CHUNKS_GO_ON = _IS_RECENT
 # Whether a windowed layer may be updated again before the next crop; that of 5.15 then returns more
 # keys than its mask is for.
 WINDOWS_GROW = _IS_RECENT
+
+#: What models and `generate` call the cache; the name up to transformers 5.23 is deprecated.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 

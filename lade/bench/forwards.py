@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from lade.bench.device import wait_for
+from lade.compat import CACHE
 from lade.stats import DecodeStats, Step
 
 
@@ -59,7 +60,7 @@ def counting_forwards(model: Any, exit_layer: int | None = None) -> Iterator[For
     def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_drafting():
             wait_for(model.device)
-            cache = kwargs.get("past_key_values")
+            cache = kwargs.get(CACHE)
             found.num_cached.append(None if cache is None else int(cache.get_seq_length()))
             found.num_tokens.append(kwargs["input_ids"].shape[1])
             found.sec.append(-perf_counter())

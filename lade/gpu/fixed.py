@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, Reach, TreeSlots
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, Seen, runs_in_triton, with_seen
 from lade.captures import free_unused
-from lade.compat import Model
+from lade.compat import CACHE, Model
 from lade.errors import LadeError
 from lade.gpu import ops
 from lade.gpu.dense import dense_view
@@ -369,9 +369,9 @@ class FixedTarget(TreeTarget):
             input_ids=trees.token_ids,
             position_ids=depths + roots,
             attention_mask=mask if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE: self.cache},
             **types,
         ).logits
         return logits

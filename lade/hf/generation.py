@@ -19,7 +19,7 @@ from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.closeness import is_exact_in
-from lade.compat import Model, decode_plainly, may_be_users, mesh_of, placeholders_of
+from lade.compat import CACHE, Model, decode_plainly, may_be_users, mesh_of, placeholders_of
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
@@ -412,8 +412,8 @@ class Generation:
             logits=outputs.columns("logits"),
             attentions=outputs.columns("attentions"),
             hidden_states=outputs.columns("hidden_states"),
-            past_key_values=self._cache,
             stats=stats,
+            **{CACHE: self._cache},
         )
 
     def _inputs_after(self, decoder: Decoder, target: Target, text: Text) -> dict[str, Any]:
@@ -461,7 +461,7 @@ class Generation:
 
     def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
-        kept = {} if self._reuse is None else {"past_key_values": None}
+        kept = {} if self._reuse is None else {CACHE: None}
         return GenerateOutput(**{**output, **kept, "stats": stats})
 
     def _keep(

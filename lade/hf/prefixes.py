@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
+from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, Model, mesh_of
 from lade.hf.arguments import Arguments
 from lade.hf.call import Call
 from lade.hf.pools import pools_of
@@ -94,7 +94,7 @@ class Reuse:
 def reuse_of(call: Call, profile: Profile, values: Values) -> Reuse | None:
     """Return what a call reuses and keeps; None if it does neither."""
     model, options = call.model, call.options
-    cache = call.model_kwargs.get("past_key_values")  # `generate` goes on from no other
+    cache = call.model_kwargs.get(CACHE)  # `generate` goes on from no other
     if not _is_plain_text(call, cache):
         return None
     if {"hidden_states", "attentions"} & {*call.wanted_outputs}:

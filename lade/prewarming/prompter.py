@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicCache
 
 from lade.attempts import Attempt
-from lade.compat import Model, device_of_inputs
+from lade.compat import CACHE, Model, device_of_inputs
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.probing.selfcheck import unchanged_random_state
 from lade.targets.rollback import expand, saved
@@ -62,7 +62,7 @@ class Prompter:
         self.start_token_id = _start_token_of(model.generation_config, config)
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         arguments = inspect.signature(type(model).forward).parameters
-        self._takes_cache = "past_key_values" in arguments
+        self._takes_cache = CACHE in arguments
         self._is_direct: bool | None = None  # not compared yet
         self._prefix: tuple[int, Any] | None = None  # the newest, and its cache
         #: Rows of a batch; doubled while that pays, and halved whenever memory runs out.
@@ -145,12 +145,12 @@ class Prompter:
         """Run the next token of every row; return its successors, and the cache."""
         output = self._model(
             input_ids=torch.from_numpy(token_ids)[:, None].to(self._device),
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
         )
         logits = output.logits[:, -1]
         successors = _successors_in(logits, self.vocab_size, self._num_successors)
-        return successors, output.past_key_values
+        return successors, getattr(output, CACHE)
 
     def _can_step(self) -> bool:
         """Return whether forwards tell what `generate` tells; compared once, in a short text."""

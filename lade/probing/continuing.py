@@ -6,7 +6,7 @@ import torch
 
 from lade.attempts import Attempt
 from lade.closeness import distance, limit_of
-from lade.compat import Model
+from lade.compat import CACHE, Model
 from lade.probing.profile import Known, Profile
 from lade.probing.selfcheck import (
     Plain,
@@ -56,9 +56,9 @@ def _error(model: Model) -> float:
     expected = whole.generate(**wanted).logits[0]
     errors = []
     for num_cached in (3, len(tokens) - 1):
-        cache = Plain(model, tokens[:num_cached]).generate(**wanted).past_key_values
+        cache = getattr(Plain(model, tokens[:num_cached]).generate(**wanted), CACHE)
         if cache is None:
             return float("inf")
-        rest = whole.generate(**wanted, past_key_values=cache)
+        rest = whole.generate(**wanted, **{CACHE: cache})
         errors.append(distance(rest.logits[0], expected))
     return max(errors)

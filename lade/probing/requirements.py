@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, device_of_inputs, mesh_of
+from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
@@ -32,7 +32,7 @@ _CONTINUED = {
     "position_ids",
     "token_type_ids",
     "mm_token_type_ids",
-    "past_key_values",
+    CACHE,
     "cache_params",
     "use_cache",
     "logits_to_keep",

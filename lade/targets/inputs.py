@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from lade.compat import CACHE
+
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
 # Arguments with a value per token.
 CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
 # All that a prompt of tokens alone has.
-_OF_TEXT = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_OF_TEXT = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 
 
 def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from lade.attempts import Attempt
 from lade.attention.packed import with_parts
 from lade.budget.joint import JointCosts
 from lade.closeness import distance, is_exact_in, limit_of
-from lade.compat import Model
+from lade.compat import CACHE, Model
 from lade.targets.base import Forward, Output
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
@@ -155,9 +155,7 @@ def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
         if name in inputs:
             inputs[name] = torch.cat([part.inputs[name] for part in parts], dim=-1)
     inputs["attention_mask"] = _mask([part.inputs["attention_mask"] for part in parts], sizes)
-    inputs["past_key_values"] = JointCache(
-        [part.inputs["past_key_values"] for part in parts], sizes
-    )
+    inputs[CACHE] = JointCache([part.inputs[CACHE] for part in parts], sizes)
     with parts[0].mode():
         output = parts[0].view(**inputs)
     for part in parts:

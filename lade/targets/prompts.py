@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lade.attention.packed import PromptRow, with_groups
-from lade.compat import Model
+from lade.compat import CACHE, Model
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots
 
 _LEAST_SAVED = 0.1  # of all tokens; less is not worth the copies
 # What a model may be given for the padded prompts; for anything else they are run as they are.
-_KNOWN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache"}
+_KNOWN = {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache"}
 _KNOWN |= {"logits_to_keep", "return_dict", "inputs_embeds", "cache_position"}
 
 

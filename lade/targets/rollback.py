@@ -18,12 +18,12 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lade.compat import WINDOWS_GROW
+from lade.compat import CACHE, WINDOWS_GROW
 from lade.targets.kv_memory import kind_of
 from lade.transfer import integers_on
 
 # Names under which `generate` and models pass caches to each other.
-_CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+_CACHE_NAMES = (CACHE, "cache_params", "state", "mems", "past_buckets_states")
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:

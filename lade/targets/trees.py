@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import CHUNKS_GO_ON, Model, attention_of, may_be_users, prefill
+from lade.compat import CACHE, CHUNKS_GO_ON, Model, attention_of, may_be_users, prefill
 from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
 from lade.targets.base import Forward, Target
@@ -78,7 +78,7 @@ class TreeTarget(Target):
         self._generation_config = generation_config or GenerationConfig()
         self._reaches = layout.reaches
         self._is_uniform = all(kind.kind == "full" for kind in layout.kinds)
-        past = model_kwargs.get("past_key_values")
+        past = model_kwargs.get(CACHE)
         self._is_users_cache = may_be_users(past)
         num_slots = num_slots_of(input_ids, self._generation_config, model_kwargs)
         self.cache = self._make_cache(
@@ -90,7 +90,7 @@ class TreeTarget(Target):
             if held != rows:
                 raise MisfitError(f"expected past_key_values of {rows} rows, got {held}")
             self.cache.take_over(past)
-        self._model_kwargs = {**model_kwargs, "past_key_values": self.cache}
+        self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")
         self._padding = None if mask is None else mask.bool().to(self.device)
         # Leading padding of each row; chunks begin after it.
@@ -264,7 +264,7 @@ class TreeTarget(Target):
         return {
             **of_nodes,
             "attention_mask": mask,
-            "past_key_values": self.cache,
+            CACHE: self.cache,
             "use_cache": True,
             "return_dict": True,
             **self._outputs,
