@@ -15,6 +15,7 @@ import lade
 from lade.batcher import Batcher, _most_tokens, _Room
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.budget.joint import JointCosts
+from lade.compat import CACHE
 from lade.targets.joint import JoinedCall, JointForwards
 from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
@@ -267,7 +268,7 @@ class _Model:
 
     def __call__(self, **inputs: Any) -> Any:
         ids = inputs["input_ids"]
-        if isinstance(inputs["past_key_values"], str):
+        if isinstance(inputs[CACHE], str):
             logits = torch.eye(8)[ids]
         else:
             logits = torch.eye(8)[ids] + self._error * torch.rand(8)
@@ -288,7 +289,7 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
             "input_ids": torch.tensor([ids]),
             "position_ids": torch.tensor([ids]),
             "attention_mask": None,
-            "past_key_values": "own",
+            CACHE: "own",
         }
         return JoinedCall("any", _Model(error), inputs, lambda: undone.append(1), 1.0)
 

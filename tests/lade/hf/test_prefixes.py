@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import lade
-from lade.compat import CHUNKS_GO_ON, MARKS_CACHES, decode_plainly
+from lade.compat import CACHE, CHUNKS_GO_ON, MARKS_CACHES, decode_plainly
 from lade.decoder import VerificationError
 from lade.errors import VerificationWarning
 from lade.probing.profile import Profiles
@@ -612,9 +612,9 @@ def test_what_plain_decoding_ran_beyond_the_end_is_cut(
 
     def beyond(model: Any, *args: Any) -> Any:
         output = plainly(model, *args)
-        cache = args[-1]["past_key_values"]
+        cache = args[-1][CACHE]
         with torch.no_grad():
-            model(output.sequences[:, -1:], past_key_values=cache)
+            model(output.sequences[:, -1:], **{CACHE: cache})
         return output
 
     monkeypatch.setattr("lade.hf.generation.decode_plainly", beyond)

@@ -233,7 +233,7 @@ def test_a_state_that_starts_anew_in_every_longer_forward_is_caught() -> None:
     forward = model.backbone.forward
 
     def forgetful(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("cache_params")
+        cache = kwargs.get("cache_params", kwargs.get("cache"))
         if args[0].shape[1] > 1 and cache is not None:
             for layer in cache.layers:
                 for state in layer.recurrent_states.values():
