@@ -4,7 +4,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 _SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")
@@ -25,7 +25,7 @@ def markdown(*names: str) -> str:
 
 
 def _parts(path: str, colon: str, members: str) -> Iterator[str]:
-    thing = _found(path)
+    thing = resolve_name(path)
     yield f"### {path}"
     if not (inspect.isclass(thing) or inspect.isfunction(thing)):
         yield f"`{thing!r}`"
@@ -44,18 +44,12 @@ def _parts(path: str, colon: str, members: str) -> Iterator[str]:
         member = inspect.getattr_static(thing, name) if name else None
         if name.startswith("_") or not (documented := inspect.getdoc(member)):
             continue
-        if isinstance(member, property):
+        is_called = callable(member) or isinstance(member, classmethod | staticmethod)
+        if is_called or isinstance(member, property):
             yield f"#### {thing.__name__}.{name}"
+            if is_called:
+                yield _signature(f"{thing.__name__}.{name}", getattr(thing, name))
             yield from _text(documented)
-        elif callable(member) or isinstance(member, classmethod | staticmethod):
-            yield f"#### {thing.__name__}.{name}"
-            yield _signature(f"{thing.__name__}.{name}", getattr(thing, name))
-            yield from _text(documented)
-
-
-def _found(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 def _signature(name: str, function: Callable[..., Any]) -> str:

@@ -5,23 +5,17 @@ model: with pools and predictions, cancelled, failing in the middle, and in a th
 with room for few tokens at once.
 """
 
-import argparse
 import json
-import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from random import Random
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from tests.about import about
-from tests.fuzz.run import deterministic
+from tests.fuzz.run import deterministic, sessions, sessions_parser
 from tests.lade.batches import num_wrong
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
 
@@ -34,8 +28,8 @@ FAMILIES = [
 _MORE = {"bloom": BLOOM | {"attention": "eager"}, "mamba2": MAMBA2 | {"attention": "eager"}}
 
 
-def run_session(seed: int, number: int) -> tuple[int, Counter[str]]:
-    """Return how many requests of a session were wrong, and what it was made of."""
+def run_session(seed: int, number: int) -> tuple[int, int, Counter[str]]:
+    """Return the number, how many requests of the session were wrong, and what it was made of."""
     rng = Random(f"{seed}/{number}")
     family = FAMILIES[number % len(FAMILIES)]
     dtype = rng.choice([torch.float32, torch.float64])
@@ -47,34 +41,18 @@ def run_session(seed: int, number: int) -> tuple[int, Counter[str]]:
     of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
     of_session["joint forwards"] += batcher._joint.num_run
     of_session["sessions with little room"] += max_tokens is not None
-    return wrong, of_session
+    return number, wrong, of_session
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.batches", description=__doc__)
-    parser.add_argument("--cases", type=int, default=2_000, help="how many requests")
-    parser.add_argument("--first", type=int, default=0, help="number of the first session")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
-    arguments = parser.parse_args(argv)
-    num_sessions = -(-arguments.cases // PER_SESSION)
-    numbers = range(arguments.first, arguments.first + num_sessions)
+    arguments = sessions_parser("python -m tests.fuzz.batches", __doc__, cases=2_000).parse_args(
+        argv
+    )
     counts, wrong, num_done = Counter[str](), dict[int, int](), 0
     start = time.perf_counter()
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        Progress(*columns, redirect_stdout=sys.stdout.isatty()) as progress,
-        multiprocessing.get_context("spawn").Pool(arguments.processes) as pool,
-        suppress(KeyboardInterrupt),
-    ):
-        bar = progress.add_task("requests", total=num_sessions * PER_SESSION)
-        run = partial(run_session, arguments.seed)
-        for number, (num_of_session, of_session) in zip(
-            numbers, pool.imap(run, numbers), strict=True
-        ):
-            progress.advance(bar, PER_SESSION)
+    with sessions(run_session, arguments, PER_SESSION) as found:
+        for number, num_of_session, of_session in found:
             num_done += PER_SESSION
             counts += of_session
             if num_of_session:
@@ -84,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seed": arguments.seed,
         "num_requests": num_done,
         "num_wrong": sum(wrong.values()),
-        "wrong_by_session": wrong,
+        "wrong_by_session": dict(sorted(wrong.items())),
         "made_of": dict(sorted(counts.items())),
         "seconds": round(time.perf_counter() - start, 1),
         **about(),

@@ -8,12 +8,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from tests.fuzz.shrink import program, shrink
 
 DOORS: dict[str, Door] = {"lade": call_lade, "plain": call_plain}
 CASES_PER_TASK = 25
+_Result = TypeVar("_Result")
 PRINTED_PER_GROUP = 2  # of many failures that look alike, the others are only counted
 
 
@@ -215,6 +216,40 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.set_num_threads(num_threads)
         transformers.logging.set_verbosity(verbosity)
+
+
+def sessions_parser(prog: str, about_it: str | None, cases: int) -> argparse.ArgumentParser:
+    """Return a parser of what commands take whose cases come in sessions."""
+    parser = argparse.ArgumentParser(prog=prog, description=about_it)
+    parser.add_argument("--cases", type=int, default=cases, help="how many calls")
+    parser.add_argument("--first", type=int, default=0, help="number of the first session")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
+    return parser
+
+
+@contextmanager
+def sessions(
+    run: Callable[[int, int], _Result], arguments: argparse.Namespace, per_session: int
+) -> Iterator[Iterator[_Result]]:
+    """Give what `run` returns for the seed and each session's number; Ctrl-C ends the block."""
+    num_sessions = -(-arguments.cases // per_session)
+    numbers = range(arguments.first, arguments.first + num_sessions)
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        Progress(*columns, redirect_stdout=sys.stdout.isatty()) as progress,
+        multiprocessing.get_context("spawn").Pool(arguments.processes, _start_worker) as pool,
+        suppress(KeyboardInterrupt),
+    ):
+        bar = progress.add_task("calls", total=num_sessions * per_session)
+
+        def results() -> Iterator[_Result]:
+            for result in pool.imap_unordered(partial(run, arguments.seed), numbers, chunksize=2):
+                progress.advance(bar, per_session)
+                yield result
+
+        yield results()
 
 
 def _start_worker() -> None:

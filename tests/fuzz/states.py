@@ -6,30 +6,23 @@ state is set anew. Every call is a case: its text must be that of plain `generat
 and so must the random state that it leaves.
 """
 
-import argparse
 import json
-import multiprocessing
-import signal
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 import lade
 from tests.about import about
 from tests.fuzz.parts import ScriptDrafter
-from tests.fuzz.run import deterministic
+from tests.fuzz.run import deterministic, sessions, sessions_parser
 from tests.lade import states
 from tests.lade.states import KINDS, SIZE, Kind, Set
 from tests.lade.tiny import VOCAB_SIZE, tiny_model
@@ -255,37 +248,17 @@ def run_session(seed: int, number: int) -> list[Outcome]:
     return outcomes
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.states", description=__doc__)
-    parser.add_argument("--cases", type=int, default=50_000, help="how many calls")
-    parser.add_argument("--first", type=int, default=0, help="number of the first session")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = sessions_parser("python -m tests.fuzz.states", __doc__, cases=50_000)
     parser.add_argument("--minutes", type=float, help="stop after so long, if not all are done")
-    parser.add_argument("--out", type=Path, help="where the summary goes, as JSON")
     arguments = parser.parse_args(argv)
-    num_sessions = -(-arguments.cases // CALLS_PER_SESSION)
-    numbers = range(arguments.first, arguments.first + num_sessions)
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []
     start = time.perf_counter()
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    context = multiprocessing.get_context("spawn")
-    with (
-        Progress(*columns, redirect_stdout=sys.stdout.isatty()) as progress,
-        context.Pool(arguments.processes, _start_worker) as pool,
-        suppress(KeyboardInterrupt),
-    ):
-        bar = progress.add_task("calls", total=num_sessions * CALLS_PER_SESSION)
-        run = partial(run_session, arguments.seed)
-        for outcomes in pool.imap_unordered(run, numbers, chunksize=2):
-            progress.advance(bar, CALLS_PER_SESSION)
+    with sessions(run_session, arguments, CALLS_PER_SESSION) as found:
+        for outcomes in found:
             for each in outcomes:
                 counts["num_cases"] += 1
                 counts["num_refused"] += each.is_refused

@@ -10,6 +10,8 @@ from torch import Tensor
 from lade.batcher import Batcher, Request
 from lade.config import Config
 from ngram_pool import NGramPool
+from tests.fuzz.cases import PREDICTIONS
+from tests.fuzz.parts import predicted
 from tests.lade.tiny import VOCAB_SIZE
 
 
@@ -85,8 +87,8 @@ def num_wrong(
             if rng.random() < 0.2:
                 more["config"] = Config(max_draft_tokens=rng.choice([0, 1, 8]))
             if rng.random() < 0.3:
-                answer = tokens[0, each.input_ids.shape[1] :].tolist()
-                more["prediction"] = _prediction(rng, answer)
+                answer = tokens[:1, each.input_ids.shape[1] :].tolist()
+                more["prediction"] = predicted(answer, rng.choice(PREDICTIONS), rng.randrange(99))
             requests.append((each.submitted(batcher, **more), fate))
             if fate == "cancelled":
                 requests[-1][0].cancel()
@@ -100,21 +102,6 @@ def num_wrong(
                 continue
             wrong += error is not None or not torch.equal(request.result(), tokens)
     return wrong, batcher
-
-
-def _prediction(rng: random.Random, answer: list[int]) -> list[int]:
-    """Return an answer as it is, with a token more, less or another, or something else."""
-    place = rng.randrange(len(answer))
-    other = rng.randrange(VOCAB_SIZE)
-    cut = rng.choice([0, 1])
-    return rng.choice(
-        [
-            answer,
-            [*answer[:place], other, *answer[place + cut :]],
-            [*answer[:place], *answer[place + 1 :], other],
-            [rng.randrange(VOCAB_SIZE) for _ in answer],
-        ]
-    )
 
 
 def _error_of(request: Request) -> BaseException | None:
