@@ -29,6 +29,9 @@ WINDOWS_GROW = _IS_RECENT
 #: What models and `generate` call the cache; the name up to transformers 5.23 is deprecated.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
+#: All names under which `generate` and models pass caches to each other.
+CACHE_NAMES = (CACHE, "cache_params", "state", "mems", "past_buckets_states")
+
 Model = Any  # a transformers PreTrainedModel with generate; transformers is untyped here
 
 
@@ -111,6 +114,13 @@ def is_own_hook(hook: Any) -> bool:
     Such a hook does nothing unless outputs are requested.
     """
     return getattr(hook, "__module__", "").startswith("transformers.utils.")
+
+
+def without_old_names(forward: Any) -> Any:
+    """Return a function without what transformers wraps around it to rename old arguments."""
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
 
 
 def may_be_users(cache: Any) -> bool:

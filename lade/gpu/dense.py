@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lade.compat import Model, has_hook
+from lade.compat import Model, has_hook, without_old_names
 from lade.gpu import ops
 from lade.view import viewed
 
@@ -89,6 +89,7 @@ class _Recognition:
 
     def _with_rotation(self, forward: Any) -> Any:
         """Return a forward that rotates by our operator, or None if it does not rotate."""
+        forward = without_old_names(forward)
         if type(forward) is not FunctionType or _ROTATE not in forward.__code__.co_names:
             return None
         rotate = forward.__globals__.get(_ROTATE)

@@ -92,7 +92,7 @@ def requirements_of(
     elif cache.offloading:
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
-        exclude(f"past_key_values is a {type(cache).__name__}", *SPECULATING)
+        exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
     elif cache is not None and not _is_default(model, cache):
         exclude(why_not_croppable(cache), "rows", "chain")
         exclude(why_not_savable(cache), "snapshot")

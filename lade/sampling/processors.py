@@ -113,18 +113,20 @@ def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         return processor
     mine: Any = copy.copy(processor)
     if type(processor) is hf.PrefixConstrainedLogitsProcessor:
+        # Rows of one prompt count as its beams, though each is drawn by itself.
         mine._prefix_allowed_tokens_fn = partial(
-            _allowed_in_row, mine._prefix_allowed_tokens_fn, row
+            _allowed_in_row, mine._prefix_allowed_tokens_fn, row // mine._num_beams
         )
+        mine._num_beams = 1
     elif isinstance(mine.prompt_ignore_length, Tensor):
         mine.prompt_ignore_length = mine.prompt_ignore_length[row : row + 1]
     return mine  # type: ignore[no-any-return]
 
 
 def _allowed_in_row(
-    allowed: Callable[[int, Tensor], list[int]], row: int, _: int, prefix: Tensor
+    allowed: Callable[[int, Tensor], list[int]], batch_id: int, _: int, prefix: Tensor
 ) -> list[int]:
-    return allowed(row, prefix)
+    return allowed(batch_id, prefix)
 
 
 # These have the same result whenever they see the same prefix, and nobody notices a call.

@@ -18,17 +18,14 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lade.compat import CACHE, WINDOWS_GROW
+from lade.compat import CACHE_NAMES, WINDOWS_GROW
 from lade.targets.kv_memory import kind_of
 from lade.transfer import integers_on
-
-# Names under which `generate` and models pass caches to each other.
-_CACHE_NAMES = (CACHE, "cache_params", "state", "mems", "past_buckets_states")
 
 
 def find_cache(holder: Any) -> tuple[str, Any] | None:
     """Return name and value of the cache in model arguments or an output, or None."""
-    for name in _CACHE_NAMES:
+    for name in CACHE_NAMES:
         cache = holder.get(name)
         if cache is not None:
             return name, cache

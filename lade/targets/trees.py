@@ -88,7 +88,7 @@ class TreeTarget(Target):
             held = next(layer.keys.shape[0] for layer in past.layers if layer.keys is not None)
             rows = input_ids.shape[0]
             if held != rows:
-                raise MisfitError(f"expected past_key_values of {rows} rows, got {held}")
+                raise MisfitError(f"expected {CACHE} of {rows} rows, got {held}")
             self.cache.take_over(past)
         self._model_kwargs = {**model_kwargs, CACHE: self.cache}
         mask = model_kwargs.get("attention_mask")

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import GenerationMixin
 
+from lade.compat import CACHE, CACHE_NAMES
 from lade.config import VERIFICATIONS
 from tests.fuzz.parts import ARCHITECTURES, FAMILIES, FLOAT32_ONLY, class_of, inputs_of
 from tests.support.tiny import VOCAB_SIZE
@@ -152,7 +153,7 @@ class Case:
         if self.form in ("embeds", "both"):
             given["inputs_embeds"] = f"model.get_input_embeddings()({ids}) * 0.9"
         if self.earlier is not None:
-            given[cache_name(self.model)] = "deepcopy(earlier.past_key_values)"
+            given[cache_name(self.model)] = f"deepcopy(earlier.{CACHE})"
         if self.mask is not None:
             mask = f"torch.tensor({_lists(self.mask)})"
             if self.earlier is not None:
@@ -200,9 +201,9 @@ class Case:
 def cache_name(model: dict[str, Any]) -> str:
     """Return under which name a model takes a cache."""
     if "architecture" not in model:
-        return "past_key_values"
-    names = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-    return next((name for name in names if name in inputs_of(model["architecture"])), names[0])
+        return CACHE
+    takes = inputs_of(model["architecture"])
+    return next((name for name in CACHE_NAMES if name in takes), CACHE)
 
 
 def _lists(rows: Rows) -> str:

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lade
-from lade.compat import without_compiler
+from lade.compat import CACHE, without_compiler
 from lade.probing.profile import Known, profile_of
 from ngram_pool import SuccessorTable
 from tests.fuzz.parts import Log, pool_of
@@ -308,7 +308,7 @@ class _Failing:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        cached = kwargs.get("past_key_values")
+        cached = kwargs.get(CACHE)
         if ids is None or ids.shape[1] == 1 or cached is None or cached.get_seq_length() == 0:
             return
         self.after -= 1

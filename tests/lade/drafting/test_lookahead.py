@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import lade
 from lade.budget.budget import Budget, Probs
+from lade.compat import CACHE
 from lade.drafting.drafts import draft_of
 from lade.drafting.lookahead import Window
 from lade.drafting.pool_drafter import PoolDrafter
@@ -71,7 +72,7 @@ def forwards_of(model: Any) -> Iterator[list[dict[str, Any]]]:
     seen: list[dict[str, Any]] = []
 
     def watch(module: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if type(inputs.get("past_key_values")).__name__ == "TreeCache":
+        if type(inputs.get(CACHE)).__name__ == "TreeCache":
             seen.append(inputs)
 
     handle = model.register_forward_pre_hook(watch, with_kwargs=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import lade
+from lade.compat import CACHE
 from lade.gpu.capture import NoWaiting, WaitError
 from lade.gpu.graphs import Graphs, Recording, dependencies_of, why_not_recorded
 from lade.gpu.policy import DevicePolicy
@@ -140,7 +141,7 @@ class Counting(LlamaForCausalLM):  # type: ignore[misc]
     """Looks at the length of its cache, as some models do to count positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        length = kwargs["past_key_values"].get_seq_length()
+        length = kwargs[CACHE].get_seq_length()
         self.length.copy_(torch.as_tensor(length))
         return super().forward(*args, **kwargs)
 

@@ -209,7 +209,7 @@ def test_caches_that_do_not_fit_are_refused() -> None:
     cache = model.generate(
         THREE, attention_mask=(THREE != 0).long(), max_new_tokens=4, return_dict_in_generate=True
     ).past_key_values
-    with pytest.raises(ValueError, match="expected past_key_values of 1 rows, got 3"):
+    with pytest.raises(ValueError, match=f"expected {CACHE} of 1 rows, got 3"):
         lade.generate(model, ONE, past_key_values=cache, max_new_tokens=4)
     with pytest.raises(ValueError, match=f"tuple (of|for) `{CACHE}` is not supported"):
         lade.generate(model, ONE, past_key_values=((), ()), max_new_tokens=4)

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lade
 from lade.attention.packed import PACKED_SDPA
+from lade.compat import CACHE
 from lade.config import VERIFICATIONS
 from lade.drafting.drafts import draft_of
 from lade.errors import UnsupportedModelError
@@ -363,7 +364,7 @@ REREADING = """
 def test_remote_code_is_checked_like_any_other(
     tmp_path: Path, name: str, core: str, forward: str, verification: str
 ) -> None:
-    code = REMOTE.format(name=name, core=core, forward=forward)
+    code = REMOTE.format(name=name, core=core, forward=forward.replace("past_key_values", CACHE))
     (tmp_path / f"modeling_{name.lower()}.py").write_text(code)
     module = f"modeling_{name.lower()}"
     config = {

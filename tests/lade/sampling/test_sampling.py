@@ -98,6 +98,13 @@ def test_samples_of_one_prompt_are_those_of_generate() -> None:
         assert got.stats.num_row_steps > got.stats.num_steps
 
 
+def test_rows_of_one_prompt_are_allowed_the_tokens_that_generate_allows_them() -> None:
+    """Recent releases of transformers tell the function the prompt, older ones the row."""
+    model = shared_model("llama", seed=1)
+    for seed in range(2):
+        both(model, THREE, seed=seed, num_return_sequences=2, **PROCESSORS[-1])
+
+
 def test_the_measured_budget_and_any_pool_give_the_same_samples() -> None:
     model = shared_model("llama", seed=2)
     pool = lade.NGramPool()

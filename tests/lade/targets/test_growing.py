@@ -1,5 +1,6 @@
 """Trees that are run a few nodes at a time, each on top of those before."""
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from lade.compat import CACHE_NAMES
 from lade.drafting.drafts import chain
 from lade.targets.layout import tree_layout
 from lade.targets.paths import ChainTarget
@@ -54,7 +56,7 @@ def test_a_chain_run_in_parts_goes_back_to_where_it_was_accepted(
     attention = "eager" if family in ("bloom", "mamba2") else "sdpa"
     options: dict[str, Any] = MAMBA2 if family == "mamba2" else {}
     model: Any = tiny_model(family, seed=2, attention=attention, **options)
-    name = "cache_params" if family == "mamba2" else "past_key_values"
+    name = next(name for name in CACHE_NAMES if name in signature(model.forward).parameters)
     kwargs = {"use_cache": True, name: DynamicCache(config=model.config)}
     target = ChainTarget(model, torch.tensor([PROMPT]), kwargs, restores=restores)
     target.prefill()
