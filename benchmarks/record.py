@@ -18,6 +18,7 @@ from lade.cli.bench import Chosen, describe_model
 from lade.cli.loading import console
 from lade.cli.prompting import check_prompts
 from lade.cli.results import keeping, progress_bar, say_written
+from lade.compat import CACHE
 from lade.drafting.successors import Successors, rank, with_probs
 from lade.errors import UnsupportedModelError
 from lade.hf.api import generate
@@ -89,10 +90,10 @@ def successors_of(model: Any, token_ids: Sequence[int], num_successors: int) -> 
             output = model(input_ids=chunk, **options)
         logits = output.logits[0, :, :vocab_size]
         parts.append(with_probs(rank(logits, num_successors), logits, sampled=1).get())
-        options["past_key_values"] = getattr(output, "past_key_values", None)
-        if options["past_key_values"] is None and start + size < len(token_ids):
+        options[CACHE] = getattr(output, CACHE, None)
+        if options[CACHE] is None and start + size < len(token_ids):
             raise UnsupportedModelError(
-                f"{type(model).__name__} returns no past_key_values, so texts of more than {size} "
+                f"{type(model).__name__} returns no {CACHE}, so texts of more than {size} "
                 f"tokens cannot be recorded; got {len(token_ids)} tokens"
             )
     return Successors(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

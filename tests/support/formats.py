@@ -20,6 +20,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from lade.compat import CACHE
 from lade.gpu.graphs import why_not_recorded
 from lade.stats import DecodeStats
 from tests.support.run import CASES, Case, Row, Verdict, check_model, quiet
@@ -410,7 +411,7 @@ def _rounding(model: Model) -> float:
     cache = DynamicCache(config=model.config)
     alone = torch.cat(
         [
-            model(input_ids=token_id[None], past_key_values=cache).logits[0].double()
+            model(input_ids=token_id[None], **{CACHE: cache}).logits[0].double()
             for token_id in token_ids[0, :, None]
         ]
     )
