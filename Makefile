@@ -17,7 +17,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loa
 COMPILE := lade compile
 PIP := python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
+.PHONY: help demo chat test test-all test-oldest test-oldest-all ahead coverage check format docs fuzz stress load attacks engines ray gpu gpu-right gpu-steps gpu-rest gpu-bundle dist sbom check-release clean
 
 help:
 	@echo "make demo         answer six prompts with plain generate and with lade, and compare speed"
@@ -33,6 +33,7 @@ help:
 	@echo "make fuzz         compare 20 000 random calls with plain generate (about half an hour)"
 	@echo "make stress       interrupt calls, and call from threads, some ten thousand times (an hour)"
 	@echo "make load         have 1 000 clients ask a server at once (20 minutes)"
+	@echo "make attacks      send a server what takes much, beside honest clients (20 minutes)"
 	@echo "make engines      install vLLM, hold its texts with our drafts against those without, and compare speed"
 	@echo "make ray          let two replicas under Ray learn from each other, and kill one (20 minutes)"
 	@echo "make gpu          test and measure lade on a GPU: gpu-right, gpu-steps, gpu-rest, 9 minutes each"
@@ -114,6 +115,9 @@ stress: $(VENV)/.dev
 
 load: $(VENV)/.dev
 	$(TEST) $(VENV)/bin/python -m tests.load --clients 1000 --seconds 1200 --out docs/results/load.json
+
+attacks: $(VENV)/.dev
+	$(TEST) $(VENV)/bin/python -m tests.load --clients 5 --attackers 50 --seconds 1200 --out docs/results/load_attacks.json
 
 # Draws are compared, too; whatever differs ends it with an error. A cache of its own, as for the oldest.
 engines: export NUMBA_CACHE_DIR := $(CURDIR)/$(ENGINES)/numba

@@ -297,7 +297,7 @@ _NOT_OF_TEMPLATES = {
 }
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """A valid request."""
 
     asked: Asked
@@ -319,7 +319,7 @@ class Reader:
         self._vocab_size = vocab_size
         self.grammars = grammars
 
-    def read(self, endpoint: Endpoint | None, data: bytes | bytearray) -> Request:
+    def read(self, endpoint: Endpoint | None, data: bytes | bytearray) -> ReadRequest:
         """Read a request, in time that is bounded by the number of its bytes.
 
         Args:
@@ -352,7 +352,7 @@ class Reader:
         self._check_bias(valid)
         _check_template_kwargs(valid)
         schema = self._schema(valid)
-        return Request(_asked(endpoint, valid), schema, _passed_on(valid, body))
+        return ReadRequest(_asked(endpoint, valid), schema, _passed_on(valid, body))
 
     def _schema(self, valid: _Any) -> str | None:
         """Return the schema of the answer, checked, as JSON."""

@@ -30,7 +30,7 @@ SHARE_OF_TINY_VOCABULARIES = 0.1  # of the families'
 # for some architectures.
 SHARE_WITH_EVENTS = {"families": 0.42, "architectures": 0.06}
 SHARE_OF_MODELS = 0.5  # of the drafters, those that are models
-SHARE_WITH_PREDICTIONS = 0.15
+SHARE_WITH_PREDICTIONS = 0.5
 PREDICTIONS = ("right", "end", "inserted", "deleted", "replaced", "shuffled", "foreign")
 SHARE_OF_MORE = 0.2  # with what lade is seldom given
 
