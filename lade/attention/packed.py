@@ -26,9 +26,9 @@ PACKED_SDPA = "lade_packed_sdpa"
 PACKED_ROWS = "lade_packed_rows"
 _INDICES = ("indices", "block_indices")
 
-# One token that sees all keys: in these, torch's kernel for a CPU takes two to seven times as long
-# where each head has keys of its own. In float32 and float64 it does not, and transformers' own call
-# gives bit for bit what `generate` has.
+# For one token that sees all keys, torch takes two to seven times as long on a CPU in these formats
+# where each head has keys of its own. In float32 and float64 it does not, and there the call of
+# transformers gives bit for bit what `generate` has.
 _HALVES = (torch.bfloat16, torch.float16)
 _NOT_HONOURED = ("softcap", "position_bias", "cache", "s_aux", *_INDICES)
 

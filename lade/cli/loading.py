@@ -22,7 +22,7 @@ from rich.progress import Progress as Bars
 import lade
 from lade.errors import LadeError, in_one_line
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
-from lade.models.loading import LoadedModel, find_model, load
+from lade.models.loading import LoadedModel, check_reachable, find_model, load
 
 if TYPE_CHECKING:
     from ngram_pool import NGramPool
@@ -51,6 +51,7 @@ def load_with_progress(
         ValueError: it cannot be loaded; the message says why in one line.
     """
     name = find_model(model)  # before the slow import of torch
+    check_reachable(name)
     import torch
     from transformers.utils import logging
 
@@ -72,6 +73,7 @@ def load_beside(loaded: LoadedModel, name: str, trust_remote_code: bool) -> Load
 def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a model alone, showing progress."""
     name = find_model(model)
+    check_reachable(name)
     fetch_with_progress(name)
     chosen = DEFAULT_MODEL if name is None else name
     source = str(embedded_model(chosen)) if chosen in EMBEDDED_MODELS else chosen

@@ -1,7 +1,11 @@
 """Load a model from a local folder, the hub or the package index."""
 
+from functools import cache
 from pathlib import Path
+from ssl import SSLError
 from typing import Any, NamedTuple
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from lade.models.embedded import (
     DEFAULT_MODEL,
@@ -22,6 +26,7 @@ _SHORT_DTYPES = {
     "fp64": "float64",
     "double": "float64",
 }
+_REACH_SEC = 4.0
 # A folder with a tokenizer has a file that matches one of these.
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
 
@@ -69,12 +74,13 @@ def load(
         ModelFetchError: the embedded model could not be fetched or converted.
         ValueError: the device or dtype does not exist, or the model could not be loaded.
     """
+    chosen = find_model(name)
+    chosen = DEFAULT_MODEL if chosen is None else chosen
+    check_reachable(chosen)
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    chosen = find_model(name)
-    chosen = DEFAULT_MODEL if chosen is None else chosen
     report = progress or no_progress
     chosen_device = device_of(device)
     if dtype not in (None, *DTYPES):
@@ -95,6 +101,35 @@ def load(
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
     return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
+
+
+@cache
+def check_reachable(name: str | None) -> None:
+    """Look for a model that is nowhere on this machine once, where loading would try for a minute.
+
+    Raises:
+        ValueError: the Hub cannot be reached, or no model can have that name.
+    """
+    from huggingface_hub import hf_hub_url, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if name is None or name in EMBEDDED_MODELS or Path(name).is_dir():
+        return
+    try:
+        is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
+        if is_here or is_offline_mode():  # without the Hub, loading says at once what is missing
+            return
+        urlopen(Request(hf_hub_url(name, "config.json"), method="HEAD"), timeout=_REACH_SEC).close()
+    except HFValidationError as error:
+        raise ValueError(f"the model {name!r} could not be loaded: {error}") from error
+    except HTTPError:
+        return  # it says why not, when it is asked in earnest
+    except URLError as error:
+        if not isinstance(error.reason, SSLError):  # the Hub's own client may trust it
+            raise ValueError(
+                f"the model {name!r} could not be loaded: it is not on this machine, and the "
+                f"Hugging Face Hub cannot be reached ({error.reason})"
+            ) from error
 
 
 def find_model(model: str | None) -> str | None:

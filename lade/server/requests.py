@@ -3,6 +3,7 @@
 Fields that transformers' handlers know are passed on to them, the rest is ours.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn
@@ -36,17 +37,28 @@ _MAX_POOLS = 8  # each of which every draft looks into
 _MAX_TOP_LOGPROBS = 20
 _MAX_COMPLETION_LOGPROBS = 5
 
+
+def _only(supported: Any) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value != supported:
+            raise ValueError(f"nothing but {json.dumps(supported)} is supported")
+        return value
+
+    return AfterValidator(check)
+
+
 # Fields of OpenAI's that are accepted where they ask for what is done anyway.
-_Zero = Annotated[float, Field(ge=0, le=0)] | None
-_One = Annotated[int, Field(ge=1, le=1)] | None
-_False = Literal[False] | None
-_True = Literal[True] | None
+_Zero = Annotated[float, _only(0)] | None
+_One = Annotated[int, _only(1)] | None
+_False = Annotated[bool, _only(False)] | None
+_True = Annotated[bool, _only(True)] | None
 _Nothing = (
     Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 )
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 # Below these, scores divided by them may exceed what float32 holds.
 _LOWEST_TEMPERATURE, _LOWEST_PENALTY, _HIGHEST_PENALTY = 1e-4, 0.01, 100.0
+_Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 _Name = Annotated[str, Field(max_length=256)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -80,7 +92,7 @@ class _ToolCall(_Loose):
 
 
 class _Message(_Loose):
-    role: str
+    role: _Role
     content: str | Annotated[list[_TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[_ToolCall], Field(fail_fast=True)] | None = None
 
@@ -222,7 +234,7 @@ class _Item(_Strict):
 
 class _ItemMessage(_Item):
     type: Literal["message"] | None = None
-    role: str
+    role: _Role
     content: str | Annotated[list[_ItemPart], Field(fail_fast=True)]
 
 
@@ -473,7 +485,13 @@ def _refuse(error: ValidationError, body: Json) -> NoReturn:
     of_first = [
         place for place, each in enumerate(errors) if each["loc"][:1] == errors[0]["loc"][:1]
     ]
-    best = max(of_first, key=lambda place: len(places[place]))
+    best = max(
+        of_first,
+        key=lambda place: (
+            len(places[place]),
+            not errors[place]["type"].endswith(("_type", "missing")),
+        ),
+    )
     first, param = errors[best], ".".join(places[best]) or None
     if first["type"] == "extra_forbidden":
         message = f"{param} is not supported"

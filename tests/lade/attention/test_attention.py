@@ -69,6 +69,19 @@ def test_other_masks_are_left_to_sdpa(shape: tuple[int, ...] | None) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_token_that_sees_all_keys_attends_as_in_generate(dtype: torch.dtype) -> None:
+    """In 16 bits without copies of keys, else by the same call, so bit for bit."""
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 1, 64, dtype=dtype)
+    key, value = torch.randn(2, 2, 2, 300, 64, dtype=dtype)
+    expected, _ = AttentionInterface()["sdpa"](Layer(3), query, key, value, None, scaling=0.125)
+    got, _ = packed_sdpa(Layer(3), query, key, value, None, scaling=0.125)
+    if dtype.itemsize > 2:
+        assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected)
+
+
 def test_what_else_layers_pass_is_left_to_sdpa() -> None:
     """The newest transformers refuses soft caps there, the oldest ignores them."""
     query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 6, 8)

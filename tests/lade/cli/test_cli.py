@@ -247,6 +247,10 @@ def test_shells_complete_commands_and_options() -> None:
     ("arguments", "text"),
     [
         (["generate", "x", "--model", "does-not-exist-anywhere"], "could not be loaded"),
+        (
+            ["generate", "x", "--model", "a b/c d"],
+            "'a b/c d' could not be loaded: Repo id",
+        ),
         (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
         (["bench", "--json", "no/such/folder/x.json"], "No such file or directory"),
         (["generate", "x", "--save-pool", "no/such/x.pool"], "no such folder: no/such"),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
@@ -465,6 +466,29 @@ def test_load_refuses_what_it_cannot_load(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"could not be loaded: .*not fully covered"):
         loading.load(str(tmp_path), dtype="float32", device="cpu")
+
+
+def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other way to ask the Hub tries for a minute."""
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    asked: list[str] = []
+
+    def unreachable(request: Any, timeout: float) -> Any:
+        assert timeout <= 5
+        asked.append(request.full_url)
+        raise URLError("no route")
+
+    monkeypatch.setattr(loading, "urlopen", unreachable)
+    with pytest.raises(ValueError, match=r"'a/b' could not be loaded: .* be reached \(no route\)"):
+        loading.load("a/b")
+    assert len(asked) == 1
+    assert asked[0].endswith("/a/b/resolve/main/config.json")
+
+    def missing(request: Any, timeout: float) -> Any:
+        raise HTTPError(request.full_url, 404, "none", None, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading, "urlopen", missing)
+    loading.check_reachable("a/c")  # the Hub is there, and will say what is wrong
 
 
 def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

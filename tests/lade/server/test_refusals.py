@@ -1,6 +1,7 @@
 """What cannot be done is refused by name, in OpenAI's form, and harms nobody."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,6 +121,40 @@ def test_what_is_not_supported_is_named(
     error = error_of(post(server, path, json=body | changes), 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        ("/chat/completions", {"n": 2}, "n: nothing but 1 is supported"),
+        (
+            "/chat/completions",
+            {"frequency_penalty": 0.5},
+            "frequency_penalty: nothing but 0 is supported",
+        ),
+        ("/completions", {"echo": True}, "echo: nothing but false is supported"),
+        ("/completions", {"suffix": "a"}, "suffix is not supported"),
+        ("/chat/completions", {"stop": ["a", "b", "c", "d", "e"]}, "stop: .* at most 4 items"),
+        ("/chat/completions", {"stop": 3}, "stop: Input should be a valid string"),
+        (
+            "/chat/completions",
+            {"messages": [{"role": "wizard", "content": "a"}]},
+            "messages.0.role: Input should be 'system', .*'user'",
+        ),
+        (
+            "/responses",
+            {"input": [{"role": "wizard", "content": "a"}]},
+            "input.0.role is not supported",
+        ),
+    ],
+    ids=str,
+)
+def test_messages_name_what_is_supported(
+    server: Server, path: str, changes: dict[str, Any], message: str
+) -> None:
+    body = {"/chat/completions": CHAT, "/completions": TEXT, "/responses": RESPONSE}[path]
+    error = error_of(post(server, path, json=body | changes), 400)
+    assert re.match(message, error["message"]), error["message"]
 
 
 def test_fields_that_ask_for_what_is_done_anyway_are_taken(
