@@ -63,6 +63,24 @@ def test_a_right_prediction_saves_steps() -> None:
     assert right.stats.sources["prediction"].num_accepted_tokens >= 40
 
 
+def test_an_answer_after_hard_ones_takes_the_steps_of_a_fresh_one() -> None:
+    """Nothing but costs outlives a call, neither that drafts were refused nor that none paid."""
+    model = tiny_model(FAMILY, seed=5)
+    answer = answer_of(model, 64, **SAMPLED)
+
+    def taken(how: str, seed: int) -> tuple[int, int, int]:
+        by = partial(lade.generate, prediction=edited(answer, how))
+        options = {**SAMPLED, "max_new_tokens": 64, "seed": seed}
+        stats = same_as_generate(model, ONE, by=by, config=PRICED, **options)[1].stats
+        return stats.num_steps, stats.num_draft_tokens, stats.num_accepted_tokens
+
+    fresh = taken("right", 0)
+    for seed in range(1, 4):
+        hard = taken("wrong", seed)
+        assert hard[0] > 3 * fresh[0]
+    assert taken("right", 0) == fresh
+
+
 @pytest.mark.parametrize("verification", thinned(["rows", "chain"], "chain"))
 def test_paths_are_verified_where_trees_are_not(verification: Any) -> None:
     model = shared_model(FAMILY)
