@@ -743,7 +743,7 @@ def _continued(model: Any, run: Run, door: Door) -> Run | None:
 
 
 def _is_unsteady(case: Case, plain: Run) -> bool:
-    """Tell whether plain alone, in a model of its own, does something else after another call.
+    """Tell whether plain alone, in a model of its own, does something else after other calls.
 
     A model may keep its state in its modules, and not start anew with every prompt.
     """
@@ -760,13 +760,10 @@ def _is_unsteady(case: Case, plain: Run) -> bool:
         plain = _run(case, names, call_plain, {})
     for before in ([5, 6, 7], [60, 50, 40, 30]):
         names["model"].generate(torch.tensor([before] * num_rows), max_new_tokens=4)
-        again = _run(case, names, call_plain, {})
-        if differences(plain, again):
+        again, once_more = (_run(case, names, call_plain, {}) for _ in range(2))
+        if differences(plain, again) or differences(plain, once_more):
             return True
-        # Of two more, as a cache that was gone on from is longer.
-        if case.follow_up and follow_up(
-            names["model"], again, _run(case, names, call_plain, {}), call_plain
-        ):
+        if case.follow_up and follow_up(names["model"], again, once_more, call_plain):
             return True
     return False
 
