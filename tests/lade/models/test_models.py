@@ -471,6 +471,7 @@ def test_load_refuses_what_it_cannot_load(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other way to ask the Hub tries for a minute."""
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
+    monkeypatch.setattr(loading, "getproxies", dict)
     asked: list[str] = []
 
     def unreachable(request: Any, timeout: float) -> Any:
@@ -489,6 +490,15 @@ def test_a_model_that_is_not_here_is_looked_for_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loading, "urlopen", missing)
     loading.check_reachable("a/c")  # the Hub is there, and will say what is wrong
+
+    def slow(request: Any, timeout: float) -> Any:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(loading, "urlopen", slow)
+    with pytest.raises(ValueError, match=r"reached \(timed out\)"):
+        loading.check_reachable("a/d")
+    monkeypatch.setattr(loading, "getproxies", lambda: {"all": "socks5://proxy"})
+    loading.check_reachable("a/d")
 
 
 def test_default_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
