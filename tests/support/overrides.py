@@ -54,6 +54,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _QSA,
     # The two parts must add up to the width.
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32]},
+    # It predicts at a mask token behind the text: its default is the padding token of these models.
+    "xlm": {"mask_token_id": 4},
     # The width of a cached state is a multiple of 64.
     "xlstm": {"hidden_size": 128},
     # No language, and so no adapter, by default.
