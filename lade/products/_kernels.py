@@ -29,10 +29,11 @@ INPUTS, WEIGHTS, BIAS, RESULTS, NUM_ROWS, NUM_INPUTS, NUM_COLUMNS, FORMAT, CHUNK
 JOB_SIZE = 10
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
-# A tile is the sums of so many rows and columns, which registers hold: one load of a vector serves
-# several products. So many inputs are summed at once, which the first cache holds for these rows.
-ROWS, COLUMNS, DEPTH = 4, 3, 1024
 _LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+# A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
+# AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
+# the first cache holds for these rows.
+ROWS, COLUMNS, DEPTH = 4, 4 if _LANES == 16 else 3, 1024
 _LINE = 64  # bytes that memory hands over at once
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -122,7 +123,8 @@ class _Tile:
             )
             for column in self._columns
         ]
-        sums = self._sums(lambda row, column: ir.Constant(_FLOATS, [0.0] * _LANES))
+        zero = ir.Constant(_FLOATS, [0.0] * _LANES)
+        sums = [[cgutils.alloca_once_value(build, zero) for _ in self._columns] for _ in self._rows]
         num_lines = build.udiv(size, _INT64(num))
         with cgutils.for_range(build, num_lines) as lines:
             start = build.mul(lines.index, _INT64(num))
@@ -131,24 +133,16 @@ class _Tile:
                 self._fetch(build.add(line, ahead[column]))
             for i in range(0, num, _LANES):
                 self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
-        alone = self._sums(lambda row, column: self._total(build.load(sums[row][column])))
+        rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
+        for place, totals in zip(rows, self._totals(sums), strict=True):
+            result = self._at(place, _INT64(0), 4, totals.type)
+            build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
+        alone = [
+            [self._at(row, _INT64(column), 4, _FLOAT) for column in self._columns] for row in rows
+        ]
         start = build.mul(num_lines, _INT64(num))
         with cgutils.for_range(build, build.sub(size, start)) as rest:
             self._add_products(alone, inputs, weights, build.add(start, rest.index), _FLOAT)
-        for row in self._rows:
-            for column in self._columns:
-                place = build.add(out, build.mul(out_step, _INT64(row)))
-                result = self._at(place, _INT64(column), 4, _FLOAT)
-                build.store(build.fadd(build.load(result), build.load(alone[row][column])), result)
-
-    def _sums(self, value_of: Callable[[int, int], Any]) -> list[list[Any]]:
-        return [
-            [
-                cgutils.alloca_once_value(self._builder, value_of(row, column))
-                for column in self._columns
-            ]
-            for row in self._rows
-        ]
 
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
         """Add the products of one vector, or number, of each row and column."""
@@ -174,21 +168,39 @@ class _Tile:
         sixteen = ir.Constant(bits, 16 if kind is _FLOAT else [16] * _LANES)
         return build.bitcast(build.shl(build.zext(loaded, bits), sixteen), kind)
 
-    def _total(self, vector: Any) -> Any:
-        """Return the sum of a vector, always of the same halves."""
-        build, num = self._builder, _LANES
+    def _totals(self, sums: Any) -> list[Any]:
+        """Return the sums of each row's vectors as a vector, each always of the same halves.
+
+        The halves of two vectors are added at once, then the quarters of four, and so on.
+        """
+        build, nothing = self._builder, ir.Constant(_FLOATS, ir.Undefined)
+        per_row = 1 << (len(self._columns) - 1).bit_length()
+        vectors = []
+        for row in sums:
+            vectors += [*map(build.load, row), *[nothing] * (per_row - len(row))]
+        num = _LANES
         while num > 1:
             num //= 2
-            halves = [
-                build.shuffle_vector(
-                    vector,
-                    ir.Constant(vector.type, ir.Undefined),
-                    ir.Constant(ir.VectorType(_INT32, num), [*range(first, first + num)]),
-                )
-                for first in (0, num)
+            vectors += [nothing] * (len(vectors) % 2)
+            firsts = [first for first in range(2 * _LANES) if first % (2 * num) < num]
+            lower, upper = (
+                ir.Constant(ir.VectorType(_INT32, _LANES), [first + by for first in firsts])
+                for by in (0, num)
+            )
+            vectors = [
+                build.fadd(build.shuffle_vector(*pair, lower), build.shuffle_vector(*pair, upper))
+                for pair in zip(vectors[::2], vectors[1::2], strict=True)
             ]
-            vector = build.fadd(*halves)
-        return build.extract_element(vector, _INT32(0))
+        kind = ir.VectorType(_INT32, len(self._columns))
+        places = [divmod(row * per_row, _LANES) for row in self._rows]
+        return [
+            build.shuffle_vector(
+                vectors[place],
+                nothing,
+                ir.Constant(kind, [first + column for column in self._columns]),
+            )
+            for place, first in places
+        ]
 
     def _fetch(self, address: Any) -> None:
         """Have what is at an address brought into the second cache."""
