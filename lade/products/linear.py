@@ -11,6 +11,7 @@ import ctypes
 import math
 import platform
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
 from types import MethodType
@@ -38,8 +39,11 @@ _FEWEST, _MOST, _SHARES = 12, 240, 4
 # Twice for each, unless one is so much slower that another time would cost more than it can tell.
 _NUM_TIMES = 2
 _CLEAR, _CLEAR_SEC = 2.0, 3e-3
-# Calls until the slower one is timed again, if both take about the same time, and in any case.
+# Calls until one is timed again, if both take about the same time, and in any case.
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
+# What asking which one is faster takes for each layer. Where lade's products save less in a forward
+# over one token, only one such forward in so many asks.
+_ASKING_SEC, _NUM_UNASKED = 10e-6, 64
 # Both round; what differs by more than such a share of the largest result is wrong.
 _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 
@@ -63,6 +67,8 @@ class Products:
         self.num_compared = 0
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], _Choice] = {}
+        self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
+        self._saves_alone, self._num_alone = True, 0  # of forwards over one token
 
     def view(self, model: Model) -> Model:
         """Return a view of a model whose large linear layers choose.
@@ -77,10 +83,27 @@ class Products:
         def forward(layer: Any, inputs: Tensor) -> Tensor:
             return self.product(inputs, layer.weight, layer.bias)
 
-        def change(module: nn.Module) -> dict[str, Any] | None:
-            return {"forward": MethodType(forward, module)} if _is_candidate(module) else None
+        num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()
 
-        return viewed(model, change)
+        def change(module: nn.Module) -> dict[str, Any] | None:
+            if not _is_candidate(module):
+                return None
+            weight: Any = module.weight
+            num_layers[weight.dtype, *weight.shape] += 1
+            return {"forward": MethodType(forward, module)}
+
+        view = viewed(model, change)
+        self._num_layers = num_layers
+        return view
+
+    def is_for_one(self) -> bool:
+        """Return whether the next forward over a single token is to run by a view.
+
+        Where torch's products of one row are about as fast, asking costs more than it saves: there
+        only a few forwards ask, in case a busy machine made lade's look slow.
+        """
+        self._num_alone += 1
+        return self._saves_alone or self._num_alone % _NUM_UNASKED == 0
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
@@ -101,13 +124,25 @@ class Products:
             choice = self._choices[key] = _Choice()
         if choice.is_ours is None or choice.is_due():
             self.num_compared += 1
-            return choice.compare(
+            result = choice.compare(
                 lambda: self._ours(inputs, weight, bias, num_rows),
                 lambda: linear(inputs, weight, bias),
             )
+            if num_rows == 1 and choice.is_ours is not None:
+                self._weigh_alone()
+            return result
         if choice.is_ours:
             return self._ours(inputs, weight, bias, num_rows)
         return linear(inputs, weight, bias)
+
+    def _weigh_alone(self) -> None:
+        """Hold what lade's products save in a forward over one token against what asking costs."""
+        saved = [
+            number * self._choices[*layer, 0].saved_sec
+            for layer, number in self._num_layers.items()
+            if (*layer, 0) in self._choices
+        ]
+        self._saves_alone = sum(saved) > _ASKING_SEC * self._num_layers.total()
 
     def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
         num_columns, num_inputs = weight.shape
@@ -200,7 +235,7 @@ def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
 class _Choice:
     """Which of two products is faster, by the shortest times of a few calls.
 
-    A busy machine may make the wrong one look slow, so that one is timed again now and then.
+    A busy machine may make the wrong one look slow, so they are timed again now and then, in turn.
 
     Attributes:
         is_ours: None as long as it is not known.
@@ -210,12 +245,12 @@ class _Choice:
         self.is_ours: bool | None = None
         self._sec = [math.inf, math.inf]  # the shortest of torch's and of ours
         self._num_compared = 0
-        self._num_left = 0  # calls until the other one is timed again
+        self._num_left = 0  # calls until one is timed again
 
     def compare(self, ours: _Call, theirs: _Call) -> Tensor:
         """Run both products, time the first, and return torch's result."""
         is_known = self.is_ours is not None
-        is_ours_first = not self.is_ours if is_known else self._num_compared % 2 == 0
+        is_ours_first = self._num_compared % 2 == 0
         self._num_compared += 1
         if is_ours_first:
             mine, result = self._timed(True, ours), theirs()
@@ -233,8 +268,15 @@ class _Choice:
             self._choose()
         return result
 
+    @property
+    def saved_sec(self) -> float:
+        """What a call saves by lade's product; as much as it takes while that is not known."""
+        if self.is_ours is None:
+            return math.inf
+        return self._sec[False] - self._sec[True] if self.is_ours else 0.0
+
     def is_due(self) -> bool:
-        """Count a call; return whether both products are to run, what seems slower first."""
+        """Count a call; return whether both products are to run."""
         self._num_left -= 1
         return self._num_left == 0
 

@@ -276,8 +276,7 @@ class TreeTarget(Target):
         if self._early is not None:
             return self._forward_rest(inputs)
         try:
-            is_wide = inputs["input_ids"].shape[1] > 1
-            view = self._view if is_wide else self._roots_view
+            view = self._view_for(inputs["input_ids"].shape)
             if self._seat is None:
                 output: Forward = view(**inputs)
             else:
@@ -450,11 +449,24 @@ class TreeTarget(Target):
             }
         )
 
+    def _view_for(self, shape: tuple[int, ...]) -> Model:
+        """Return what runs inputs [batch, num_tokens]."""
+        if shape[-1] > 1:
+            return self._view
+        if self._products is not None and shape[0] == 1 and not self._products.is_for_one():
+            return self._attending_view
+        return self._roots_view
+
+    @cached_property
+    def _attending_view(self) -> Model:
+        """Attends by trees; made after the prefill, which may set attributes."""
+        attention, model = self.attention, self._model
+        return model if attention is None else with_attention(model, attention)
+
     @cached_property
     def _view(self) -> Model:
-        """The view that runs trees; made after the prefill, which may set attributes."""
-        attention, model = self.attention, self._model
-        view = model if attention is None else with_attention(model, attention)
+        """The view that runs trees."""
+        view = self._attending_view
         return view if self._products is None else self._products.view(view)
 
     @cached_property

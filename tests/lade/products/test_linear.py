@@ -186,6 +186,26 @@ def test_what_a_busy_machine_made_look_slow_is_found_out(monkeypatch: pytest.Mon
     assert clock.ran[-1000:].count("ours") > 950
 
 
+def test_forwards_over_one_token_ask_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, theirs=1e-4, ours=1e-4 - 5e-6)  # as fast, but for asking
+    model, products = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 300)), made()
+    view, inputs = products.view(model), torch.randn(1, 256)
+
+    def num_asking(num: int) -> int:
+        num_views = 0
+        for _ in range(num):
+            is_asking = products.is_for_one()
+            num_views += is_asking
+            (view if is_asking else model)(inputs)
+        return num_views
+
+    assert num_asking(4) == 4  # until it is known
+    assert num_asking(640) == 10
+    clock.ours = 0.5e-4
+    assert num_asking(64 * 200) > 200  # found out
+    assert num_asking(64) == 64
+
+
 def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Products._ours
     monkeypatch.setattr(Products, "_ours", lambda *args: own(*args) * 1.001)
@@ -311,6 +331,28 @@ def test_prompts_run_by_them_too(monkeypatch: pytest.MonkeyPatch, always: None) 
     ids = torch.randint(5, 400, (1, 50))
     same_as_generate(wide_model(), ids, accept=0.7)
     assert {50, 1} < rows
+
+
+def test_trees_of_one_node_run_without_them_where_asking_costs_more(
+    monkeypatch: pytest.MonkeyPatch, always: None
+) -> None:
+    rows = set()
+    own = Products.product
+    monkeypatch.setattr(Products, "is_for_one", lambda self: False)
+
+    def noting(self: Products, inputs: Tensor, *args: Any) -> Tensor:
+        rows.add(inputs.shape[1])
+        return own(self, inputs, *args)
+
+    monkeypatch.setattr(Products, "product", noting)
+    config = lade.Config(max_draft_tokens=3)
+    ids = torch.randint(5, 400, (1, 50))
+    _, got = same_as_generate(wide_model(), ids, config=config, accept=0.5, max_new_tokens=20)
+    assert got.stats.num_accepted_tokens > 0
+    assert {50, 4} < rows  # one row is that of the prompt's logits
+    rows.clear()
+    same_as_generate(wide_model(), ids, config=lade.Config(max_draft_tokens=0), max_new_tokens=4)
+    assert rows == {50, 1}
 
 
 def uses_products(model: Any, config: lade.Config | None = None) -> bool:
