@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from lade.bench.report import write_json
+from lade.config import Config
 
 _OVERALL = "overall"
 _OF_CATEGORIES = ("num_prompts", "speedup")
@@ -17,8 +19,8 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Of answers to prompts, the median share of a step that was lade's own is kept and, where
     assistants were compared, what each method spent in all, loops left out; of categories, the
-    speeds; of runs at several numbers of draft tokens, those of all prompts together. Numbers are
-    rounded to six digits.
+    speeds; of runs at several numbers of draft tokens, those of all prompts together; of
+    `lade.Config`, what is not the default. Numbers are rounded to six digits.
     """
     made = {name: value for name, value in content.items() if name != "replies"}
     if "summary" in made and "prompts" in made:
@@ -32,6 +34,11 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
         made.pop("prompts", None)
     if isinstance(made.get("settings", {}).get("methods"), dict):  # what each is stands in the code
         made["settings"] = {**made["settings"], "methods": [*made["settings"]["methods"]]}
+    if isinstance(made.get("settings", {}).get("config"), dict):
+        usual = asdict(Config())
+        config = made["settings"]["config"].items()
+        given = {name: value for name, value in config if value != usual.get(name)}
+        made["settings"] = {**made["settings"], "config": given}
     as_is = ("environment", "settings")
     return {name: v if name in as_is else _rounded(v) for name, v in made.items()}
 

@@ -272,6 +272,7 @@ def headline(*files: str) -> str:
         dtype = _read(file)["settings"]["dtype"]
         what = f"{dtype}, {_read(file)['environment']['cpu']}"
         what += " without AVX-512" if file.endswith("_avx2") else ""
+        what += " with AVX-512" if file.endswith("_avx512") else ""
         what += ", after `lade prewarm`" if file.endswith("_prewarmed") else ""
         what += ": the same text" if dtype == "float32" else ""
         rows.append((what, *(speedup_text(entries[name]["speedup"]) for name in _HEADLINED)))

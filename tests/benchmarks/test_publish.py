@@ -44,9 +44,12 @@ def test_totals_stand_for_the_answers_of_a_result(tmp_path: Path) -> None:
             }
         ],
     }
-    source.write_text(json.dumps({**result, "settings": {}}))
+    config = {"max_draft_tokens": 8, "stable_text": False}
+    source.write_text(json.dumps({**result, "settings": {"config": config}}))
     publish(source, out)
-    assert "prompts" not in json.loads(out.read_text())
+    published = json.loads(out.read_text())
+    assert "prompts" not in published
+    assert published["settings"] == {"config": {"max_draft_tokens": 8}}
 
 
 def test_the_digest_is_of_the_source_alone(tmp_path: Path) -> None:
