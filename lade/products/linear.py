@@ -43,7 +43,7 @@ _CLEAR, _CLEAR_SEC = 2.0, 3e-3
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
 # What asking which one is faster takes for each layer. Where lade's products save less in a forward
 # over one token, only one such forward in so many asks.
-_ASKING_SEC, _NUM_UNASKED = 10e-6, 64
+_ASKING_SEC, _ASKED_EVERY = 10e-6, 64
 # Both round; what differs by more than such a share of the largest result is wrong.
 _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 
@@ -103,7 +103,7 @@ class Products:
         only a few forwards ask, in case a busy machine made lade's look slow.
         """
         self._num_alone += 1
-        return self._saves_alone or self._num_alone % _NUM_UNASKED == 0
+        return self._saves_alone or self._num_alone % _ASKED_EVERY == 0
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.

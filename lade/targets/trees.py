@@ -453,7 +453,8 @@ class TreeTarget(Target):
         """Return what runs inputs [batch, num_tokens]."""
         if shape[-1] > 1:
             return self._view
-        if self._products is not None and shape[0] == 1 and not self._products.is_for_one():
+        is_alone = shape[0] == 1 and self._seat is None  # else one view runs several rows
+        if self._products is not None and is_alone and not self._products.is_for_one():
             return self._attending_view
         return self._roots_view
 
