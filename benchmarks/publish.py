@@ -32,13 +32,14 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
         made.pop("prompts", None)
-    if isinstance(made.get("settings", {}).get("methods"), dict):  # what each is stands in the code
-        made["settings"] = {**made["settings"], "methods": [*made["settings"]["methods"]]}
-    if isinstance(made.get("settings", {}).get("config"), dict):
-        usual = asdict(Config())
-        config = made["settings"]["config"].items()
-        given = {name: value for name, value in config if value != usual.get(name)}
-        made["settings"] = {**made["settings"], "config": given}
+    settings = {**made.get("settings", {})}
+    if isinstance(settings.get("methods"), dict):  # what each is stands in the code
+        settings["methods"] = [*settings["methods"]]
+    if "config" in settings:
+        usual, config = asdict(Config()), settings["config"]
+        settings["config"] = {name: v for name, v in config.items() if v != usual.get(name)}
+    if settings:
+        made["settings"] = settings
     as_is = ("environment", "settings")
     return {name: v if name in as_is else _rounded(v) for name, v in made.items()}
 

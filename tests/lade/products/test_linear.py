@@ -355,6 +355,25 @@ def test_trees_of_one_node_run_without_them_where_asking_costs_more(
     assert rows == {50, 1}
 
 
+def test_calls_that_run_together_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One view runs the rows of all, and several rows may well pay."""
+    asked: list[Products] = []
+    own = Products.is_for_one
+
+    def noting(self: Products) -> bool:
+        asked.append(self)
+        return own(self)
+
+    monkeypatch.setattr(Products, "is_for_one", noting)
+    config = lade.Config(max_draft_tokens=0)
+    options: dict[str, Any] = {"config": config, "max_new_tokens": 4, "do_sample": False}
+    with lade.Batcher(wide_model()) as batcher:
+        batcher.submit(ONE, attention_mask=torch.ones_like(ONE), **options).result()
+    assert not asked
+    same_as_generate(wide_model(), ONE, config=config, max_new_tokens=4)
+    assert asked
+
+
 def uses_products(model: Any, config: lade.Config | None = None) -> bool:
     options: dict[str, Any] = {"config": config, "max_new_tokens": 4, "do_sample": False}
     with warnings.catch_warnings():
