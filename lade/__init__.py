@@ -15,6 +15,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from lade._version import __version__
+from lade.garbage import without_collection
 
 if TYPE_CHECKING:
     from lade import drafters as drafters
@@ -128,7 +129,9 @@ if not TYPE_CHECKING:  # type checkers know the names above, and that there are 
             return import_module(f"lade.{name}")
         for module, names in _HOMES.items():
             if name in names:
-                return globals().setdefault(name, getattr(import_module(module), name))
+                with without_collection():
+                    home = import_module(module)
+                return globals().setdefault(name, getattr(home, name))
         raise AttributeError(f"module 'lade' has no attribute {name!r}")
 
 

@@ -21,6 +21,7 @@ from rich.progress import Progress as Bars
 
 import lade
 from lade.errors import LadeError, in_one_line
+from lade.garbage import without_collection
 from lade.models.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, Progress, embedded_model
 from lade.models.loading import LoadedModel, check_reachable, find_model, load
 
@@ -52,8 +53,11 @@ def load_with_progress(
     """
     name = find_model(model)  # before the slow import of torch
     check_reachable(name)
-    import torch
-    from transformers.utils import logging
+    with without_collection():
+        import torch
+        from transformers.utils import logging
+
+        import lade.hf.api  # which all that load a model call  # noqa: F401
 
     if threads is not None:
         torch.set_num_threads(threads)

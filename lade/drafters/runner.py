@@ -14,7 +14,7 @@ from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.plan import choose_for_drafting
 from lade.probing.profile import profile_of
 from lade.probing.rules import refuse_encoder_decoder
-from lade.probing.selfcheck import Plain, unchanged_random_state
+from lade.probing.selfcheck import Plain
 from lade.probing.structure import Structure
 from lade.tree import Tree
 
@@ -32,9 +32,7 @@ def plan_for(model: Model) -> VerificationPlan:
     if plan.verification == "plain":
         reasons = "; ".join(f"{method}: {reason}" for method, reason in plan.reasons.items())
         raise UnsupportedModelError(f"{name} cannot draft, for its cache cannot go back. {reasons}")
-    with unchanged_random_state(model, profile):
-        pass
-    if profile.draws:
+    if profile.draws:  # as its check has found
         raise UnsupportedModelError(f"{name} cannot draft, for its forwards draw random numbers")
     return with_products(plan, model, profile)
 

@@ -39,6 +39,7 @@ from lade.errors import (
     UnsupportedOptionError,
     VerificationWarning,
 )
+from lade.garbage import without_collection
 from lade.gpu.fixed import FixedTarget
 from lade.gpu.policy import DevicePolicy
 from lade.hf.arguments import refuse_lookahead
@@ -131,6 +132,7 @@ class Generation:
 
     # --- the plan -----------------------------------------------------------------------------
 
+    @without_collection()  # the first call checks the model, and loads or compiles products
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
         model, config = self._model, self._config
@@ -247,7 +249,8 @@ class Generation:
         config = self._config
         prewarmed = prewarmed_table_of(self._model, self._profile) if config.uses_table else None
         max_candidates = self._max_candidates(target)
-        with Attempt(even_memory=True) as attempt:  # there may be no memory, or no compiler
+        # There may be no memory, or no compiler; the first pool loads or compiles its kernels.
+        with Attempt(even_memory=True) as attempt, without_collection():
             pool = NGramPool() if self._pool is None else self._pool
             return PoolDrafter(pool, max_candidates, prewarmed, self._layers)
         text = f"lade drafts nothing, for no pool can be made ({attempt.failure})"

@@ -70,7 +70,7 @@ class Profile:
     #: Calls so far, and steps with a draft until a call's first spot check.
     num_calls: int = 0
     first_check: int = FIRST_CHECK
-    #: Whether forwards draw random numbers.
+    #: Whether forwards draw random numbers; None as long as the random state was left as it was.
     draws: bool | None = None
     #: Why its layers let no method be exact, None if they do not.
     why_not_exact: Known[str | None] | None = None

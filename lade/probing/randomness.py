@@ -51,7 +51,7 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
         run: runs some of its forwards, and draws nothing else.
     """
     device = device_of_inputs(model)
-    before = _state_of(device)
+    before = state_of(device)
     noticing = None if _is_compiled(model) else _Noticing()
     try:
         with Attempt() as attempt, noticing or nullcontext():
@@ -62,10 +62,10 @@ def draws(model: Model, run: Callable[[], Any]) -> bool:
     if attempt.failure is not None:  # the check will report what is wrong
         has_drawn = bool(model.training)
     else:
-        is_changed = not torch.equal(before, _state_of(device))
+        is_changed = not is_state(device, before)
         has_drawn = is_changed and (noticing is None or noticing.has_drawn)
     if has_drawn:
-        _put_back(device, before)
+        put_back(device, before)
     return has_drawn
 
 
@@ -79,12 +79,19 @@ def _is_compiled(model: Model) -> bool:
     )
 
 
-def _state_of(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def state_of(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators that forwards on a device may draw from."""
+    of_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *of_device]
 
 
-def _put_back(device: torch.device, state: Tensor) -> None:
+def is_state(device: torch.device, states: Sequence[Tensor]) -> bool:
+    """Return whether the generators have these states now."""
+    return all(map(torch.equal, states, state_of(device)))
+
+
+def put_back(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Set the generators to earlier states."""
+    torch.set_rng_state(states[0])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+        torch.cuda.set_rng_state(states[1], device)

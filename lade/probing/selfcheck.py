@@ -23,7 +23,7 @@ from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
 from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
-from lade.probing.randomness import draws
+from lade.probing.randomness import draws, is_state, put_back, state_of
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, origins
@@ -146,19 +146,22 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     """Restore the global random state afterwards if the model's forwards draw from it.
 
     The state is shared: restoring it also undoes draws of other threads. So it is restored only for
-    models whose forwards draw.
+    models whose forwards draw; whether they do is found out where the state has changed.
     """
     profile = profile or profile_of(model)
-    if profile.draws is None:
-        plain = Plain(model, check_tokens(model))
-        profile.draws = draws(model, lambda: plain.generate(num_new=2))
-    if not profile.draws:
-        yield
-        return
     device = device_of_inputs(model)
-    devices = [device] if device.type == "cuda" else []
-    with apart_from_captures(device), torch.random.fork_rng(devices):
+    with apart_from_captures(device):
+        before = None if profile.draws is False else state_of(device)
+    try:
         yield
+    finally:
+        with apart_from_captures(device):
+            if before is not None and not is_state(device, before):
+                if profile.draws is None:
+                    plain = Plain(model, check_tokens(model))
+                    profile.draws = draws(model, lambda: plain.generate(num_new=2))
+                if profile.draws:
+                    put_back(device, before)
 
 
 _Path = tuple[int, ...]  # tokens after the prompt

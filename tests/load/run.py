@@ -33,6 +33,7 @@ _NUM_KEYS = 20
 _NUM_PROMPTS = 40
 _NUM_SEEDS = 4
 _SAMPLE_SEC = 2.0
+_NUM_IN_PLOT = 41  # of these samples, evenly over the run
 _LONGEST_WAIT_SEC = 5.0  # though the server says more
 _AFTER_SEC = 20.0  # without attackers, at the end
 _MAX_BODY_BYTES = 2**16
@@ -366,6 +367,7 @@ def _report(plan: Plan, tally: Tally, metrics: str, sec: float, exit_code: int) 
     first = np.array(tally.first_token_sec or [float("nan")])
     memory = np.array(tally.memory_bytes)
     tenth = max(len(memory) // 10, 1)
+    places = np.linspace(0, len(memory) - 1, min(len(memory), _NUM_IN_PLOT)).astype(int)
     counted = dict(vars(tally))
     for name in (
         "first_token_sec",
@@ -388,12 +390,10 @@ def _report(plan: Plan, tally: Tally, metrics: str, sec: float, exit_code: int) 
         "num_accepted_tokens": int(_metric(metrics, "vllm:spec_decode_num_accepted_tokens_total")),
         "first_token_sec": _percentiles(first),
         "memory_mb": {
-            "first": round(int(memory[0]) / 1e6),
             "after_a_tenth": round(int(memory[tenth - 1]) / 1e6),
-            "middle": round(int(memory[len(memory) // 2]) / 1e6),
             "last_tenth": round(float(np.median(memory[-tenth:])) / 1e6),
-            "most": round(int(memory.max()) / 1e6),
             "last": round(int(memory[-1]) / 1e6),
+            "over_time": [round(int(memory[place]) / 1e6) for place in places],
         },
         "exit_code": exit_code,
     }
