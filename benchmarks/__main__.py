@@ -1,5 +1,6 @@
 """`python -m benchmarks`: commands and their options. Each is `run` of the module of its name."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.prompts import Half, choose
+from lade.cli.failures import line_of
 from lade.cli.options import (
     DtypeOption,
     LearningOptions,
@@ -508,5 +510,17 @@ def run_gpu(
     run(shapes, stages, device, minutes, files_of(json))
 
 
+def main() -> None:
+    """Run the command line; errors meant for the user print one line, others their traceback."""
+    try:
+        app()
+    except Exception as error:  # shown in one line where that is all there is to tell
+        line = None if error.__cause__ is not None else line_of(error)
+        if line is None:
+            raise
+        print(line, file=sys.stderr)
+        sys.exit(1)
+
+
 if __name__ == "__main__":
-    app()
+    main()

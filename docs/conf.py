@@ -1,14 +1,5 @@
 """How the site is built: Sphinx with Furo and MyST, whose pages read the same on GitHub."""
 
-import sys
-from pathlib import Path
-
-from sphinx.application import Sphinx
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import figures  # of this folder
-
 from lade import __version__
 
 project = "lade"
@@ -25,12 +16,3 @@ html_show_sphinx = False
 html_show_copyright = False
 
 myst_heading_anchors = 4
-
-
-def setup(app: Sphinx) -> None:
-    """Draw plots before pages are read."""
-    app.connect("builder-inited", _draw)
-
-
-def _draw(app: Sphinx) -> None:
-    figures.draw(Path(app.srcdir) / "plots")

@@ -11,13 +11,15 @@ A page holds a figure between two comments:
 
 What stands between them is replaced by what the function of that name below returns. Both comments
 may stand in one line, around a single number. Files are named by their path in docs/, without
-`.json`. Plots are not stored, so none can differ: `conf.py` draws them when the site is built.
+`.json`. A plot names the file that it is of, and that file's digest.
 """
 
+import hashlib
 import json
 import re
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -89,18 +91,22 @@ _MODELS = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "gemma-3-270m": "Ge
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write or check all pages; return the exit code."""
+    """Write or check all pages and plots; return the exit code."""
     is_check = "--check" in arguments
     found = [*outdated()]
     for path, text in found:
         if not is_check:
             path.write_text(text, encoding="utf-8")
         print(f"{'differs from its results' if is_check else 'written'}: {path.relative_to(ROOT)}")
-    if is_check and found:
+    plots = outdated_plots()
+    for name in plots:
+        path = _plot(name) if is_check else draw(name)
+        print(f"{'differs from its results' if is_check else 'drawn'}: {path.relative_to(ROOT)}")
+    if is_check and (found or plots):
         print("run: python docs/figures.py", file=sys.stderr)
     if older := of_older_code():
         print(f"of other code than this: {', '.join(older)}")
-    return int(is_check and bool(found))
+    return int(is_check and bool(found or plots))
 
 
 def of_older_code() -> list[str]:
@@ -176,6 +182,12 @@ def _figure(function: Callable[..., str]) -> Callable[..., str]:
 def command_line() -> str:
     """Return a section for every command, from the program itself."""
     return commands.markdown()
+
+
+@_figure
+def example(path: str) -> str:
+    """Return a file of the repository as a block of code."""
+    return f"```python\n{(ROOT / path).read_text(encoding='utf-8').strip()}\n```"
 
 
 @_figure
@@ -663,16 +675,85 @@ def source(*files: str) -> str:
 # --- plots ----------------------------------------------------------------------------------
 
 
-def draw(folder: Path) -> list[Path]:
-    """Draw the plots of the site; return their files."""
-    from benchmarks.points import Point
-    from benchmarks.points import plot as plot_curves
-    from lade.bench.plots import check_folder, plot_speedups
+def outdated_plots() -> list[str]:
+    """Return the names of plots that are not of their present result files."""
+    return [
+        name
+        for name in _PLOTS
+        if not _plot(name).exists() or _mark(name) not in _plot(name).read_text("utf-8")
+    ]
 
-    check_folder(folder)
-    points = [Point(**run) for run in _read(_ARENA)["runs"] if run["group"] == OVERALL]
-    summary = _read("results/new_pools/bfloat16")["summary"]
-    return [*plot_curves(folder, "arena", points), *plot_speedups(folder, "bfloat16", summary)]
+
+def draw(name: str) -> Path:
+    """Draw a plot as a small SVG, marked with what it is of; return its file.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    from lade.bench.plots import check_folder
+
+    file, make = _PLOTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        check_folder(Path(folder))
+        from matplotlib import rc_context
+
+        # Text as text, and the same file each time.
+        with rc_context(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": name,
+                "font.size": 9,
+                "font.sans-serif": ["DejaVu Sans"],
+            }
+        ):
+            make(Path(folder), name, _read(file))
+        text = (Path(folder) / f"{name}.svg").read_text(encoding="utf-8")
+    text = re.sub(r"\n *<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    _plot(name).parent.mkdir(exist_ok=True)
+    _plot(name).write_text(f"{text.strip()}\n{_mark(name)}\n", encoding="utf-8")
+    return _plot(name)
+
+
+def _plot(name: str) -> Path:
+    return DOCS / "plots" / f"{name}.svg"
+
+
+def _mark(name: str) -> str:
+    file, _ = _PLOTS[name]
+    return f"<!-- of {file}.json {hashlib.sha256(_path(file).read_bytes()).hexdigest()[:16]} -->"
+
+
+def _draw_arena(folder: Path, name: str, content: Any) -> None:
+    from benchmarks.points import Point, plot
+
+    plot(folder, name, [Point(**run) for run in content["runs"] if run["group"] == OVERALL])
+
+
+def _draw_speedups(folder: Path, name: str, content: Any) -> None:
+    from lade.bench.plots import plot_speedups
+
+    plot_speedups(folder, name, content["summary"])
+
+
+def _draw_memory(folder: Path, name: str, content: Any) -> None:
+    from lade.bench.plots import new_figure, save
+
+    megabytes = content["memory_mb"]["over_time"]
+    figure, axes = new_figure(width=6.0)
+    step = content["sec"] / 60 / (len(megabytes) - 1)
+    axes.plot([step * place for place in range(len(megabytes))], megabytes, label="the server")
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("memory, MB")
+    axes.set_ylim(bottom=0)
+    save(figure, axes, folder, name)
+
+
+# By name: the file that it is of, and what draws it.
+_PLOTS: dict[str, tuple[str, Callable[[Path, str, Any], None]]] = {
+    "arena": (_ARENA, _draw_arena),
+    "bfloat16": ("results/new_pools/bfloat16", _draw_speedups),
+    "memory": ("results/load", _draw_memory),
+}
 
 
 def _table(headings: Sequence[str], num_words: int, rows: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
 """Pictures of what one sees, made of the real thing: `python docs/screenshots.py [terminal] [web]`.
 
-Each function draws one picture, dark and light, into `docs/images`, from a conversation with the
-default model that takes place while it is drawn.
+Each function draws into `docs/images`, from a conversation with the default model that takes place
+while it is drawn.
 """
 
 import io
@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME, TerminalTheme
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 IMAGES = Path(__file__).parent / "images"
-THEMES: dict[str, TerminalTheme] = {"dark": SVG_EXPORT_THEME, "light": DEFAULT_TERMINAL_THEME}
 _WIDTH = 92
 _LINES = (
     "/plain Write a Python function that adds two numbers.",
@@ -53,12 +52,15 @@ def terminal() -> None:
         chat.take(line)
     console.print(Text(PROMPT, style="bold"))
     console.print(Text(chat.status(_WIDTH), style="dim"))
-    for name, theme in THEMES.items():
-        svg = console.export_svg(
-            title="lade chat", theme=theme, clear=False, code_format=_SVG_FORMAT, unique_id="chat"
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / "chat.svg").write_text(
+        console.export_svg(
+            title="lade chat",
+            theme=DEFAULT_TERMINAL_THEME,
+            code_format=_SVG_FORMAT,
+            unique_id="chat",
         )
-        IMAGES.mkdir(exist_ok=True)
-        (IMAGES / f"chat-{name}.svg").write_text(svg)
+    )
 
 
 def web() -> None:

@@ -17,7 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(
     path
     for path in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    if not {"_build", "plots"} & set(path.relative_to(ROOT).parts)
+    if "_build" not in path.relative_to(ROOT).parts
 )
 _CODE = re.compile(r"```(?P<language>\S*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
 _LINK = re.compile(r"\]\((?![a-z]+:)(?P<place>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
@@ -49,6 +49,10 @@ def names_of(paths: list[Path]) -> list[str]:
 
 def test_every_figure_is_that_of_its_result_file(figures: ModuleType) -> None:
     assert names_of([path for path, _ in figures.outdated()]) == [], "run: python docs/figures.py"
+
+
+def test_every_plot_is_of_its_result_file(figures: ModuleType) -> None:
+    assert figures.outdated_plots() == [], "run: python docs/figures.py"
 
 
 def test_a_figure_that_was_changed_by_hand_is_found(figures: ModuleType) -> None:
@@ -94,7 +98,7 @@ def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for link in _LINK.finditer(_CODE.sub("", path.read_text())):
         target = (path.parent / link["place"]).resolve() if link["place"] else path
-        assert "plots" in target.parts or target.exists(), link[0]
+        assert target.exists(), link[0]
         if link["anchor"] and target.suffix == ".md":
             assert link["anchor"] in anchors_of(target), link[0]
 
@@ -111,6 +115,12 @@ def test_python_code_compiles(page: str) -> None:
     for block in _CODE.finditer((ROOT / page).read_text()):
         if block["language"] == "python":
             compile(block["code"], page, "exec")
+
+
+@pytest.mark.parametrize("page", names_of(PAGES))
+def test_pages_read_on_github_as_on_the_site(page: str) -> None:
+    blocks = {block["language"] for block in _CODE.finditer((ROOT / page).read_text())}
+    assert not {language for language in blocks if language.startswith("{")} - {"{toctree}"}
 
 
 def test_every_page_of_the_site_is_in_its_index() -> None:

@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 
 from lade.errors import LadeError
 
-_OURS = ("lade", "ngram_pool")
+_OURS = ("lade", "ngram_pool", "benchmarks")
 
 
 @dataclass

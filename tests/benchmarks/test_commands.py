@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import forwards, memory, methods, pool
-from benchmarks.__main__ import app
+from benchmarks.__main__ import app, main
 from benchmarks.memory import Peak
 from benchmarks.traces import read_traces
 from lade.bench.baselines import Answer, MethodInfo, plain
@@ -42,6 +42,19 @@ def test_every_command_has_help() -> None:
     assert len(names) == 17
     for name in names:
         assert "Usage" in run(name, "--help").stdout
+
+
+def test_what_is_wrong_with_an_option_is_told_in_one_line(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["benchmarks", "arena", "--prompts", str(prompts), "--methods", "wrong"]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: expected different ones of lade, ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.exhaustive
