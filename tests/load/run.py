@@ -343,7 +343,9 @@ def _start(plan: Plan, folder: Path, keys: list[str]) -> tuple["subprocess.Popen
         "max-queue": plan.max_queue,
         "max-body-bytes": 2**22 if plan.num_attackers else _MAX_BODY_BYTES,
         "timeout": 300,
+        # So little that both are full within minutes, and memory shows what else grows.
         "pool-memory-bytes": 2**26,
+        "max-prefix-bytes": 2**25,
     }
     command = [sys.executable, "-m", "lade", "serve"]
     for name, value in options.items():

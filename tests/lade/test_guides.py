@@ -1,0 +1,163 @@
+"""The code that quickstart and guides show runs as it stands, on tiny models."""
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+
+import lade
+from tests.lade.server.serving import NAME, loaded_model, serving
+
+DOCS = Path(__file__).parents[2] / "docs"
+_MADE = re.compile(r"<!-- figures: (?:example|reference|command_line) .*?<!-- end -->", re.DOTALL)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+_CALLING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function | tojson }}{% endfor %}{% endfor %}<assistant>"
+)
+
+
+def blocks_of(page: str) -> list[str]:
+    """Return a page's code in Python, but for examples, which `test_examples.py` runs."""
+    text = _MADE.sub("", (DOCS / f"{page}.md").read_text())
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    for block in blocks_of(page):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what the guides take as given; what they load is tiny, and what they write is ours."""
+    model, tokenizer, _ = loaded = loaded_model(num_hidden_layers=10)
+    tokenizer.pad_token_id = 0
+    monkeypatch.setattr(
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: loaded_model().model
+    )
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(lade.models, "load", lambda *_, **__: loaded)
+    monkeypatch.chdir(tmp_path)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    return {
+        "lade": lade,
+        "model": model,
+        "tokenizer": tokenizer,
+        "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+    }
+
+
+def test_quickstart(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    made = run("quickstart", names | {"prompts": ["What-is-a-pool?", "What-is-a-tree?"]})
+    assert "tokens a forward" in capsys.readouterr().out
+    assert isinstance(made["pool"], lade.NGramPool)
+
+
+def test_assistants(names: dict[str, Any]) -> None:
+    made = run("guides/assistants", names | {"small_tokenizer": names["tokenizer"]})
+    assert made["output"].shape[1] == 5 + 64
+
+
+def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run("guides/chat", names)
+    assert capsys.readouterr().out.endswith(" tokens a second\n")
+
+
+def test_first_layers(names: dict[str, Any]) -> None:
+    assert run("guides/first_layers", names)["output"].shape[1] == 5 + 256
+
+
+def test_calls_of_tools(names: dict[str, Any]) -> None:
+    names["tokenizer"].chat_template = _CALLING
+    names["model"].generation_config.max_new_tokens = 8
+    assert run("guides/grammars", names | {"tools": TOOLS})["output"].shape[1] == 5 + 8
+
+
+def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
+    model, tokenizer = names["model"], names["tokenizer"]
+    lade.save_pool(lade.NGramPool(), "work.pool", tokenizer=tokenizer, model=model)
+    loading, exchanging = blocks_of("guides/pools")
+    exec(compile(loading, "pools", "exec"), names)
+    assert (tmp_path / "mine.pool").exists()
+
+    class Left(Exception):
+        pass
+
+    sent: list[bytes] = []
+
+    def exchanged(part: bytes) -> list[Any]:
+        sent.append(part)
+        if len(sent) == 2:  # the loop of the page has no end
+            raise Left
+        return []
+
+    with pytest.raises(Left):
+        exec(compile(exchanging, "pools", "exec"), {"pool": names["mine"], "exchanged": exchanged})
+    assert len(sent[0]) > len(sent[1])  # all at first, and then what is new
+
+
+def test_prewarming(
+    names: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prewarm = partial(lade.prewarm, folder=tmp_path)
+    monkeypatch.setattr(lade, "prewarm", lambda model, seconds: prewarm(model, seconds / 600))
+    run("guides/prewarming", names)
+    assert f"contexts in {tmp_path}" in capsys.readouterr().out
+
+
+def test_rollouts(names: dict[str, Any]) -> None:
+    plain = names["model"].generate(**names["inputs"], max_new_tokens=8)
+    run("guides/rollouts", names | {"trainer": SimpleNamespace(model=names["model"])})
+    assert torch.equal(names["model"].generate(**names["inputs"], max_new_tokens=8), plain)
+    lade.unwrap(names["model"])
+
+
+def test_streaming(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    run("guides/streaming", names)
+    assert capsys.readouterr().out.startswith("0 [")
+
+
+def test_clients(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = loaded_model(eos_token_id=93)  # a schema needs a token that ends an answer
+    loaded.tokenizer.chat_template = _CALLING
+    with serving(loaded, api_keys=["sk-mine"]) as server:
+        made = partial(openai.OpenAI, max_retries=0)
+        monkeypatch.setattr(
+            openai, "OpenAI", lambda base_url, api_key: made(base_url=server.url, api_key=api_key)
+        )
+        names: dict[str, Any] = {}
+        for block in blocks_of("guides/clients"):
+            block = block.replace("smollm2-135m-instruct", NAME)
+            exec(compile(block, "clients", "exec"), names)
+        names["client"].close()
+    assert " drafted\n" in capsys.readouterr().out
+
+
+def test_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("manual.md").write_text("The-manual-of-the-pool.")
+    with (
+        serving(loaded_model(), api_keys=["sk-mine pools=docs admin"]) as server,
+        openai.OpenAI(base_url=server.url, api_key="sk-mine", max_retries=0) as client,
+    ):
+        question = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": "What-is-a-pool?"}],
+            "max_tokens": 8,
+        }
+        given = {"client": client, "question": question, "Path": Path}
+        asking, putting = blocks_of("guides/serving")
+        exec(compile(putting, "serving", "exec"), given)
+        exec(compile(asking, "serving", "exec"), given)
