@@ -9,7 +9,7 @@ from rich.markup import escape
 from benchmarks.gpu.acceptance import MAT
 from benchmarks.gpu.report import as_json, compare, table, table_of_answers
 from benchmarks.gpu.run import NUM_NODES, STAGES, GpuPlan, run_stages
-from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.shapes import ON_CPU, SHAPES, Shape
 from benchmarks.gpu.stage import Stage
 from benchmarks.methods import named
 from lade.bench.report import write_json
@@ -82,7 +82,7 @@ def run(
 
 
 def choose_device(name: str | None, shapes: Sequence[Shape]) -> torch.device:
-    """Return the device to measure: CUDA, or the CPU if only the tiny shape is to run.
+    """Return the device to measure: CUDA, or the CPU if only small shapes are to run.
 
     Nothing is allocated on it: its memory is for the processes that measure.
 
@@ -106,6 +106,7 @@ def choose_device(name: str | None, shapes: Sequence[Shape]) -> torch.device:
         return torch.device("cuda", index)
     if device.type != "cpu":
         raise ValueError(f"expected a CUDA device or cpu, got {name!r}")
-    if any(shape.name != "tiny" for shape in shapes):
-        raise ValueError("expected --shapes tiny with --device cpu: real shapes would take hours")
+    if any(shape.name not in ON_CPU for shape in shapes):
+        names = " or ".join(ON_CPU)
+        raise ValueError(f"expected --shapes {names} with --device cpu: others would take hours")
     return device

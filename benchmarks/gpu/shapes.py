@@ -65,6 +65,17 @@ SHAPES = {
     for shape in (
         Shape("1b", {**_LLAMA, **_1B}, rope=_llama3(32.0)),
         Shape("8b", {**_LLAMA, **_8B}, rope=_llama3(8.0)),
+        # As much as a CPU can do in minutes.
+        Shape(
+            "1b_short",
+            {**_LLAMA, **_1B},
+            contexts=(256,),
+            tree_sizes=(1, 8, 16, 32),
+            prompt_length=256,
+            max_new_tokens=64,
+            chat=(128, 32, 32),
+            rope=_llama3(32.0),
+        ),
         # To try the command out, also on a CPU.
         Shape(
             "tiny",
@@ -85,6 +96,9 @@ SHAPES = {
         ),
     )
 }
+
+#: Those that a CPU can run in minutes.
+ON_CPU = ("1b_short", "tiny")
 
 
 class KnownModel(NamedTuple):
