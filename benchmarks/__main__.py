@@ -492,7 +492,9 @@ def run_gpu(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="cuda, cuda:1, …, or cpu with --shapes tiny or 1b_short."),
+        typer.Option(
+            metavar="NAME", help="cuda, cuda:1, …, or cpu with --shapes tiny or 1b_short."
+        ),
     ] = None,
     minutes: Annotated[
         float, typer.Option(min=0.0, help="End after T minutes, and list what was not run.")
