@@ -15,7 +15,6 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from lade._version import __version__
-from lade.garbage import without_collection
 
 if TYPE_CHECKING:
     from lade import drafters as drafters
@@ -129,7 +128,7 @@ if not TYPE_CHECKING:  # type checkers know the names above, and that there are 
             return import_module(f"lade.{name}")
         for module, names in _HOMES.items():
             if name in names:
-                with without_collection():
+                with import_module("lade.garbage").without_collection():
                     home = import_module(module)
                 return globals().setdefault(name, getattr(home, name))
         raise AttributeError(f"module 'lade' has no attribute {name!r}")

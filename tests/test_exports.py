@@ -24,6 +24,7 @@ ORDER = [
     *(
         "_version",
         "errors",
+        "garbage",
         "hosts",
         "attempts",
         "config",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, getproxies, urlopen
 
+from lade.garbage import without_collection
 from lade.models.embedded import (
     DEFAULT_MODEL,
     EMBEDDED_MODELS,
@@ -78,9 +79,10 @@ def load(
     chosen = find_model(name)
     chosen = DEFAULT_MODEL if chosen is None else chosen
     check_reachable(chosen)
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with without_collection():
+        import torch
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
     report = progress or no_progress
     chosen_device = device_of(device)
@@ -96,9 +98,10 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         # Weights go to where they are used, not by way of this machine's memory.
         there = {} if chosen_device.type == "cpu" else {"device_map": {"": chosen_device}}
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
-        )
+        with without_collection():  # imports the model's code
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=chosen_dtype, trust_remote_code=trust_remote_code, **there
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
     return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)

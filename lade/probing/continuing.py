@@ -31,11 +31,11 @@ def why_not_continued(model: Model, profile: Profile) -> str | None:
 
 @torch.no_grad()
 def _why_not(model: Model, profile: Profile) -> str | None:
+    with Attempt() as attempt, unchanged_random_state(model, profile):
+        error = _error(model)
     reason = reason_of_layers(model, profile)
     if reason is not None:
         return reason
-    with Attempt() as attempt, unchanged_random_state(model, profile):
-        error = _error(model)
     if attempt.failure is not None:
         return f"it cannot go on from a cache ({attempt.failure})"
     if profile.draws:

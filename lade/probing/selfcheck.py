@@ -57,12 +57,13 @@ def check(
     reason = None
     limit = _DRAFTING_LIMIT if is_drafting else limit_of(model)
     try:
-        if not is_drafting and (reason := reason_of_layers(model, profile)) is not None:
-            return CheckResult(reason)
         for attention in attentions:
             chosen = VerificationPlan(verification, attention, {}, execution, widths)
             check = _Check(model, profile, chosen, cache, is_padded)
             found = check.reason(limit)
+            # Asked after a forward: some formats unpack their weights at the first one.
+            if not is_drafting and (why := reason_of_layers(model, profile)) is not None:
+                return CheckResult(why)
             if found is None:
                 return CheckResult(None, attention)
             reason = reason or found
@@ -74,9 +75,8 @@ def check(
 
 
 def reason_of_layers(model: Model, profile: Profile) -> str | None:
-    """Return why the layers of a model let no method be exact, or None; they are asked once."""
-    if profile.why_not_exact is None:
-        # This runs the model once if it was never run: some formats unpack their weights then.
+    """Return why the layers of a model that was run let no method be exact, or None."""
+    if profile.why_not_exact is None:  # they are asked once
         with Attempt(), unchanged_random_state(model, profile):
             profile.why_not_exact = Known(why_not_exact(model))
     # What fails is what the check will tell.

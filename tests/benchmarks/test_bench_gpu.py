@@ -919,7 +919,7 @@ def test_without_a_gpu_the_command_says_what_to_do(monkeypatch: pytest.MonkeyPat
     [
         (["--device", "cpu"], "expected --shapes 1b_short or tiny with --device cpu"),
         (["--device", "meta", "--shapes", "tiny"], "expected a CUDA device or cpu, got 'meta'"),
-        (["--shapes", "70b"], "expected different ones of 1b, 8b, tiny, got '70b'"),
+        (["--shapes", "70b"], "expected different ones of 1b, 8b, 1b_short, tiny, got '70b'"),
         (["--shapes", "tiny,tiny"], "expected different ones"),
         (["--shapes", ","], "expected different ones"),
         (["--stages", "speed"], "expected different ones of bandwidth, attention, host"),
