@@ -20,7 +20,8 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     Of answers to prompts, the median share of a step that was lade's own is kept and, where
     assistants were compared, what each method spent in all, loops left out; of categories, the
     speeds; of runs at several numbers of draft tokens, those of all prompts together; of
-    `lade.Config`, what is not the default. Numbers are rounded to six digits.
+    `lade.Config`, what is not the default; of stages and loads, what is not empty. Numbers are
+    rounded to six digits.
     """
     made = {name: value for name, value in content.items() if name != "replies"}
     if "summary" in made and "prompts" in made:
@@ -32,6 +33,9 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
         made.pop("prompts", None)
+    if not {"summary", "runs"} & made.keys():
+        environment = made["environment"]  # where None says that there is none
+        made = {**_without_nothing(made), "environment": environment}
     settings = {**made.get("settings", {})}
     if isinstance(settings.get("methods"), dict):  # what each is stands in the code
         settings["methods"] = [*settings["methods"]]
@@ -61,6 +65,17 @@ def shown(summary: Mapping[str, Any]) -> dict[str, Any]:
             for method, entry in methods.items()
         }
         for group, methods in summary.items()
+    }
+
+
+def _without_nothing(value: Any) -> Any:
+    """Return a value without what is None or empty in its dictionaries."""
+    if isinstance(value, list):
+        return [*map(_without_nothing, value)]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: _without_nothing(each) for name, each in value.items() if each not in (None, [], {})
     }
 
 

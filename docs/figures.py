@@ -277,8 +277,12 @@ def forwards(*files: str) -> str:
 
 @_figure
 def headline(*files: str) -> str:
-    """Return README's table: a row for each file, and one for kinds of text in the last."""
-    rows = []
+    """Return README's table: a row for each file, and one for kinds of text in the last.
+
+    A last file may be of a large model of random weights.
+    """
+    large = files[-1] if "stages" in _read(files[-1]) else None
+    files, rows = files[: len(files) - (large is not None)], []
     for file in files:
         entries = _read(file)["summary"][OVERALL]
         dtype = _read(file)["settings"]["dtype"]
@@ -294,12 +298,25 @@ def headline(*files: str) -> str:
         for name in _HEADLINED
     )
     rows.append((f"{dtype}: {' / '.join(_KINDS.values())}", *cells))
+    if large:
+        row, model = _installed(large), _read(large)["stages"][0]["model"]
+        what = f"{model['dtype']}, {model['num_parameters'] / 1e9:.1f} billion random weights, "
+        what += f"drafts accepted as recorded ({row['mean_accepted_tokens']:.1f} a step)"
+        rows.append((what, speedup_text(row["speedup_over_plain"]), "-"))
     environment, settings = _read(files[0])["environment"], _read(files[0])["settings"]
     cores = f"{environment['num_cores']} cores, {settings['threads']} threads"
     return _table((f"{_model(files[0])}, {cores}", "**lade**", "prompt lookup"), 1, rows)
 
 
 _HEADLINED = ("lade_fresh", "prompt_lookup")
+
+
+def _installed(file: str) -> Mapping[str, Any]:
+    """Return what was measured of lade as installed, in a file of `python -m benchmarks gpu`."""
+    stages = _read(file)["stages"]
+    (row,) = (stage["rows"][0] for stage in stages if stage["stage"] == "installed")
+    found: Mapping[str, Any] = row
+    return found
 
 
 @_figure

@@ -64,3 +64,21 @@ def test_the_digest_is_of_the_source_alone(tmp_path: Path) -> None:
     path.rename(path.with_name("call.py"))
     assert code(tmp_path) != before
     assert len(code()) == 12
+
+
+def test_of_stages_what_is_empty_is_left_out(tmp_path: Path) -> None:
+    rows = [{"method": "plain", "sec": 0.5, "num_recorded": 0, "peak_bytes": None}]
+    result = {
+        "environment": {"gpu": None},
+        "settings": {"device": "cpu"},
+        "stages": [{"stage": "plain", "rows": rows, "left_out": {}, "warnings": []}],
+    }
+    source, out = tmp_path / "result.json", tmp_path / "published.json"
+    source.write_text(json.dumps(result))
+    publish(source, out)
+    kept = {"method": "plain", "sec": 0.5, "num_recorded": 0}
+    assert json.loads(out.read_text()) == {
+        "environment": {"gpu": None},
+        "settings": {"device": "cpu"},
+        "stages": [{"stage": "plain", "rows": [kept]}],
+    }
