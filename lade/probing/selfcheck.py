@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,16 +152,17 @@ def unchanged_random_state(model: Model, profile: Profile | None = None) -> Iter
     device = device_of_inputs(model)
     with apart_from_captures(device):
         before = None if profile.draws is False else state_of(device)
-    try:
-        yield
-    finally:
-        with apart_from_captures(device):
+    with apart_from_captures(device) if profile.draws else nullcontext():
+        try:
+            yield
+        finally:
             if before is not None and not is_state(device, before):
                 if profile.draws is None:
                     plain = Plain(model, check_tokens(model))
                     profile.draws = draws(model, lambda: plain.generate(num_new=2))
                 if profile.draws:
-                    put_back(device, before)
+                    with apart_from_captures(device):
+                        put_back(device, before)
 
 
 _Path = tuple[int, ...]  # tokens after the prompt
