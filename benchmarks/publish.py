@@ -33,9 +33,9 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
         made.pop("prompts", None)
+    as_is = ("environment", "settings")  # where None says that there is none
     if not {"summary", "runs"} & made.keys():
-        environment = made["environment"]  # where None says that there is none
-        made = {**_without_nothing(made), "environment": environment}
+        made = _without_nothing(made) | {name: made[name] for name in as_is if name in made}
     settings = {**made.get("settings", {})}
     if isinstance(settings.get("methods"), dict):  # what each is stands in the code
         settings["methods"] = [*settings["methods"]]
@@ -44,7 +44,6 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
         settings["config"] = {name: v for name, v in config.items() if v != usual.get(name)}
     if settings:
         made["settings"] = settings
-    as_is = ("environment", "settings")
     return {name: v if name in as_is else _rounded(v) for name, v in made.items()}
 
 

@@ -282,7 +282,8 @@ def headline(*files: str) -> str:
     A last file may be of a large model of random weights.
     """
     large = files[-1] if "stages" in _read(files[-1]) else None
-    files, rows = files[: len(files) - (large is not None)], []
+    files = files[:-1] if large else files
+    rows = []
     for file in files:
         entries = _read(file)["summary"][OVERALL]
         dtype = _read(file)["settings"]["dtype"]

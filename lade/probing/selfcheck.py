@@ -50,6 +50,9 @@ def check(
 
     Of a model that only drafts (`is_drafting`), rough logits are enough.
     """
+    known = None if is_drafting else profile.why_not_exact
+    if known is not None and known.value is not None:
+        return CheckResult(known.value)
     attentions: list[str | None] = [None]
     if verification == "tree":
         attentions = _attentions_for(model, widths, is_padded)

@@ -50,4 +50,4 @@ def test_a_model_that_draws_is_found_and_leaves_the_state_as_it_was() -> None:
     assert profile_of(model).draws is True
     model.eval()
     lade.probe(model)
-    assert not profile_of(model).draws
+    assert profile_of(model).draws is None  # nothing has changed the state
