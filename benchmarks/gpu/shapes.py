@@ -8,7 +8,7 @@ the work of a dense model on the way. Next file: `acceptance.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,24 +57,24 @@ _LLAMA = {
 }
 _1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 _8B = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128}
+_SHAPE_1B = Shape("1b", {**_LLAMA, **_1B}, rope=_llama3(32.0))
 
 #: By name. Llama-3.2-1B shares its embeddings with its output layer and "1b" does not, which takes
 #: more memory; a step reads the same bytes.
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("1b", {**_LLAMA, **_1B}, rope=_llama3(32.0)),
+        _SHAPE_1B,
         Shape("8b", {**_LLAMA, **_8B}, rope=_llama3(8.0)),
         # As much as a CPU can do in minutes.
-        Shape(
-            "1b_short",
-            {**_LLAMA, **_1B},
+        replace(
+            _SHAPE_1B,
+            name="1b_short",
             contexts=(256,),
             tree_sizes=(1, 8, 16, 32),
             prompt_length=256,
             max_new_tokens=64,
             chat=(128, 32, 32),
-            rope=_llama3(32.0),
         ),
         # To try the command out, also on a CPU.
         Shape(
