@@ -6,11 +6,8 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-
-from tests.lade.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -160,44 +157,6 @@ def test_every_command_is_on_its_page() -> None:
     for name in ("generate", "demo", "prewarm", "pool build", "bench"):
         assert f"\n## lade {name}\n" in text
     assert re.search(r"^\| `--max-new-tokens` \w+ \| .*\. Default: `256`\. \|$", text, re.MULTILINE)
-
-
-@pytest.mark.exhaustive
-def test_the_drafter_of_the_guide_drafts() -> None:
-    import torch
-
-    import lade
-
-    blocks = _CODE.finditer((DOCS / "guides" / "drafters.md").read_text())
-    ids = torch.tensor([[5, 6]])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names: dict[str, Any] = {"model": tiny_model("llama"), "inputs": inputs}
-    names["small_model"] = tiny_model("llama", seed=1, num_hidden_layers=1)
-    for block in blocks:  # the drafter; its check; the drafter with others
-        exec(compile(block["code"], "drafters.md", "exec"), names)
-    assert {*names["output"].stats.sources} == {"pool", "assistant", "RepeatLast"}
-    output = lade.generate(
-        names["model"],
-        **inputs,
-        drafter=names["RepeatLast"](),
-        config=lade.Config(max_draft_tokens=4, strict_drafter=True),
-        max_new_tokens=8,
-        return_dict_in_generate=True,
-    )
-    assert output.stats.num_draft_tokens > output.stats.num_accepted_tokens > 0
-
-
-def test_the_guide_to_predictions_shows_calls_that_work() -> None:
-    import torch
-
-    blocks = _CODE.finditer((DOCS / "guides" / "predicted_outputs.md").read_text())
-    in_process, _ = (block["code"] for block in blocks if block["language"] == "python")
-    ids = torch.tensor([[5, 6]])
-    names: dict[str, Any] = {"model": tiny_model("llama"), "text": "abcdef"}
-    names["inputs"] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names["tokenizer"] = lambda text, add_special_tokens: {"input_ids": [*map(ord, text[:3])]}
-    exec(compile(in_process, "predicted_outputs.md", "exec"), names)
-    assert names["output"].stats.sources["prediction"].num_asked > 0
 
 
 # --- PyPI -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import transformers
 
 import lade
 from tests.lade.server.serving import NAME, loaded_model, serving
+from tests.lade.tiny import tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 _MADE = re.compile(r"<!-- figures: (?:example|reference|command_line) .*?<!-- end -->", re.DOTALL)
@@ -72,6 +73,23 @@ def test_a_chat(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.endswith(" tokens a second\n")
 
 
+@pytest.mark.exhaustive
+def test_drafters(names: dict[str, Any]) -> None:
+    names["model"] = tiny_model("llama")  # its text repeats
+    names["small_model"] = tiny_model("llama", seed=1, num_hidden_layers=1)
+    made = run("guides/drafters", names)  # the drafter; its check; the drafter with others
+    assert {*made["output"].stats.sources} == {"pool", "assistant", "RepeatLast"}
+    output = lade.generate(
+        made["model"],
+        **made["inputs"],
+        drafter=made["RepeatLast"](),
+        config=lade.Config(max_draft_tokens=4, strict_drafter=True),
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+    )
+    assert output.stats.num_draft_tokens > output.stats.num_accepted_tokens > 0
+
+
 def test_first_layers(names: dict[str, Any]) -> None:
     assert run("guides/first_layers", names)["output"].shape[1] == 5 + 256
 
@@ -103,6 +121,13 @@ def test_pools(names: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(Left):
         exec(compile(exchanging, "pools", "exec"), {"pool": names["mine"], "exchanged": exchanged})
     assert len(sent[0]) > len(sent[1])  # all at first, and then what is new
+
+
+def test_predicted_outputs(names: dict[str, Any]) -> None:
+    in_process, _ = blocks_of("guides/predicted_outputs")  # the other one asks a server
+    names["text"] = "What-is-a-pool?"
+    exec(compile(in_process, "predicted_outputs", "exec"), names)
+    assert names["output"].stats.sources["prediction"].num_asked > 0
 
 
 def test_prewarming(
