@@ -1,10 +1,10 @@
-"""Linear layers that run by whichever is faster on this machine, torch's product or lade's.
+"""Linear layers that run by whichever is fastest on this machine, torch's product or lade's.
 
 Torch's products of a few rows are far from what memory and cores allow: in float32 they pack the
 weights anew in each call, and without AVX-512 those in 16 bits take as many times as there are
-rows. Ours (`_kernels.py`) read the weights where they are. Which one is faster is measured with the
-first calls, by format, size and number of rows. Figures are in docs/internals/
-products.md.
+rows. Ours (`_kernels.py`) read the weights where they are. Without AMX, torch is faster at many
+rows in float32 than in 16 bits, so that widening the weights pays. Which one is fastest is measured
+with the first calls, by format, size and number of rows. Figures are in docs/internals/products.md.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import math
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import MethodType
 from typing import Any
@@ -35,11 +35,15 @@ _TENSORS = (Tensor, nn.Parameter)
 # their inputs are read once for several.
 _FEWEST, _MOST, _SHARES = 12, 240, 4
 
-# A product is timed when it is the first of the two, as the other finds the weights in the cache.
-# Twice for each, unless one is so much slower that another time would cost more than it can tell.
+# So many rows are worth widening weights for, of which so many elements are widened at once: little
+# memory, and the second cache holds most of it.
+_MANY_ROWS, _NUM_WIDENED = 65, 2**20
+
+# A product is timed when it runs first, as the others find the weights in the cache. Twice for
+# each, unless one is so much slower that another time would cost more than it can tell.
 _NUM_TIMES = 2
 _CLEAR, _CLEAR_SEC = 2.0, 3e-3
-# Calls until one is timed again, if both take about the same time, and in any case.
+# Calls until one is timed again, if all take about the same time, and in any case.
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
 # What asking which one is faster takes for each layer. Where lade's products save less in a forward
 # over one token, only one such forward in so many asks.
@@ -48,7 +52,7 @@ _ASKING_SEC, _ASKED_EVERY = 10e-6, 64
 _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
 
 
-_Call = Callable[[], Tensor]
+_TORCHS, _OURS, _WIDENED = range(3)  # products
 
 
 class Products:
@@ -59,7 +63,7 @@ class Products:
         job: address of the function.
 
     Attributes:
-        num_compared: calls that ran both products.
+        num_compared: calls that ran more than one product.
     """
 
     def __init__(self, run: Run, job: int) -> None:
@@ -121,19 +125,20 @@ class Products:
         key = weight.dtype, num_columns, num_inputs, about
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = _Choice()
-        if choice.is_ours is None or choice.is_due():
+            may_widen = num_rows >= _MANY_ROWS and weight.dtype is not torch.float32
+            choice = self._choices[key] = _Choice(3 if may_widen else 2)
+        if choice.best is None or choice.is_due():
             self.num_compared += 1
-            result = choice.compare(
-                lambda: self._ours(inputs, weight, bias, num_rows),
-                lambda: linear(inputs, weight, bias),
-            )
-            if num_rows == 1 and choice.is_ours is not None:
+            result = choice.compare(lambda which: self._by(which, inputs, weight, bias))
+            if num_rows == 1 and choice.best is not None:
                 self._weigh_alone()
             return result
-        if choice.is_ours:
-            return self._ours(inputs, weight, bias, num_rows)
-        return linear(inputs, weight, bias)
+        return self._by(choice.best, inputs, weight, bias)
+
+    def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if which == _TORCHS:
+            return linear(inputs, weight, bias)
+        return (self._ours if which == _OURS else _widened)(inputs, weight, bias)
 
     def _weigh_alone(self) -> None:
         """Hold what lade's products save in a forward over one token against what asking costs."""
@@ -144,7 +149,7 @@ class Products:
         ]
         self._saves_alone = sum(saved) > _ASKING_SEC * self._num_layers.total()
 
-    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int) -> Tensor:
+    def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_columns, num_inputs = weight.shape
         num_threads = torch.get_num_threads()
         dtype = inputs.dtype
@@ -159,7 +164,7 @@ class Products:
             weight.data_ptr(),
             0 if of_bias is None else of_bias.data_ptr(),
             results.data_ptr(),
-            num_rows,
+            inputs.numel() // num_inputs,
             num_inputs,
             num_columns,
             _FORMATS[dtype],
@@ -167,6 +172,19 @@ class Products:
         )
         self._run(self._job, ctypes.addressof(job), num_threads)
         return results.to(dtype) if is_narrow else results
+
+
+def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a product in 16 bits that torch computes in float32, some columns at a time."""
+    num_columns, num_inputs = weight.shape
+    wide = inputs.float()
+    results = inputs.new_empty((*inputs.shape[:-1], num_columns))
+    step = max(_NUM_WIDENED // num_inputs, 1)
+    for start in range(0, num_columns, step):
+        part = slice(start, start + step)
+        of_bias = None if bias is None else bias[part].float()
+        results[..., part] = linear(wide, weight[part].float(), of_bias)
+    return results
 
 
 _FORWARD = nn.Linear.forward
@@ -233,68 +251,70 @@ def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
 
 
 class _Choice:
-    """Which of two products is faster, by the shortest times of a few calls.
+    """Which of some products is the fastest, by the shortest times of a few calls.
 
     A busy machine may make the wrong one look slow, so they are timed again now and then, in turn.
 
     Attributes:
-        is_ours: None as long as it is not known.
+        best: None as long as it is not known.
     """
 
-    def __init__(self) -> None:
-        self.is_ours: bool | None = None
-        self._sec = [math.inf, math.inf]  # the shortest of torch's and of ours
-        self._num_compared = 0
+    def __init__(self, num_products: int) -> None:
+        self.best: int | None = None
+        self._sec = [math.inf] * num_products  # the shortest of each
+        self._rivals: Sequence[int] = range(num_products)  # that run when they are compared
+        self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
         self._num_left = 0  # calls until one is timed again
 
-    def compare(self, ours: _Call, theirs: _Call) -> Tensor:
-        """Run both products, time the first, and return torch's result."""
-        is_known = self.is_ours is not None
-        is_ours_first = self._num_compared % 2 == 0
-        self._num_compared += 1
-        if is_ours_first:
-            mine, result = self._timed(True, ours), theirs()
-        else:
-            result, mine = self._timed(False, theirs), ours()
-        if not _is_close(mine, result):
+    def compare(self, run: Callable[[int], Tensor]) -> Tensor:
+        """Run the rivals, time the first, and return torch's result if it is one, else another."""
+        rivals, is_known = self._rivals, self.best is not None
+        self._place = (self._place + 1) % len(rivals)
+        first = rivals[self._place]
+        start = perf_counter()
+        results = {first: run(first)}
+        self._sec[first] = min(self._sec[first], perf_counter() - start)
+        results |= {which: run(which) for which in rivals if which != first}
+        result = results.pop(rivals[0])
+        if not all(_is_close(other, result) for other in results.values()):
             warnings.warn(
                 "lade's product for few rows differs from torch's, which is used instead; please "
                 f"report this with your CPU and {result.dtype} {list(result.shape)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-            self.is_ours, self._num_left = False, -1
-        elif is_known or (not is_ours_first and self._has_times()):
+            self.best, self._num_left = _TORCHS, -1
+            return result if rivals[0] == _TORCHS else run(_TORCHS)
+        if is_known:
             self._choose()
+        elif self._place == 0:
+            self._end_round()
         return result
 
     @property
     def saved_sec(self) -> float:
-        """What a call saves by lade's product; as much as it takes while that is not known."""
-        if self.is_ours is None:
-            return math.inf
-        return self._sec[False] - self._sec[True] if self.is_ours else 0.0
+        """What a call saves by the best; as much as it takes while that is not known."""
+        return math.inf if self.best is None else self._sec[_TORCHS] - self._sec[self.best]
 
     def is_due(self) -> bool:
-        """Count a call; return whether both products are to run."""
+        """Count a call; return whether all products are to run."""
         self._num_left -= 1
         return self._num_left == 0
 
-    def _has_times(self) -> bool:
-        """Return whether both were timed as often as there is something to learn."""
-        fast, slow = sorted(self._sec)
-        is_clear = slow > _CLEAR * fast and slow > _CLEAR_SEC
-        return is_clear or self._num_compared >= 2 * _NUM_TIMES
-
-    def _timed(self, is_ours: bool, call: _Call) -> Tensor:
-        start = perf_counter()
-        result = call()
-        self._sec[is_ours] = min(self._sec[is_ours], perf_counter() - start)
-        return result
+    def _end_round(self) -> None:
+        """Choose, unless some rivals are to be timed once more."""
+        self._num_rounds += 1
+        fast = min(self._sec)
+        rivals = [i for i, sec in enumerate(self._sec) if sec < max(_CLEAR * fast, _CLEAR_SEC)]
+        if len(rivals) > 1 and self._num_rounds < _NUM_TIMES:
+            self._rivals = rivals
+        else:
+            self._rivals = range(len(self._sec))
+            self._choose()
 
     def _choose(self) -> None:
-        fast, slow = sorted(self._sec)
-        self.is_ours = self._sec[True] < self._sec[False]
+        fast, slow = min(self._sec), max(self._sec)
+        self.best = self._sec.index(fast)
         # What takes so many times as long is tried so rarely that it costs a percent at most.
         self._num_left = int(min(_LEAST_CALLS * (slow / fast) ** 2, _MOST_CALLS))
 

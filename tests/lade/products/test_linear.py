@@ -42,10 +42,10 @@ def no_grad() -> Any:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use lade's products wherever there is a choice."""
-    monkeypatch.setattr(file._Choice, "__init__", lambda self: self.__dict__.update(_ALWAYS))
+    monkeypatch.setattr(file._Choice, "__init__", lambda self, _: self.__dict__.update(_ALWAYS))
 
 
-_ALWAYS = {"is_ours": True, "_num_left": -1}
+_ALWAYS = {"best": file._OURS, "_num_left": -1}
 
 
 def made() -> Products:
@@ -98,6 +98,25 @@ def test_inputs_may_lie_anywhere(dtype: torch.dtype, always: None) -> None:
     assert apart(made().product(last, weight, None), linear(last, weight).double()) < 0.02
 
 
+@pytest.mark.parametrize("dtype", FORMATS[1:], ids=str)
+def test_widened_products_are_as_exact_as_those_of_torch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_NUM_WIDENED", 100 * 256)  # in four parts, and in one
+    for num_columns, num_inputs in ((350, 256), (60, 70_000)):
+        weight, bias = torch.randn(num_columns, num_inputs), torch.randn(num_columns)
+        weight, bias = weight.to(dtype), bias.to(dtype)
+        inputs = torch.randn(2, 40, num_inputs).to(dtype)
+        for of_bias in (None, bias):
+            exact = linear(
+                inputs.double(), weight.double(), None if of_bias is None else of_bias.double()
+            )
+            got = file._widened(inputs, weight, of_bias)
+            assert got.shape == exact.shape
+            assert got.dtype == dtype
+            assert apart(got, exact) <= apart(linear(inputs, weight, of_bias), exact)
+
+
 def test_threads_share_the_columns(always: None) -> None:
     inputs, weight = torch.randn(5, 300), torch.randn(1000, 300)
     before = torch.get_num_threads()
@@ -129,17 +148,20 @@ def test_infinity_and_nan_pass(dtype: torch.dtype, special: float, always: None)
     assert torch.equal(got.nan_to_num(1.5), expected.nan_to_num(1.5))
 
 
-# --- which of the two -------------------------------------------------------------------------
+# --- which of them ----------------------------------------------------------------------------
 
 
 class Clock:
     """Seconds that pass as products are run: so many for torch's, and so many for lade's."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, theirs: float, ours: float) -> None:
-        self.now, self.theirs, self.ours = 0.0, theirs, ours
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, theirs: float, ours: float, widened: float = 0.0
+    ) -> None:
+        self.now, self.theirs, self.ours, self.widened = 0.0, theirs, ours, widened
         self.ran: list[str] = []
         own = Products._ours
         monkeypatch.setattr(file, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(file, "_widened", lambda *args: self._run("widened", linear, args))
         monkeypatch.setattr(file, "linear", lambda *args: self._run("theirs", linear, args))
         monkeypatch.setattr(Products, "_ours", lambda *args: self._run("ours", own, args))
 
@@ -173,6 +195,43 @@ def test_one_that_is_much_slower_is_tried_once(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(9):
         products.product(inputs, weight, None)
     assert clock.ran == ["ours", "theirs", "theirs", "ours"] + ["ours"] * 7
+
+
+@pytest.mark.parametrize("fastest", ["ours", "theirs", "widened"])
+def test_many_rows_in_16_bits_have_a_third_product(
+    fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"ours": 1e-4, "theirs": 1e-4, "widened": 1e-4, fastest: 0.8e-4}
+    clock = Clock(monkeypatch, **times)
+    products, weight = made(), torch.randn(256, 256).bfloat16()
+    for num_rows, num in ((64, 4), (65, 6)):
+        inputs = torch.randn(num_rows, 256).bfloat16()
+        for _ in range(num):
+            assert torch.equal(products.product(inputs, weight, None), linear(inputs, weight))
+    assert clock.ran[:8] == ["ours", "theirs", "theirs", "ours"] * 2
+    assert (
+        clock.ran[8:]
+        == [
+            *("ours", "theirs", "widened"),
+            *("widened", "theirs", "ours"),
+            *("theirs", "ours", "widened"),
+        ]
+        * 2
+    )
+    for _ in range(50):
+        products.product(inputs, weight, None)
+    assert clock.ran[-50:] == [fastest] * 50
+
+
+def test_a_second_round_is_of_those_that_may_be_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, theirs=0.1, ours=0.01, widened=0.009)
+    products, weight = made(), torch.randn(256, 256).bfloat16()
+    inputs = torch.randn(100, 256).bfloat16()
+    for _ in range(9):
+        products.product(inputs, weight, None)
+    assert clock.ran[9:] == ["widened", "ours", "ours", "widened", *["widened"] * 4]
 
 
 def test_what_a_busy_machine_made_look_slow_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
