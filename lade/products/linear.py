@@ -61,13 +61,14 @@ class Products:
     Args:
         run: calls a function on several threads.
         job: address of the function.
+        most_rows: that it widens at once.
 
     Attributes:
         num_compared: calls that ran more than one product.
     """
 
-    def __init__(self, run: Run, job: int) -> None:
-        self._run, self._job = run, job
+    def __init__(self, run: Run, job: int, most_rows: int) -> None:
+        self._run, self._job, self._most_rows = run, job, most_rows
         self.num_compared = 0
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], _Choice] = {}
@@ -151,24 +152,31 @@ class Products:
 
     def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_columns, num_inputs = weight.shape
+        num_rows = inputs.numel() // num_inputs
         num_threads = torch.get_num_threads()
         dtype = inputs.dtype
         is_narrow = dtype is not torch.float32
         # Each of these lives until the job is done.
-        wide = (inputs.to(torch.float32) if is_narrow else inputs).contiguous()
-        of_bias = bias.to(torch.float32) if is_narrow and bias is not None else bias
-        results = wide.new_empty((*inputs.shape[:-1], num_columns))
+        given = (inputs.float() if dtype is torch.float16 else inputs).contiguous()
+        of_bias = bias.float() if is_narrow and bias is not None else bias
+        results = inputs.new_empty((*inputs.shape[:-1], num_columns), dtype=torch.float32)
+        scratch = None
+        if dtype is torch.bfloat16:
+            size = num_threads * min(num_rows, self._most_rows) * num_inputs
+            scratch = inputs.new_empty(size, dtype=torch.float32)
         share = num_columns // (_SHARES * num_threads) // _FEWEST * _FEWEST
         job = _Job(
-            wide.data_ptr(),
+            given.data_ptr(),
             weight.data_ptr(),
             0 if of_bias is None else of_bias.data_ptr(),
             results.data_ptr(),
-            inputs.numel() // num_inputs,
+            num_rows,
             num_inputs,
             num_columns,
             _FORMATS[dtype],
             min(max(share, _FEWEST), _MOST),
+            0,
+            0 if scratch is None else scratch.data_ptr(),
         )
         self._run(self._job, ctypes.addressof(job), num_threads)
         return results.to(dtype) if is_narrow else results
@@ -188,7 +196,7 @@ def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 _FORWARD = nn.Linear.forward
-_Job = ctypes.c_int64 * 10
+_Job = ctypes.c_int64 * 12
 
 
 def products_for(model: Model) -> Products | None:
@@ -202,9 +210,9 @@ def products_for(model: Model) -> Products | None:
     # What is summed in less than float32 is what the user asked for.
     if float32_precision("cpu") != "highest":
         return None
-    from lade.products._kernels import run_job  # compiled as it is imported
+    from lade.products._kernels import MOST_ROWS, run_job  # compiled as they are imported
 
-    return Products(run, run_job.address)
+    return Products(run, run_job.address, MOST_ROWS)
 
 
 def _has_vectors() -> bool:
