@@ -238,9 +238,9 @@ def rates(file: str, method: str, group: str = OVERALL) -> str:
 
 
 @_figure
-def ratios(file: str, method: str) -> str:
+def ratios(file: str, method: str, rivals: str) -> str:
     """Return by how much a method's MAT exceeds the best rival's in an arena, at each budget."""
-    runs = _runs(file)
+    runs = _runs(rivals) | _runs(file)
     sizes = sorted({size for _, size in runs})
     best = [
         max(
@@ -399,19 +399,23 @@ def categories(file: str) -> str:
 
 
 @_figure
-def arena(file: str) -> str:
+def arena(*files: str) -> str:
     """Return MAT, and draft tokens a step, of every drafter at every budget, live."""
-    runs = _runs(file)
-    sizes = sorted({size for _, size in runs})
-    ours = _NAMES["lade"] if _read(file)["settings"]["num_table_contexts"] is None else _PREWARMED
-    names = {**_NAMES, "lade": f"{ours}, one pool for all prompts", "lade_fresh": ours}
     rows = []
-    for method in dict.fromkeys(name for name, _ in runs):
-        numbers = [
-            f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
-            for run in (runs[method, size] for size in sizes)
-        ]
-        rows.append((names.get(method, f"`{method}`"), *numbers))
+    for file in files:
+        runs = _runs(file)
+        sizes = sorted({size for _, size in runs})
+        has_table = _read(file)["settings"]["num_table_contexts"] is not None
+        ours = _PREWARMED if has_table else _NAMES["lade"]
+        one = "one pool for all prompts"
+        of_lade = {"lade": f"{ours}, {one}", "lade_untabled": f"{_NAMES['lade']}, {one}"}
+        names = {**_NAMES, **of_lade, "lade_fresh": ours}
+        for method in dict.fromkeys(name for name, _ in runs):
+            numbers = [
+                f"{run['mean_accepted_tokens']:.2f} ({run['draft_tokens_per_step']:.0f})"
+                for run in (runs[method, size] for size in sizes)
+            ]
+            rows.append((names.get(method, f"`{method}`"), *numbers))
     return _table(("drafter, MAT (draft tokens a step)", *map(str, sizes)), 1, rows)
 
 

@@ -21,6 +21,7 @@ from lade.config import Config
 from lade.drafting.drafter import Drafter
 from lade.hf.api import generate
 from lade.hf.pools import Pools
+from lade.openmp import release_workers
 from lade.stats import Step
 from lade.targets.joint import JointForwards
 from lade.turns import Turns
@@ -133,6 +134,7 @@ class Batcher:
             max_batch_tokens = _tokens_that_fit(model)
         self._room = _Room(max_batch_tokens)
         self._threads = ThreadPoolExecutor(max_batch_size, thread_name_prefix="lade-batcher")
+        release_workers()  # of this thread, which may have loaded the model
 
     @property
     def is_joint(self) -> bool:

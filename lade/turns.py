@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lade.openmp import release_workers
+
 #: The seat of whatever code runs in a turn.
 _current: ContextVar["Seat | None"] = ContextVar("lade_seat", default=None)
 
@@ -85,20 +87,18 @@ class Turns:
             seat._leave()
 
     def close(self) -> None:
-        """End the thread of forwards."""
+        """End the thread for forwards."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
     def _forward(self, asked: Sequence[Any]) -> list[Any]:
-        """Run forwards, on a CPU always in the same thread.
-
-        Each thread that runs parallel loops of OpenMP has workers of its own, and these get in
-        each other's way as soon as there are more of them than cores.
-        """
-        if self._thread is None:
+        """Run forwards; on a CPU not in the main thread, whose interrupt would end all of them."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._thread is None or not is_main:
             return [*self._run(asked)]
+        release_workers()
         try:
-            running = self._thread.submit(self._run, asked)
+            running = self._thread.submit(self._run_apart, asked)
         except RuntimeError:  # it was closed, or the interpreter ends
             return [*self._run(asked)]
         interrupt: KeyboardInterrupt | None = None
@@ -111,6 +111,12 @@ class Turns:
                 interrupt = error
             else:
                 return results if interrupt is None else [interrupt, *results[1:]]
+
+    def _run_apart(self, asked: Sequence[Any]) -> list[Any]:
+        try:
+            return [*self._run(asked)]
+        finally:
+            release_workers()
 
     def _next(self) -> "Seat | None":
         """Return whose turn is next; the first of those that ask runs the forward of all."""
@@ -239,7 +245,10 @@ class Seat:
     def _hand_on(self) -> None:
         """Wake whoever is next; may be this one. The lock is held."""
         following = self._turns._holder = self._turns._next()
-        if following is not None and following is not self:
+        if following is self:
+            return
+        release_workers()  # those of the next thread shall wait awake
+        if following is not None:
             following._woken.release()
 
     def _swap_states(self) -> None:

@@ -25,6 +25,7 @@ ORDER = [
         "_version",
         "errors",
         "garbage",
+        "openmp",
         "hosts",
         "attempts",
         "config",

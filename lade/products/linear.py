@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 
 from lade.closeness import float32_precision
 from lade.compat import Model
-from lade.products.threads import Run, runner
+from lade.openmp import Run, runner
 from lade.view import viewed
 
 # Weights of fewer elements are done before a thread is told of them.

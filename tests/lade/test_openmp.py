@@ -1,0 +1,84 @@
+"""Workers of parallel loops: a thread's end when it is told so, and when it hands a turn on."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lade
+from lade.openmp import _pause, release_workers
+from tests.lade.both import ONE
+from tests.lade.tiny import tiny_model
+
+_TASKS = Path("/proc/self/task")
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or _pause() is None, reason="torch has no OpenMP of GNU's here"
+)
+
+
+def run_loop() -> float:
+    """Run a loop that torch divides among its threads."""
+    return float(torch.ones(2**20).exp().sum())
+
+
+def num_threads() -> int:
+    return len(os.listdir(_TASKS))
+
+
+def in_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_workers_end_and_others_begin_with_the_next_loop() -> None:
+    counts = []
+
+    def run() -> None:
+        torch.set_num_threads(3)
+        before = num_threads()
+        for _ in range(2):
+            expected = run_loop()
+            counts.append(num_threads() - before)
+            release_workers()
+            release_workers()  # there are none
+            counts.append(num_threads() - before)
+        assert run_loop() == expected
+
+    before = torch.get_num_threads()
+    try:
+        in_thread(run)
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [2, 0, 2, 0]
+
+
+def test_a_turn_that_is_handed_on_leaves_no_workers() -> None:
+    """Else the workers of the next thread would not wait awake for its loops."""
+    seen = []
+    model = tiny_model("llama", dtype=torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def note(step: lade.Step) -> None:
+        seen.append(num_threads())
+        run_loop()
+
+    try:
+        release_workers()
+        with lade.Batcher(model, max_batch_size=4) as batcher:
+            given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 8}
+            requests = [batcher.submit(ONE, on_step=note, **given) for _ in range(4)]
+            others = num_threads()  # those of the batcher, at most four, have begun or will
+            for request in requests:
+                request.result()
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) >= 4 * 2
+    assert max(seen) <= others + 4 + 1  # workers of one thread at most
