@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 Run = Callable[[int, int, int], None]
 
 _SOFT = 1  # of `omp_pause_resource_t`: what was set stays set
@@ -53,6 +51,8 @@ def _pause() -> Callable[[int], int] | None:
 @functools.cache
 def _library() -> Any:
     """Return a library that depends on the OpenMP that torch uses, or None."""
+    import torch  # here, for `lade.models.load` is imported without it
+
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         path = Path(torch.__file__).parent / "lib" / name
         if path.exists():

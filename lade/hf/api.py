@@ -34,6 +34,7 @@ from lade.hf.options import (
 )
 from lade.hf.pools import Pools, pools_of
 from lade.hf.predictions import Predicted
+from lade.openmp import release_workers
 from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
 from lade.probing.rules import refuse_encoder_decoder
@@ -148,7 +149,10 @@ def _run(call: Call) -> Any:
     refuse_unsupported_options(call.model, call.options)
     if call.input_ids.dtype not in _TYPES_OF_IDS:
         raise TypeError(f"expected input_ids of int64 or int32, got {call.input_ids.dtype}")
-    return Generation(call).run()
+    try:
+        return Generation(call).run()
+    finally:
+        release_workers()  # the next call may come in another thread
 
 
 def wrap(

@@ -16,6 +16,7 @@ from lade.models.embedded import (
     embedded_model,
     no_progress,
 )
+from lade.openmp import release_workers
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # As torch and others call them.
@@ -104,7 +105,9 @@ def load(
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model {source!r} could not be loaded: {error}") from error
-    return LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
+    loaded = LoadedModel(model.to(chosen_device).eval(), tokenizer, chosen)
+    release_workers()  # calls may come in other threads
+    return loaded
 
 
 @cache
