@@ -82,3 +82,23 @@ def test_a_turn_that_is_handed_on_leaves_no_workers() -> None:
         torch.set_num_threads(before)
     assert len(seen) >= 4 * 2
     assert max(seen) <= others + 4 + 1  # workers of one thread at most
+
+
+def test_a_call_leaves_no_workers() -> None:
+    """Else those of calls in other threads would not wait awake."""
+    model, counts = tiny_model("llama", dtype=torch.float32), []
+
+    def run() -> None:
+        torch.set_num_threads(3)
+        before = num_threads()
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 4}
+        lade.generate(model, ONE, on_step=lambda _: counts.append(run_loop()), **given)
+        counts[:] = [len(counts), num_threads() - before]
+
+    before = torch.get_num_threads()
+    try:
+        in_thread(run)
+    finally:
+        torch.set_num_threads(before)
+    assert counts[0] > 0
+    assert counts[1] == 0
