@@ -72,16 +72,16 @@ def test_a_turn_that_is_handed_on_leaves_no_workers() -> None:
 
     try:
         release_workers()
+        others = num_threads()
         with lade.Batcher(model, max_batch_size=4) as batcher:
             given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 8}
             requests = [batcher.submit(ONE, on_step=note, **given) for _ in range(4)]
-            others = num_threads()  # those of the batcher, at most four, have begun or will
             for request in requests:
                 request.result()
     finally:
         torch.set_num_threads(before)
     assert len(seen) >= 4 * 2
-    assert max(seen) <= others + 4 + 1  # workers of one thread at most
+    assert max(seen) <= others + 4 + 1  # the batcher's threads, and a worker of one of them
 
 
 def test_a_call_leaves_no_workers() -> None:
