@@ -38,6 +38,7 @@ _LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 ROWS, COLUMNS, DEPTH = 4, 4 if _LANES == 16 else 3, 1024
 MOST_ROWS = 64  # that are taken at once
 _LINE = 64  # bytes that memory hands over at once
+_PER_LINE = _LINE // 2  # bfloat16
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS = ir.VectorType(_FLOAT, _LANES)
@@ -257,15 +258,14 @@ def _widen(source, target, size):  # type: ignore[no-untyped-def]
     """Widen a row as `_add_pairs` takes it: of as many pairs as there are lanes, the firsts."""
     pairs = numba.carray(_pointer(source), (size // 2,), np.uint32)
     wide = numba.carray(_pointer(target), (size,), np.uint32)
-    paired = 0
-    for start in range(0, size // (2 * _LANES) * _LANES, _LANES):
+    num_pairs = size // _PER_LINE * (_PER_LINE // 2)  # what is left of a row comes one by one
+    for start in range(0, num_pairs, _LANES):
         for i in range(_LANES):
             wide[2 * start + i] = pairs[start + i] << np.uint32(16)
         for i in range(_LANES):
             wide[2 * start + _LANES + i] = pairs[start + i] & np.uint32(0xFFFF0000)
-        paired = 2 * (start + _LANES)
     narrow = numba.carray(_pointer(source), (size,), np.uint16)
-    for i in range(paired, size):
+    for i in range(2 * num_pairs, size):
         wide[i] = np.uint32(narrow[i]) << np.uint32(16)
 
 

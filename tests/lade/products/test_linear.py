@@ -1,12 +1,18 @@
 """Products for few rows: torch's numbers, whatever happens to weights; the faster one is used."""
 
 import copy
+import importlib.util
+import itertools
 import math
 import platform
+import re
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
+import numba
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +95,35 @@ def test_results_are_as_exact_as_those_of_torch(
         most = exact.abs().max()  # of all rows: one sum alone may be nearly 0
         mine, torchs = (max(each) / float(most) for each in zip(*errors, strict=True))
         assert mine <= 2 * torchs + torch.finfo(dtype).eps
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_lanes", [8, 16])
+def test_vectors_of_either_length_give_the_same(
+    num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this machine are one of the two, and rows need not end where a vector does."""
+    source = Path(file.__file__).with_name("_kernels.py").read_text()
+    path = tmp_path / f"kernels_{num_lanes}.py"
+    path.write_text(re.sub("(?m)^_LANES = .*", f"_LANES = {num_lanes}", source))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    kernels = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, kernels)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    spec.loader.exec_module(kernels)
+    run = runner()
+    assert run is not None
+    products = Products(run, kernels.run_job.address, kernels.MOST_ROWS)
+    for dtype, num_inputs, num_rows in itertools.product(
+        FORMATS, (16, 31, 48, 592, 1040, 2049), (1, 3, 64, 130)
+    ):
+        inputs = torch.randn(num_rows, num_inputs).to(dtype)
+        weight = torch.randn(50, num_inputs).to(dtype)
+        exact = linear(inputs.double(), weight.double())
+        limit = 4 * torch.finfo(dtype).eps
+        assert apart(products._ours(inputs, weight, None), exact) <= limit
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
