@@ -2,12 +2,14 @@
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Run = Callable[[int, int, int], None]
 
+_PROCESS = os.getpid()
 _SOFT = 1  # of `omp_pause_resource_t`: what was set stays set
 
 
@@ -36,8 +38,18 @@ def release_workers() -> None:
     and 150 where there are workers.
     """
     pause = _pause()
-    if pause is not None:
+    if pause is not None and _has_workers():
         pause(_SOFT)
+
+
+def _has_workers() -> bool:
+    """Return whether workers that are known are there, for else they would be waited for.
+
+    A fork has only the thread that made it. Loops run there only with `torch.set_num_threads(1)`.
+    """
+    import torch
+
+    return os.getpid() == _PROCESS and torch.get_num_threads() > 1
 
 
 @functools.cache

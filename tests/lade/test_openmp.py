@@ -1,8 +1,11 @@
 """Workers of parallel loops: a thread's end when it is told so, and when it hands a turn on."""
 
 import os
+import signal
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,34 @@ def test_a_call_leaves_no_workers() -> None:
         torch.set_num_threads(before)
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_nobody_waits_for_workers_that_a_fork_has_left_behind(num_threads: int) -> None:
+    def run() -> None:
+        torch.set_num_threads(3)
+        run_loop()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python 3.12, about threads
+            child = os.fork()
+        if child == 0:
+            torch.set_num_threads(num_threads)
+            release_workers()
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        codes.append(ended)
+
+    codes: list[tuple[int, int]] = []
+    before = torch.get_num_threads()
+    try:
+        in_thread(run)
+    finally:
+        torch.set_num_threads(before)
+    ((pid, status),) = codes
+    assert pid > 0
+    assert status == 0
