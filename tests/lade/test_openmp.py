@@ -3,10 +3,10 @@
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,24 @@ def num_threads() -> int:
 
 
 def in_thread(call: Callable[[], None]) -> None:
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
+    """Call in a new thread that runs loops by three, and raise what it raises."""
+
+    def run() -> None:
+        torch.set_num_threads(3)
+        call()
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(run).result()
+    finally:
+        torch.set_num_threads(before)  # of threads to come, which no fixture sees
 
 
 def test_workers_end_and_others_begin_with_the_next_loop() -> None:
     counts = []
 
     def run() -> None:
-        torch.set_num_threads(3)
         before = num_threads()
         for _ in range(2):
             expected = run_loop()
@@ -54,11 +62,7 @@ def test_workers_end_and_others_begin_with_the_next_loop() -> None:
             counts.append(num_threads() - before)
         assert run_loop() == expected
 
-    before = torch.get_num_threads()
-    try:
-        in_thread(run)
-    finally:
-        torch.set_num_threads(before)
+    in_thread(run)
     assert counts == [2, 0, 2, 0]
 
 
@@ -66,23 +70,19 @@ def test_a_turn_that_is_handed_on_leaves_no_workers() -> None:
     """Else the workers of the next thread would not wait awake for its loops."""
     seen = []
     model = tiny_model("llama", dtype=torch.float32)
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
 
     def note(step: lade.Step) -> None:
         seen.append(num_threads())
         run_loop()
 
-    try:
-        release_workers()
-        others = num_threads()
-        with lade.Batcher(model, max_batch_size=4) as batcher:
-            given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 8}
-            requests = [batcher.submit(ONE, on_step=note, **given) for _ in range(4)]
-            for request in requests:
-                request.result()
-    finally:
-        torch.set_num_threads(before)
+    release_workers()
+    others = num_threads()
+    with lade.Batcher(model, max_batch_size=4) as batcher:
+        given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 8}
+        requests = [batcher.submit(ONE, on_step=note, **given) for _ in range(4)]
+        for request in requests:
+            request.result()
     assert len(seen) >= 4 * 2
     assert max(seen) <= others + 4 + 1  # the batcher's threads, and a worker of one of them
 
@@ -92,17 +92,12 @@ def test_a_call_leaves_no_workers() -> None:
     model, counts = tiny_model("llama", dtype=torch.float32), []
 
     def run() -> None:
-        torch.set_num_threads(3)
         before = num_threads()
         given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), "max_new_tokens": 4}
         lade.generate(model, ONE, on_step=lambda _: counts.append(run_loop()), **given)
         counts[:] = [len(counts), num_threads() - before]
 
-    before = torch.get_num_threads()
-    try:
-        in_thread(run)
-    finally:
-        torch.set_num_threads(before)
+    in_thread(run)
     assert counts[0] > 0
     assert counts[1] == 0
 
@@ -110,7 +105,6 @@ def test_a_call_leaves_no_workers() -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_nobody_waits_for_workers_that_a_fork_has_left_behind(num_threads: int) -> None:
     def run() -> None:
-        torch.set_num_threads(3)
         run_loop()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python 3.12, about threads
@@ -128,11 +122,7 @@ def test_nobody_waits_for_workers_that_a_fork_has_left_behind(num_threads: int) 
         codes.append(ended)
 
     codes: list[tuple[int, int]] = []
-    before = torch.get_num_threads()
-    try:
-        in_thread(run)
-    finally:
-        torch.set_num_threads(before)
+    in_thread(run)
     ((pid, status),) = codes
     assert pid > 0
     assert status == 0
