@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from lade.attention.joint import Calls, Held, attend
 from lade.tree import Packing
 
 PACKED_SDPA = "lade_packed_sdpa"
@@ -278,30 +279,6 @@ def with_groups(mask: Tensor, groups: Sequence[RowGroup | PromptRow]) -> Tensor:
     return mask
 
 
-class CallPart(NamedTuple):
-    """The tokens of one call in a forward of several; each attends to its own keys alone."""
-
-    nodes: slice  # its tokens, among those of all calls
-    mask: Tensor | None  # bool [1, 1, num_tokens, num_keys]; None for one token that sees all keys
-
-    def attend(
-        self, module: nn.Module, query: Tensor, held: tuple[Tensor, Tensor], options: dict[str, Any]
-    ) -> Tensor:
-        """Attend from the call's tokens, of [1, num_heads, num_tokens, head_dim]."""
-        return packed_sdpa(module, query[:, :, self.nodes], *held, self.mask, **options)[0]
-
-
-def with_parts(mask: Tensor, masks: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
-    """Attach the masks of several calls to one for `packed_rows`; return the mask.
-
-    The keys and values of a layer carry those of each call, as `lade.targets.joint` makes them.
-    """
-    stops = [*accumulate(sizes)]
-    nodes = map(slice, [0, *stops[:-1]], stops)
-    mask._lade_parts = [*map(CallPart, nodes, masks)]  # type: ignore[attr-defined]
-    return mask
-
-
 def packed_rows(
     module: nn.Module,
     query: Tensor,
@@ -327,19 +304,24 @@ def packed_rows(
         With groups [1, num_nodes, num_heads, head_dim of values], and None for the weights.
 
     Raises:
-        NotImplementedError: there are groups or parts and something that is not honoured, or keys
-            and values that are not those that the caches of the parts have returned.
+        NotImplementedError: there are groups or calls and something that is not honoured, or keys
+            and values that are not those that the caches of the calls have returned.
     """
-    parts: Sequence[CallPart] | None = getattr(attention_mask, "_lade_parts", None)
-    if parts is not None:
+    calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
+    if calls is not None:
         _refuse(_NOT_HONOURED, kwargs)
-        if not (hasattr(key, "_lade_held") and hasattr(value, "_lade_held")):
+        held: Held | None = getattr(key, "_lade_held", None)
+        if held is None or getattr(value, "_lade_held", None) is not held:
             raise NotImplementedError("keys and values change between the cache and attention")
-        held = zip(key._lade_held, value._lade_held, strict=True)
+        at_once = None if dropout else attend(calls, held, query, key, value, scaling)
+        if at_once is not None:
+            return at_once, None
         options = {"dropout": dropout, "scaling": scaling}
-        of_parts = zip(parts, held, strict=True)
-        by_part = [part.attend(module, query, each, options) for part, each in of_parts]
-        return torch.cat(by_part, dim=1), None
+        by_call = [
+            packed_sdpa(module, query[:, :, nodes], *of_call, mask, **options)[0]
+            for nodes, mask, of_call in zip(calls.nodes, calls.masks, held.tensors(), strict=True)
+        ]
+        return torch.cat(by_call, dim=1), None
     groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
     if groups is None:
         return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -1,5 +1,7 @@
 """Every compiled function of this package, and nothing else: linear layers for few rows.
 
+What `lade/attention/_kernels.py` takes of it has names without an underscore.
+
 y = x · Wᵀ + b. A weight is read once and used for all rows while it is in the cache; meanwhile the
 next ones are fetched, for memory is slower than cores at this. The sums of a row run along the
 weight's own rows, so nothing is packed and no copy can go stale. What is in 16 bits is widened in
@@ -31,23 +33,23 @@ SCRATCH, NEXT_THREAD = 10, 11
 JOB_SIZE = 12
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
-_LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+LANES = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 # A tile is the sums of so many rows and columns, which registers hold, of which AVX-512 has 32 and
 # AVX2 16: one load of a vector serves several products. So many inputs are summed at once, which
 # the first cache holds for these rows.
-ROWS, COLUMNS, DEPTH = 4, 4 if _LANES == 16 else 3, 1024
+ROWS, COLUMNS, DEPTH = 4, 4 if LANES == 16 else 3, 1024
 MOST_ROWS = 64  # that are taken at once
 _LINE = 64  # bytes that memory hands over at once
-_PER_LINE = _LINE // 2  # bfloat16
+PER_LINE = _LINE // 2  # bfloat16
 
 _INT16, _INT32, _INT64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS = ir.VectorType(_FLOAT, _LANES)
-_WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
+FLOATS = ir.VectorType(_FLOAT, LANES)
+WIDTHS = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}  # bytes of a weight
 _STORED = {FLOAT32: _FLOAT, BFLOAT16: _INT16, FLOAT16: ir.HalfType()}
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:
+def pointer(typing_context: Any, address: Any) -> Any:
     """Return an integer as a pointer, which `numba.carray` takes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -57,7 +59,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _take(typing_context: Any, address: Any, number: Any) -> Any:
+def take(typing_context: Any, address: Any, number: Any) -> Any:
     """Add to an integer that threads share, and return what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -68,7 +70,7 @@ def _take(typing_context: Any, address: Any, number: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _tile(typing_context: Any, of: Any) -> Any:
+def tile(typing_context: Any, of: Any) -> Any:
     """Add the products of some inputs to a tile of the results.
 
     There is code for each format and size of a tile, in LLVM's own terms: which sums are in
@@ -90,7 +92,7 @@ def _tile(typing_context: Any, of: Any) -> Any:
         size = builder.add(builder.mul(num_rows, _INT64(8)), num_columns)
         switch = builder.switch(builder.add(builder.mul(format_, _INT64(64)), size), end)
         sizes = [(rows, COLUMNS) for rows in range(1, ROWS + 1)] + [(1, 1)]
-        for of_format in _WIDTHS:
+        for of_format in WIDTHS:
             for rows, columns in sizes:
                 block = builder.append_basic_block("tile")
                 switch.add_case(_INT64(64 * of_format + 8 * rows + columns), block)
@@ -111,9 +113,9 @@ class _Tile:
         self._rows, self._columns = range(num_rows), range(num_columns)
 
     def add(self, of: Sequence[Any]) -> None:
-        """Write the code, given what `_tile` takes but for format and size."""
+        """Write the code, given what `tile` takes but for format and size."""
         x, x_step, w, w_step, out, out_step, size, part, num_parts = of
-        build, width = self._builder, _WIDTHS[self._format]
+        build, width = self._builder, WIDTHS[self._format]
         num = _LINE // width
         inputs = [build.add(x, build.mul(x_step, _INT64(row))) for row in self._rows]
         weights = [build.add(w, build.mul(w_step, _INT64(column))) for column in self._columns]
@@ -127,7 +129,7 @@ class _Tile:
             )
             for column in self._columns
         ]
-        zero = ir.Constant(_FLOATS, [0.0] * _LANES)
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
         sums = [[cgutils.alloca_once_value(build, zero) for _ in self._columns] for _ in self._rows]
         num_lines = build.udiv(size, _INT64(num))
         with cgutils.for_range(build, num_lines) as lines:
@@ -136,17 +138,17 @@ class _Tile:
                 line = build.add(weights[column], build.mul(start, _INT64(width)))
                 self._fetch(build.add(line, ahead[column]))
             if self._format == BFLOAT16:
-                for i in range(0, num, 2 * _LANES):
+                for i in range(0, num, 2 * LANES):
                     self._add_pairs(sums, inputs, weights, build.add(start, _INT64(i)))
             else:
-                for i in range(0, num, _LANES):
-                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), _FLOATS)
+                for i in range(0, num, LANES):
+                    self._add_products(sums, inputs, weights, build.add(start, _INT64(i)), FLOATS)
         rows = [build.add(out, build.mul(out_step, _INT64(row))) for row in self._rows]
         for place, totals in zip(rows, self._totals(sums), strict=True):
-            result = self._at(place, _INT64(0), 4, totals.type)
+            result = at(self._builder, place, _INT64(0), 4, totals.type)
             build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
         alone = [
-            [self._at(row, _INT64(column), 4, _FLOAT) for column in self._columns] for row in rows
+            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns] for row in rows
         ]
         start = build.mul(num_lines, _INT64(num))
         with cgutils.for_range(build, build.sub(size, start)) as rest:
@@ -154,7 +156,7 @@ class _Tile:
 
     def _add_products(self, sums: Any, inputs: Any, weights: Any, index: Any, kind: Any) -> None:
         """Add the products of one vector, or number, of each row and column."""
-        wide = [self._weights(address, index, kind) for address in weights]
+        wide = [load_wide(self._builder, self._format, place, index, kind) for place in weights]
         self._add_wide(sums, inputs, wide, index, kind)
 
     def _add_pairs(self, sums: Any, inputs: Any, weights: Any, index: Any) -> None:
@@ -162,52 +164,40 @@ class _Tile:
 
         That takes half as many instructions as to widen one half of a vector after the other.
         """
-        build, kind = self._builder, ir.VectorType(_INT32, _LANES)
-        pairs = [build.load(self._at(place, index, 2, kind), align=2) for place in weights]
-        sixteen, upper = (ir.Constant(kind, [each] * _LANES) for each in (16, 0xFFFF0000))
-        firsts = [build.bitcast(build.shl(each, sixteen), _FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, firsts, index, _FLOATS)
-        seconds = [build.bitcast(build.and_(each, upper), _FLOATS) for each in pairs]
-        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(_LANES)), _FLOATS)
+        build, kind = self._builder, ir.VectorType(_INT32, LANES)
+        pairs = [build.load(at(self._builder, place, index, 2, kind), align=2) for place in weights]
+        sixteen, upper = (ir.Constant(kind, [each] * LANES) for each in (16, 0xFFFF0000))
+        firsts = [build.bitcast(build.shl(each, sixteen), FLOATS) for each in pairs]
+        self._add_wide(sums, inputs, firsts, index, FLOATS)
+        seconds = [build.bitcast(build.and_(each, upper), FLOATS) for each in pairs]
+        self._add_wide(sums, inputs, seconds, build.add(index, _INT64(LANES)), FLOATS)
 
     def _add_wide(self, sums: Any, inputs: Any, wide: Any, index: Any, kind: Any) -> None:
         build, fused = self._builder, ("contract",)
         for row in self._rows:
-            values = build.load(self._at(inputs[row], index, 4, kind), align=4)
+            values = build.load(at(self._builder, inputs[row], index, 4, kind), align=4)
             for column in self._columns:
                 place = sums[row][column]
                 product = build.fmul(values, wide[column], flags=fused)
                 build.store(build.fadd(build.load(place), product, flags=fused), place)
-
-    def _weights(self, address: Any, index: Any, kind: Any) -> Any:
-        """Load a vector of weights, or one, as float32."""
-        build, width = self._builder, _WIDTHS[self._format]
-        stored = _like(kind, _STORED[self._format])
-        loaded = build.load(self._at(address, index, width, stored), align=width)
-        if self._format == FLOAT32:
-            return loaded
-        if self._format == FLOAT16:
-            return build.fpext(loaded, kind)
-        # A single bfloat16 is the upper half of a float32.
-        return build.bitcast(build.shl(build.zext(loaded, _INT32), _INT32(16)), kind)
 
     def _totals(self, sums: Any) -> list[Any]:
         """Return the sums of each row's vectors as a vector, each always of the same halves.
 
         The halves of two vectors are added at once, then the quarters of four, and so on.
         """
-        build, nothing = self._builder, ir.Constant(_FLOATS, ir.Undefined)
+        build, nothing = self._builder, ir.Constant(FLOATS, ir.Undefined)
         per_row = 1 << (len(self._columns) - 1).bit_length()
         vectors = []
         for row in sums:
             vectors += [*map(build.load, row), *[nothing] * (per_row - len(row))]
-        num = _LANES
+        num = LANES
         while num > 1:
             num //= 2
             vectors += [nothing] * (len(vectors) % 2)
-            firsts = [first for first in range(2 * _LANES) if first % (2 * num) < num]
+            firsts = [first for first in range(2 * LANES) if first % (2 * num) < num]
             lower, upper = (
-                ir.Constant(ir.VectorType(_INT32, _LANES), [first + by for first in firsts])
+                ir.Constant(ir.VectorType(_INT32, LANES), [first + by for first in firsts])
                 for by in (0, num)
             )
             vectors = [
@@ -215,7 +205,7 @@ class _Tile:
                 for pair in zip(vectors[::2], vectors[1::2], strict=True)
             ]
         kind = ir.VectorType(_INT32, len(self._columns))
-        places = [divmod(row * per_row, _LANES) for row in self._rows]
+        places = [divmod(row * per_row, LANES) for row in self._rows]
         return [
             build.shuffle_vector(
                 vectors[place],
@@ -233,18 +223,34 @@ class _Tile:
         to_read, locality, data = _INT32(0), _INT32(2), _INT32(1)
         build.call(fetch, [build.inttoptr(address, place), to_read, locality, data])
 
-    def _at(self, address: Any, index: Any, width: int, kind: Any) -> Any:
-        build = self._builder
-        place = build.add(address, build.mul(index, _INT64(width)))
-        return build.inttoptr(place, kind.as_pointer())
+
+def at(builder: Any, address: Any, index: Any, width: int, kind: Any) -> Any:
+    """Return a pointer to the element that is so many, of a width in bytes, behind an address."""
+    place = builder.add(address, builder.mul(index, _INT64(width)))
+    return builder.inttoptr(place, kind.as_pointer())
+
+
+def load_wide(builder: Any, format_: int, address: Any, index: Any, kind: Any) -> Any:
+    """Load a vector of numbers of a format, or one, as float32."""
+    width = WIDTHS[format_]
+    stored = _like(kind, _STORED[format_])
+    loaded = builder.load(at(builder, address, index, width, stored), align=width)
+    if format_ == FLOAT32:
+        return loaded
+    if format_ == FLOAT16:
+        return builder.fpext(loaded, kind)
+    # A bfloat16 is the upper half of a float32.
+    bits = _like(kind, _INT32)
+    sixteen = _INT32(16) if kind is _FLOAT else ir.Constant(bits, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(loaded, bits), sixteen), kind)
 
 
 def _like(kind: Any, element: Any) -> Any:
     """Return a vector of such elements if `kind` is one, else the element."""
-    return element if kind is _FLOAT else ir.VectorType(element, _LANES)
+    return element if kind is _FLOAT else ir.VectorType(element, LANES)
 
 
-def _job(function: _F) -> Any:
+def job(function: _F) -> Any:
     """Compile to be called by threads that know nothing of Python; cache on disk if possible."""
     kind, options = types.void(types.voidptr), {"nogil": True, "error_model": "numpy"}
     try:
@@ -256,33 +262,33 @@ def _job(function: _F) -> Any:
 @numba.njit(nogil=True, error_model="numpy")
 def _widen(source, target, size):  # type: ignore[no-untyped-def]
     """Widen a row as `_add_pairs` takes it: of as many pairs as there are lanes, the firsts."""
-    pairs = numba.carray(_pointer(source), (size // 2,), np.uint32)
-    wide = numba.carray(_pointer(target), (size,), np.uint32)
-    num_pairs = size // _PER_LINE * (_PER_LINE // 2)  # what is left of a row comes one by one
-    for start in range(0, num_pairs, _LANES):
-        for i in range(_LANES):
+    pairs = numba.carray(pointer(source), (size // 2,), np.uint32)
+    wide = numba.carray(pointer(target), (size,), np.uint32)
+    num_pairs = size // PER_LINE * (PER_LINE // 2)  # what is left of a row comes one by one
+    for start in range(0, num_pairs, LANES):
+        for i in range(LANES):
             wide[2 * start + i] = pairs[start + i] << np.uint32(16)
-        for i in range(_LANES):
-            wide[2 * start + _LANES + i] = pairs[start + i] & np.uint32(0xFFFF0000)
-    narrow = numba.carray(_pointer(source), (size,), np.uint16)
+        for i in range(LANES):
+            wide[2 * start + LANES + i] = pairs[start + i] & np.uint32(0xFFFF0000)
+    narrow = numba.carray(pointer(source), (size,), np.uint16)
     for i in range(2 * num_pairs, size):
         wide[i] = np.uint32(narrow[i]) << np.uint32(16)
 
 
-@_job
+@job
 def run_job(address: Any) -> None:
     """Run what other threads leave of a job."""
     d = numba.carray(address, (JOB_SIZE,), np.int64)
     num_rows, num_inputs, num_columns = d[NUM_ROWS], d[NUM_INPUTS], d[NUM_COLUMNS]
-    out = numba.carray(_pointer(d[RESULTS]), (num_rows, num_columns), np.float32)
-    bias = numba.carray(_pointer(d[BIAS]), (num_columns,), np.float32)
+    out = numba.carray(pointer(d[RESULTS]), (num_rows, num_columns), np.float32)
+    bias = numba.carray(pointer(d[BIAS]), (num_columns,), np.float32)
     width = 4 if d[FORMAT] == FLOAT32 else 2
     scratch, widened = d[SCRATCH], -1
     if scratch != 0:
-        thread = _take(d.ctypes.data + 8 * NEXT_THREAD, 1)
+        thread = take(d.ctypes.data + 8 * NEXT_THREAD, 1)
         scratch += 4 * thread * min(num_rows, MOST_ROWS) * num_inputs
     while True:
-        start = _take(d.ctypes.data + 8 * NEXT, d[CHUNK])
+        start = take(d.ctypes.data + 8 * NEXT, d[CHUNK])
         if start >= num_columns:
             break
         stop = min(start + d[CHUNK], num_columns)
@@ -321,6 +327,6 @@ def run_job(address: Any) -> None:
                             part,
                             num_parts,
                         )
-                        _tile(of_tile)
+                        tile(of_tile)
                         row = until
                     column += width_of_tile

@@ -29,7 +29,7 @@ from lade.view import viewed
 
 # Weights of fewer elements are done before a thread is told of them.
 _MIN_ELEMENTS = 2**16
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = (Tensor, nn.Parameter)
 # Columns that a thread takes at once: so few that none waits long for another, and many enough that
 # their inputs are read once for several.
@@ -173,7 +173,7 @@ class Products:
             num_rows,
             num_inputs,
             num_columns,
-            _FORMATS[dtype],
+            FORMATS[dtype],
             min(max(share, _FEWEST), _MOST),
             0,
             0 if scratch is None else scratch.data_ptr(),
@@ -204,7 +204,7 @@ def products_for(model: Model) -> Products | None:
 
     The first time on a machine, they are compiled, for some seconds.
     """
-    run = runner() if _has_vectors() else None
+    run = runner() if has_vectors() else None
     if run is None or not any(map(_is_candidate, model.modules())):
         return None
     # What is summed in less than float32 is what the user asked for.
@@ -215,7 +215,7 @@ def products_for(model: Model) -> Products | None:
     return Products(run, run_job.address, MOST_ROWS)
 
 
-def _has_vectors() -> bool:
+def has_vectors() -> bool:
     """Return whether the CPU converts float16, as those with long vectors all do."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return not is_x86 or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
@@ -225,14 +225,14 @@ def _is_candidate(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     weight = module._parameters.get("weight")
-    return weight is not None and weight.dtype in _FORMATS and weight.numel() >= _MIN_ELEMENTS
+    return weight is not None and weight.dtype in FORMATS and weight.numel() >= _MIN_ELEMENTS
 
 
 def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether a product is of plain matrices in memory, of a format that we know."""
     dtype = inputs.dtype
     return (
-        dtype in _FORMATS
+        dtype in FORMATS
         and weight.dtype is dtype
         and type(weight) in _TENSORS
         and type(inputs) in _TENSORS

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lade.attempts import Attempt
-from lade.attention.packed import with_parts
+from lade.attention.joint import Calls, Held, can_write, kernels, with_calls, with_held, write
 from lade.budget.joint import JointCosts
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
@@ -170,7 +170,7 @@ def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tens
     def carrying(of_parts: Sequence[Tensor | None]) -> Tensor:
         # Of no meaning itself; it fits no keys, so that it is refused where it is not understood.
         empty = torch.ones((1, 1, sum(sizes), sum(sizes) + 1), dtype=torch.bool)
-        return with_parts(empty, of_parts, sizes)
+        return with_calls(empty, Calls(sizes, of_parts))
 
     if not names:
         return carrying(masks)
@@ -187,24 +187,38 @@ class JointCache(Cache):  # type: ignore[misc]
         super().__init__(layers=caches[0].layers)  # some models ask what kinds they are
         self._caches = caches
         self._sizes = [*sizes]
+        self._calls = Calls(sizes, [None] * len(sizes))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values into the caches; what is returned carries those of each part."""
-        keys, values = key_states[:], value_states[:]  # tensors of our own, to carry them
-        held = [
-            cache.update(new_keys, new_values, layer_idx, *args, **kwargs)
-            for cache, new_keys, new_values in zip(
-                self._caches,
-                torch.split(key_states, self._sizes, dim=2),
-                torch.split(value_states, self._sizes, dim=2),
-                strict=True,
-            )
-        ]
-        keys._lade_held = [each for each, _ in held]  # type: ignore[attr-defined]
-        values._lade_held = [each for _, each in held]  # type: ignore[attr-defined]
-        return keys, values
+        """Write keys and values into the caches; what is returned carries those of each call."""
+        new = key_states, value_states
+        held = self._write(*new, [cache.layers[layer_idx] for cache in self._caches])
+        if held is None:
+            by_call = zip(*(states.split(self._sizes, dim=2) for states in new), strict=True)
+            tensors = [
+                cache.update(*of_call, layer_idx, *args, **kwargs)
+                for cache, of_call in zip(self._caches, by_call, strict=True)
+            ]
+            held = Held(lambda: tensors)
+        return with_held(key_states, held), with_held(value_states, held)
+
+    def _write(self, keys: Tensor, values: Tensor, layers: Sequence[Any]) -> Held | None:
+        """Write to the layers of all calls at once; None, and nothing is written, if impossible."""
+        if kernels() is None or not (can_write(keys) and can_write(values)):
+            return None
+        places = []
+        for layer, size in zip(layers, self._sizes, strict=True):
+            place = layer.place(size, keys, values)
+            if place is None:
+                return None
+            places.append(place)
+        held = Held(lambda: [(layer.keys, layer.values) for layer in layers], places)
+        write(self._calls, held, keys, values)
+        for layer, size in zip(layers, self._sizes, strict=True):
+            layer.num_pending += size
+        return held
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: what tokens see is in their masks, and where they are in their positions."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lade.attention.joint import Place
 from lade.targets.kv_memory import (
     FIRST_NUM_SLOTS,
     FixedSlots,
@@ -96,6 +97,27 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         values = self._put(*self._value_place, value_states, self.num_pending)
         self.num_pending += key_states.shape[2]
         return keys, values
+
+    def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> Place | None:
+        """Return where new keys and values go, and those before them are, and reserve the room.
+
+        None where they are not in plain memory, of a CPU, of one row, that has such keys and
+        values already.
+
+        Args:
+            num_new: how many come; nothing is counted as pending yet.
+            key_states, value_states: of the right heads, numbers and dtype, but any number.
+        """
+        storage, group = self._storage, self._group
+        if not self.is_initialized or storage.is_prefilling or len(storage.lengths) > 1:
+            return None
+        if group.fixed is not None:
+            return None
+        stop = storage.lengths[0] + self.num_pending + num_new - group.offset
+        (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
+        keys = of_keys.address(key_index, key_states, stop)
+        values = of_values.address(value_index, value_states, stop)
+        return None if keys is None or values is None else Place(*keys, *values, stop)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [rows, num_new, index_head_dim]; return all of the layer."""

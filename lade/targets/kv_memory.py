@@ -110,6 +110,22 @@ class Store:
             mine[rows, :, places] = states.transpose(1, 2)
         return mine[:, :, :stop]
 
+    def address(self, layer: int, states: Tensor, stop: int) -> tuple[int, int] | None:
+        """Reserve room for `stop` slots; return the address of a layer's, in the first row.
+
+        Also bytes from one head to the next. None if the memory is not a CPU's, or has no such
+        states as these.
+        """
+        _, _, heads, _, size = self.whole.shape
+        if not states.is_cpu or self.whole.dtype is not states.dtype:
+            return None
+        if (heads, size) != (states.shape[1], states.shape[3]) or not self.whole.is_cpu:
+            return None
+        self.reserve(stop)
+        whole, width = self.whole, self.whole.element_size()
+        layer_step, _, head_step, _, _ = whole.stride()
+        return whole.data_ptr() + width * layer * layer_step, width * head_step
+
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
         """Write new states at slots that only the device knows; return a view of those shown."""
         mine = self.buffer[layer]

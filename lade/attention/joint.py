@@ -1,0 +1,188 @@
+"""Attention of several calls in one row: the tokens of each see the keys and values of that call.
+
+On a CPU a kernel (`_kernels.py`) writes what is new for all calls, and another attends for all, on
+torch's own threads; what these do not know is done call by call. SmolLM2, eight calls of 300 keys,
+two cores, per layer: 0.16 ms instead of 0.40 for a token each, 0.27 instead of 0.53 for three.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lade.openmp import runner
+from lade.products.linear import FORMATS, has_vectors
+
+Attend = Callable[[Tensor, tuple[Tensor, Tensor], Tensor | None], Tensor]
+
+
+class Place(NamedTuple):
+    """Where a call's keys and values are in a layer: [heads, num_keys, numbers of each]."""
+
+    keys: int  # address
+    key_step: int  # bytes from one head to the next
+    values: int
+    value_step: int
+    num_keys: int  # those included that are to be written
+
+
+class Calls:
+    """Which tokens of a forward are of which call, and what they see.
+
+    Args:
+        sizes: number of tokens of each call, in the order of their tokens.
+        masks: bool [1, 1, num_tokens, num_keys] of each, or additive; None for one token that sees
+            all keys.
+    """
+
+    def __init__(self, sizes: Sequence[int], masks: Sequence[Tensor | None]) -> None:
+        stops = [*accumulate(sizes)]
+        self.nodes = [*map(slice, [0, *stops[:-1]], stops)]
+        self.masks = masks
+        self.are_boolean = all(
+            mask is None or (mask.dtype is torch.bool and mask.stride(3) == 1) for mask in masks
+        )
+        parts = []
+        for nodes, size, mask in zip(self.nodes, sizes, masks, strict=True):
+            of_mask = (0, 0) if mask is None else (mask.data_ptr(), mask.stride(2))
+            parts += [nodes.start, size, *of_mask]
+        self._parts = (ctypes.c_int64 * len(parts))(*parts)
+
+    def __len__(self) -> int:
+        """Return the number of calls."""
+        return len(self.masks)
+
+    @property
+    def address(self) -> int:
+        """Of what a kernel takes as parts."""
+        return ctypes.addressof(self._parts)
+
+
+class Held:
+    """The keys and values of several calls in a layer.
+
+    Args:
+        tensors: makes those of each call, [1, heads, num_keys, numbers of each].
+        places: where they are, if a kernel has written them.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Sequence[tuple[Tensor, Tensor]]], places: Sequence[Place] = ()
+    ) -> None:
+        self.tensors = tensors
+        self.num_calls = len(places)
+        numbers = [number for place in places for number in place]
+        self._places = (ctypes.c_int64 * len(numbers))(*numbers)
+
+    @property
+    def address(self) -> int:
+        """Of what a kernel takes as places."""
+        return ctypes.addressof(self._places)
+
+
+@functools.cache
+def kernels() -> ModuleType | None:
+    """Return the compiled kernels, or None where they cannot run.
+
+    The first time on a machine, they are compiled, for some seconds.
+    """
+    if runner() is None or not has_vectors():
+        return None
+    from lade.attention import _kernels  # compiled as it is imported
+
+    return _kernels
+
+
+def can_write(states: Tensor) -> bool:
+    """Return whether new keys or values [1, heads, num_tokens, numbers of each] can be copied."""
+    return states.is_cpu and states.shape[0] == 1 and states.stride(3) == 1
+
+
+def write(calls: Calls, held: Held, keys: Tensor, values: Tensor) -> None:
+    """Write new keys and values, [1, heads, num_tokens, numbers of each], where they are held."""
+    found = kernels()
+    assert found is not None
+    width, job = keys.element_size(), (ctypes.c_int64 * found.WRITE_SIZE)()
+    job[:4] = calls.address, held.address, len(calls), keys.shape[1]
+    job[found.KEY_SIZE : found.NEW] = keys.shape[3] * width, values.shape[3] * width
+    for start, states in ((found.NEW, keys), (found.NEW + 3, values)):
+        _, head_step, token_step, _ = states.stride()
+        job[start : start + 3] = states.data_ptr(), head_step * width, token_step * width
+    found.write_job.ctypes(ctypes.addressof(job))
+
+
+def attend(
+    calls: Calls, held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor | None:
+    """Attend for all calls at once; None where the kernel does not know how.
+
+    Args:
+        calls, held: as the mask, and the keys and values carry them.
+        query: [1, num_heads, num_tokens, head_dim].
+        key, value: what was written last, [1, num_key_heads, num_tokens, head_dim of each].
+        scaling: factor on the products of queries and keys; None for that of `sdpa`.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim of values], in the dtype of the queries.
+    """
+    found, dtype = kernels(), query.dtype
+    size, value_size, num_key_heads = query.shape[3], value.shape[3], key.shape[1]
+    if (
+        found is None
+        or not held.num_calls
+        or not calls.are_boolean
+        or dtype is not key.dtype
+        or dtype is not value.dtype
+        or dtype not in FORMATS
+        or size != key.shape[3]
+        or value_size % found.LANES
+    ):
+        return None
+    num_heads, num_tokens, num_threads = query.shape[1], query.shape[2], torch.get_num_threads()
+    # Each of these lives until the job is done.
+    wide = query.float()
+    if wide.stride(3) != 1:
+        wide = wide.contiguous()
+    results = query.new_empty((1, num_tokens, num_heads, value_size), dtype=torch.float32)
+    num_numbers = num_threads * found.scratch_size(size, value_size)
+    scratch = query.new_empty(num_numbers, dtype=torch.float32)
+    scale = np.float32(size**-0.5 if scaling is None else scaling)
+    job = (ctypes.c_int64 * found.JOB_SIZE)(
+        calls.address,
+        held.address,
+        len(calls),
+        num_key_heads,
+        num_heads // num_key_heads,
+        size,
+        value_size,
+        FORMATS[dtype],
+        wide.data_ptr(),
+        4 * wide.stride(1),
+        4 * wide.stride(2),
+        results.data_ptr(),
+        int(scale.view(np.int32)),
+        scratch.data_ptr(),
+    )
+    run = runner()
+    assert run is not None
+    run(found.attend_job.address, ctypes.addressof(job), num_threads)
+    return results.to(dtype)
+
+
+def with_calls(mask: Tensor, calls: Calls) -> Tensor:
+    """Attach what calls see to a mask for `packed_rows`; return the mask."""
+    mask._lade_calls = calls  # type: ignore[attr-defined]
+    return mask
+
+
+def with_held(states: Tensor, held: Held) -> Tensor:
+    """Return new keys or values that carry what is held, for `packed_rows`."""
+    carrying = states[:]  # a tensor of our own
+    carrying._lade_held = held  # type: ignore[attr-defined]
+    return carrying
