@@ -63,13 +63,14 @@ class Turns:
         self._holder: Seat | None = None
         self._ready = deque[Seat]()
         self._asking = deque[Seat]()
-        self._later = deque[Seat]()  # those that run a piece of a prompt after the next forward
-        self._has_run_piece = False  # since the last forward
+        self._later = deque[Seat]()  # those that want to run a piece of a prompt
+        self._num_allotted = 0  # tokens of prompts that the next forward has
         self._num_seats = 0
         #: Whether a call was found whose forwards may run together with others.
         self.is_joint = False
-        #: Tokens of a prompt that run in one piece, by the time that pieces take.
+        #: Tokens of prompts that run between two steps, or with one, by the time that they take.
         self.piece = _FIRST_PIECE
+        self._room = self.piece  # what is left of these until the next forward
         self.stall_sec = stall_sec
 
     @contextmanager
@@ -118,9 +119,17 @@ class Turns:
         finally:
             release_workers()
 
+    def _learn(self, num_tokens: int, sec: float) -> None:
+        """Learn how many tokens of prompts run in the time that they may take."""
+        if num_tokens >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
+            self.piece = max(_LEAST_PIECE, int(self.stall_sec * num_tokens / sec))
+
     def _next(self) -> "Seat | None":
         """Return whose turn is next; the first of those that ask runs the forward of all."""
-        for waiting in (self._ready, self._asking, self._later):
+        first, second = self._asking, self._later
+        if self._room:
+            first, second = second, first
+        for waiting in (self._ready, first, second):
             while waiting:
                 seat = waiting.popleft()
                 if not seat._is_gone:
@@ -163,20 +172,26 @@ class Seat:
         """Note that forwards of this call may run together with those of others."""
         self._turns.is_joint = True
 
-    def pause(self) -> None:
-        """Let others go on before a piece of a prompt is run, of which there is one a step."""
+    def allot(self, num_tokens: int) -> int:
+        """Wait for a step that has room for a prompt; return how many of its tokens run then."""
         turns = self._turns
-        if turns._has_run_piece and (turns._ready or turns._asking or turns._later):
-            self._wait_in(turns._later)
-        turns._has_run_piece = True
+        self._wait_in(turns._later)
+        num = min(num_tokens, turns._room or turns.piece)
+        turns._room = max(0, turns._room - num)
+        if turns._room < _LEAST_PIECE:
+            turns._room = 0
+        turns._num_allotted += num
+        return num
+
+    def pause(self) -> None:
+        """Let others go on before a piece of a prompt is run alone, of which there is one a step."""
+        self._wait_in(self._turns._later)
+        self._turns._room = 0
         self._begin = perf_counter()
 
     def end_piece(self, num_tokens: int) -> None:
-        """Learn how many tokens of a prompt run in the time that they may take."""
-        turns = self._turns
-        per_sec = num_tokens / (perf_counter() - self._begin)
-        if num_tokens >= _LEAST_PIECE:
-            turns.piece = max(_LEAST_PIECE, int(turns.stall_sec * per_sec))
+        """Learn from a piece that was run alone."""
+        self._turns._learn(num_tokens, perf_counter() - self._begin)
 
     @property
     def has_company(self) -> bool:
@@ -199,6 +214,7 @@ class Seat:
         with turns._lock:
             seats = [self, *(seat for seat in turns._asking if not seat._is_gone)]
             turns._asking.clear()
+        begin = perf_counter()
         try:
             results = turns._forward([seat._asked for seat in seats])
         except BaseException as failure:  # an interrupt; each call ends by it
@@ -207,9 +223,8 @@ class Seat:
             seat._asked, seat._result = None, result
         with turns._lock:
             turns._ready.extend(seats[1:])
-            turns._has_run_piece = False
-            if turns._later:
-                turns._ready.append(turns._later.popleft())
+            turns._learn(turns._num_allotted, perf_counter() - begin)
+            turns._room, turns._num_allotted = turns.piece, 0
 
     def _wait_in(self, waiting: deque["Seat"]) -> None:
         """Hand the turn on, if it is ours, and wait until it comes again."""

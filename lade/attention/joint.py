@@ -19,7 +19,13 @@ from torch import Tensor
 from lade.openmp import runner
 from lade.products.linear import FORMATS, has_vectors
 
-Attend = Callable[[Tensor, tuple[Tensor, Tensor], Tensor | None], Tensor]
+# Torch is faster from more tokens of a call on.
+_MOST_TOKENS = 16
+
+
+def attends_alone(num_tokens: int) -> bool:
+    """Return whether a call of so many tokens attends by torch's attention."""
+    return num_tokens > _MOST_TOKENS
 
 
 class Place(NamedTuple):
@@ -38,7 +44,10 @@ class Calls:
     Args:
         sizes: number of tokens of each call, in the order of their tokens.
         masks: bool [1, 1, num_tokens, num_keys] of each, or additive; None for one token that sees
-            all keys.
+            all keys, or for many that attend alone, each to itself and those before it.
+
+    Attributes:
+        alone: which calls attend alone.
     """
 
     def __init__(self, sizes: Sequence[int], masks: Sequence[Tensor | None]) -> None:
@@ -48,11 +57,15 @@ class Calls:
         self.are_boolean = all(
             mask is None or (mask.dtype is torch.bool and mask.stride(3) == 1) for mask in masks
         )
+        self.alone = [call for call, size in enumerate(sizes) if attends_alone(size)]
         parts = []
         for nodes, size, mask in zip(self.nodes, sizes, masks, strict=True):
             of_mask = (0, 0) if mask is None else (mask.data_ptr(), mask.stride(2))
-            parts += [nodes.start, size, *of_mask]
-        self._parts = (ctypes.c_int64 * len(parts))(*parts)
+            parts.append((nodes.start, size, *of_mask))
+        self._all = _numbers(parts)
+        for call in self.alone:
+            parts[call] = 0, 0, 0, 0
+        self._attending = _numbers(parts)
 
     def __len__(self) -> int:
         """Return the number of calls."""
@@ -61,7 +74,12 @@ class Calls:
     @property
     def address(self) -> int:
         """Of what a kernel takes as parts."""
-        return ctypes.addressof(self._parts)
+        return ctypes.addressof(self._all)
+
+    @property
+    def attending(self) -> int:
+        """The same for the kernel that attends; calls that attend alone have no tokens there."""
+        return ctypes.addressof(self._attending)
 
 
 class Held:
@@ -77,13 +95,17 @@ class Held:
     ) -> None:
         self.tensors = tensors
         self.num_calls = len(places)
-        numbers = [number for place in places for number in place]
-        self._places = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._places = _numbers(places)
 
     @property
     def address(self) -> int:
         """Of what a kernel takes as places."""
         return ctypes.addressof(self._places)
+
+
+def _numbers(rows: Sequence[tuple[int, ...]]) -> ctypes.Array[ctypes.c_int64]:
+    flat = [number for row in rows for number in row]
+    return (ctypes.c_int64 * len(flat))(*flat)
 
 
 @functools.cache
@@ -120,7 +142,7 @@ def write(calls: Calls, held: Held, keys: Tensor, values: Tensor) -> None:
 def attend(
     calls: Calls, held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor | None:
-    """Attend for all calls at once; None where the kernel does not know how.
+    """Attend for all calls at once but those that attend alone; None where that is impossible.
 
     Args:
         calls, held: as the mask, and the keys and values carry them.
@@ -129,7 +151,8 @@ def attend(
         scaling: factor on the products of queries and keys; None for that of `sdpa`.
 
     Returns:
-        [1, num_tokens, num_heads, head_dim of values], in the dtype of the queries.
+        [1, num_tokens, num_heads, head_dim of values], in the dtype of the queries; of calls that
+        attend alone, nothing.
     """
     found, dtype = kernels(), query.dtype
     size, value_size, num_key_heads = query.shape[3], value.shape[3], key.shape[1]
@@ -154,7 +177,7 @@ def attend(
     scratch = query.new_empty(num_numbers, dtype=torch.float32)
     scale = np.float32(size**-0.5 if scaling is None else scaling)
     job = (ctypes.c_int64 * found.JOB_SIZE)(
-        calls.address,
+        calls.attending,
         held.address,
         len(calls),
         num_key_heads,

@@ -313,15 +313,19 @@ def packed_rows(
         held: Held | None = getattr(key, "_lade_held", None)
         if held is None or getattr(value, "_lade_held", None) is not held:
             raise NotImplementedError("keys and values change between the cache and attention")
-        at_once = None if dropout else attend(calls, held, query, key, value, scaling)
-        if at_once is not None:
-            return at_once, None
-        options = {"dropout": dropout, "scaling": scaling}
-        by_call = [
-            packed_sdpa(module, query[:, :, nodes], *of_call, mask, **options)[0]
-            for nodes, mask, of_call in zip(calls.nodes, calls.masks, held.tensors(), strict=True)
-        ]
-        return torch.cat(by_call, dim=1), None
+        attended = None if dropout else attend(calls, held, query, key, value, scaling)
+        left: Sequence[int] = calls.alone
+        if attended is None:
+            attended = query.new_empty((1, query.shape[2], query.shape[1], value.shape[-1]))
+            left = range(len(calls))
+        tensors = held.tensors() if left else ()
+        for call in left:
+            nodes, mask = calls.nodes[call], calls.masks[call]
+            of_call = packed_sdpa(
+                module, query[:, :, nodes], *tensors[call], mask, dropout=dropout, scaling=scaling
+            )
+            attended[:, nodes] = of_call[0]
+        return attended, None
     groups: Sequence[RowGroup | PromptRow] | None = getattr(attention_mask, "_lade_groups", None)
     if groups is None:
         return packed_sdpa(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -8,6 +8,7 @@ is padded. This is what servers call continuous batching (Orca, OSDI 2022).
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +25,8 @@ from lade.targets.base import Forward, Output
 from lade.targets.inputs import TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
 
+_KEPT = "logits_to_keep"
+
 # In half precision a single check may fail by a near-tie, of experts for instance.
 _MOST_WRONG = 3
 
@@ -38,6 +41,8 @@ class JoinedCall:
         inputs: of its forward, one row.
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
+        num_logits: how many of its last tokens have logits; None for all. Forwards with such a part,
+            of a prompt, say nothing about the cost of steps.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
         was_joint: whether it ran together with others, afterwards.
     """
@@ -47,6 +52,7 @@ class JoinedCall:
     inputs: dict[str, Any]
     undo: Callable[[], None]
     num_committed: float
+    num_logits: int | None = None
     is_inference: bool = False
     was_joint: bool = False
 
@@ -114,6 +120,8 @@ class JointForwards:
 
     def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
+        if any(part.num_logits is not None for part in parts):
+            return
         if self.num_run > 1:  # libraries prepare the first
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
@@ -143,7 +151,8 @@ class JointForwards:
 def _run_alone(part: JoinedCall) -> Any:
     try:
         with part.mode():
-            return part.view(**part.inputs)
+            kept = {} if part.num_logits is None else {_KEPT: part.num_logits}
+            return part.view(**part.inputs, **kept)
     except Exception as failure:  # of this call alone
         return failure
 
@@ -156,11 +165,15 @@ def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
             inputs[name] = torch.cat([part.inputs[name] for part in parts], dim=-1)
     inputs["attention_mask"] = _mask([part.inputs["attention_mask"] for part in parts], sizes)
     inputs[CACHE] = JointCache([part.inputs[CACHE] for part in parts], sizes)
+    kept = [size if part.num_logits is None else part.num_logits for part, size in zip(parts, sizes)]
+    if kept != sizes:
+        stops = zip(accumulate(sizes), kept, strict=True)
+        inputs[_KEPT] = torch.tensor([node for stop, num in stops for node in range(stop - num, stop)])
     with parts[0].mode():
         output = parts[0].view(**inputs)
     for part in parts:
         part.was_joint = True
-    return [Output(logits) for logits in output.logits.split(sizes, dim=1)]
+    return [Output(logits) for logits in output.logits.split(kept, dim=1)]
 
 
 def _mask(masks: Sequence[Any], sizes: Sequence[int]) -> Tensor | dict[str, Tensor]:

@@ -101,17 +101,17 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> Place | None:
         """Return where new keys and values go, and those before them are, and reserve the room.
 
-        None where they are not in plain memory, of a CPU, of one row, that has such keys and
-        values already.
+        None where they are not in plain memory, of a CPU, of one row, that has such keys and values.
 
         Args:
             num_new: how many come; nothing is counted as pending yet.
             key_states, value_states: of the right heads, numbers and dtype, but any number.
         """
         storage, group = self._storage, self._group
-        if not self.is_initialized or storage.is_prefilling or len(storage.lengths) > 1:
-            return None
-        if group.fixed is not None:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states[:, :, :num_new], value_states[:, :, :num_new])
+        may_roll = storage.is_prefilling and group.window is not None
+        if may_roll or group.fixed is not None or len(storage.lengths) > 1:
             return None
         stop = storage.lengths[0] + self.num_pending + num_new - group.offset
         (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place

@@ -1,6 +1,7 @@
 """Verification of whole trees in one forward."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from lade.attention.joint import attends_alone
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
@@ -135,19 +137,23 @@ class TreeTarget(Target):
     def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
         """Run the prompts as `generate` does, or without the padding that it runs."""
         model = self._model if view is None else view
-        fast = model if is_plain or self._products is None else self._products.view(model)
-        output = None if is_plain else self._packed_prefill(fast)
+        output = None
+        if self._seat is not None and view is None and not is_plain:
+            output = self._joint_prefill(self._seat)
         if output is None:
-            options = self._generation_config
-            if self._seat is not None:
-                fast, options = self._in_pieces(fast, self._seat)
-            output = prefill(fast, self._input_ids, options, self._model_kwargs)
-        if fast is not model:
-            keep_attributes(fast, model)
-        cache = cache_in(output)
-        # phi3 starts a cache of its own if the prompt is long.
-        if cache is not None and cache is not self.cache:
-            self.cache.take_over(cache)
+            fast = model if is_plain or self._products is None else self._products.view(model)
+            output = None if is_plain else self._packed_prefill(fast)
+            if output is None:
+                options = self._generation_config
+                if self._seat is not None:
+                    fast, options = self._in_pieces(fast, self._seat)
+                output = prefill(fast, self._input_ids, options, self._model_kwargs)
+            if fast is not model:
+                keep_attributes(fast, model)
+            cache = cache_in(output)
+            # phi3 starts a cache of its own if the prompt is long.
+            if cache is not None and cache is not self.cache:
+                self.cache.take_over(cache)
         self.cache.keep_all(may_be_nan=self._padding is not None)
         rows, num_cached = self._input_ids.shape[0], self.num_cached[0]
         positions = self._model_kwargs.get("position_ids")
@@ -161,6 +167,39 @@ class TreeTarget(Target):
         self._place_rows()
         forward: Forward = output
         return forward
+
+    def _joint_prefill(self, seat: Seat) -> Forward | None:
+        """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
+        num_tokens = self._input_ids.shape[1]
+        positions = self._model_kwargs.get("position_ids")
+        if positions is None:
+            positions = torch.arange(num_tokens, device=self.device)[None]
+        if (
+            not seat.has_company
+            or not self._is_uniform
+            or not is_text_alone(self._model_kwargs)
+            or positions.shape != (1, num_tokens)
+            or self._generation_config.prefill_chunk_size is not None
+            or "logits_to_keep" not in inspect.signature(self._model.forward).parameters
+        ):
+            return None
+        start, output = self.cache.get_seq_length(), None
+        while start < num_tokens:
+            num = seat.allot(num_tokens - start)
+            nodes = slice(start, start + num)
+            mask = None  # each sees those before it
+            if start or not attends_alone(num):
+                shape = (1, 1, num, start + num)
+                mask = torch.ones(shape, dtype=torch.bool, device=self.device).tril(start)
+            inputs = {
+                "input_ids": self._input_ids[:, nodes],
+                "position_ids": positions[:, nodes],
+                **self._of_forward(mask),
+            }
+            output = self._ask(seat, self._view, inputs, self.cache.drop_pending, num_logits=1)
+            self.cache.keep([[*range(num)]])
+            start += num
+        return output
 
     def _in_pieces(self, model: Model, seat: Seat) -> tuple[Model, GenerationConfig]:
         """Return a view that lets other calls go on before each piece, and options with its size.
@@ -261,14 +300,12 @@ class TreeTarget(Target):
                 for each, of_mask in zip(masks, groups, strict=True):
                     with_groups(each, of_mask)
                 self._fix_slots(packing)
-        return {
-            **of_nodes,
-            "attention_mask": mask,
-            CACHE: self.cache,
-            "use_cache": True,
-            "return_dict": True,
-            **self._outputs,
-        }
+        return {**of_nodes, **self._of_forward(mask), **self._outputs}
+
+    def _of_forward(self, mask: Any) -> dict[str, Any]:
+        """Return the arguments of a forward that are not of its tokens."""
+        others = {"use_cache": True, "return_dict": True}
+        return {"attention_mask": mask, CACHE: self.cache, **others}
 
     def forward(self, inputs: Any) -> Forward:
         """Run the model on the inputs; trees of different sizes in one row, where that is exact."""
@@ -277,18 +314,30 @@ class TreeTarget(Target):
             return self._forward_rest(inputs)
         try:
             view = self._view_for(inputs["input_ids"].shape)
-            if self._seat is None:
-                output: Forward = view(**inputs)
-            else:
-                is_inference = torch.is_inference_mode_enabled()
-                shape = inputs["position_ids"].dim(), *sorted(inputs)
-                kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-                of_call = (self.discard, self._num_committed, is_inference)
-                part = JoinedCall(kind, view, inputs, *of_call)
-                output = self._seat.run(part)
-                self._was_joint = part.was_joint or self._seat.has_company
+            if self._seat is not None:
+                return self._ask(self._seat, view, inputs, self.discard)
+            output: Forward = view(**inputs)
         finally:
             self.cache.unfix()
+        return output
+
+    def _ask(
+        self,
+        seat: Seat,
+        view: Model,
+        inputs: dict[str, Any],
+        undo: Callable[[], None],
+        num_logits: int | None = None,
+    ) -> Forward:
+        """Run a forward together with those of other calls."""
+        is_inference = torch.is_inference_mode_enabled()
+        shape = inputs["position_ids"].dim(), *sorted(inputs)
+        kind = (id(self._model), self.attention, self._products, is_inference, *shape)
+        part = JoinedCall(
+            kind, view, inputs, undo, self._num_committed, num_logits, is_inference
+        )
+        output: Forward = seat.run(part)
+        self._was_joint = part.was_joint or seat.has_company
         return output
 
     def take_seat(self, seat: Seat) -> None:
