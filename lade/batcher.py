@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from lade.attention.joint import kernels
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -129,7 +130,10 @@ class Batcher:
         self._model = model
         self._given = {"pool": pool, "drafter": drafter, "config": config}
         self._joint = JointForwards()
-        self._turns = Turns(self._joint, device_of_inputs(without_compiler(model)), stall_sec)
+        device = device_of_inputs(without_compiler(model))
+        self._turns = Turns(self._joint, device, stall_sec)
+        if device.type == "cpu":
+            kernels()  # else the first calls would wait for them
         if max_batch_tokens is None:
             max_batch_tokens = _tokens_that_fit(model)
         self._room = _Room(max_batch_tokens)

@@ -110,7 +110,11 @@ class Decoder:
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
             with self._verifying(), self._speculator.watching_prompts() as view:
-                output = self._target.prefill(view, is_plain=self._checks.wants_plain_prompts)
+                num_logits, is_plain = (
+                    1 + self._speculator.num_harvested,
+                    self._checks.wants_plain_prompts,
+                )
+                output = self._target.prefill(view, num_logits=num_logits, is_plain=is_plain)
             self._checks.note_state()
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)
@@ -118,7 +122,7 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
-            of_prompts = self._speculator.rank_prompts(logits)
+            of_prompts = self._speculator.rank_prompts(output.logits)
             successors = self._speculator.rank(logits, self._choice.ranked)
         steps, _ = self._emit(plan)
         with self.stats.timed("commit"):

@@ -184,7 +184,7 @@ class Seat:
         return num
 
     def pause(self) -> None:
-        """Let others go on before a piece of a prompt is run alone, of which there is one a step."""
+        """Let others go on before a piece of a prompt is run alone; there is one a step."""
         self._wait_in(self._turns._later)
         self._turns._room = 0
         self._begin = perf_counter()

@@ -32,11 +32,12 @@ from lade.products._kernels import (
     tile,
 )
 
-# A job is an int64 array: addresses of the parts and places, int64 [calls, 4 and 5]; how many calls,
-# key heads, and query heads that share one; numbers of a key and of a value; their format. Then of
-# queries, float32, the address, and bytes from one head and one token to the next; of results,
-# float32 [tokens, query heads, numbers of a value], the address; the factor of scores, as the bits
-# of a float32; the address of float32 [threads, `scratch_size`]; the next thread, and the next task.
+# A job is an int64 array: addresses of the parts and places, int64 [calls, 4 and 5]; how many
+# calls, key heads, and query heads that share one; numbers of a key and of a value; their format.
+# Then of queries, float32, the address, and bytes from one head and one token to the next; of
+# results, float32 [tokens, query heads, numbers of a value], the address; the factor of scores, as
+# the bits of a float32; the address of float32 [threads, `scratch_size`]; the next thread, and the
+# next task.
 PARTS, PLACES, NUM_PARTS, NUM_KEY_HEADS, NUM_SHARING, KEY_SIZE, VALUE_SIZE, FORMAT = range(8)
 QUERIES, QUERY_HEAD, QUERY_TOKEN, RESULTS, SCALING, SCRATCH, NEXT_THREAD, NEXT = range(8, 16)
 JOB_SIZE = 16

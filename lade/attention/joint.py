@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,8 +54,14 @@ class Calls:
         stops = [*accumulate(sizes)]
         self.nodes = [*map(slice, [0, *stops[:-1]], stops)]
         self.masks = masks
-        self.are_boolean = all(
-            mask is None or (mask.dtype is torch.bool and mask.stride(3) == 1) for mask in masks
+        self.num_tokens = stops[-1]
+        # Without a mask, as many as there are.
+        self._widths = [None if mask is None else mask.shape[3] for mask in masks]
+        self._are_plain = all(
+            (mask.dtype, mask.device.type, mask.shape[2], mask.stride(3))
+            == (torch.bool, "cpu", size, 1)
+            for mask, size in zip(masks, sizes, strict=True)
+            if mask is not None
         )
         self.alone = [call for call, size in enumerate(sizes) if attends_alone(size)]
         parts = []
@@ -70,6 +76,13 @@ class Calls:
     def __len__(self) -> int:
         """Return the number of calls."""
         return len(self.masks)
+
+    def fit(self, places: Sequence[Place]) -> bool:
+        """Return whether a kernel can take the masks, and they are of the keys of these places."""
+        if not self._are_plain or len(places) != len(self.masks):
+            return False
+        num_keys = [place.num_keys for place in places]
+        return all(width in (None, num) for width, num in zip(self._widths, num_keys, strict=True))
 
     @property
     def address(self) -> int:
@@ -94,7 +107,7 @@ class Held:
         self, tensors: Callable[[], Sequence[tuple[Tensor, Tensor]]], places: Sequence[Place] = ()
     ) -> None:
         self.tensors = tensors
-        self.num_calls = len(places)
+        self.places = places
         self._places = _numbers(places)
 
     @property
@@ -121,9 +134,10 @@ def kernels() -> ModuleType | None:
     return _kernels
 
 
-def can_write(states: Tensor) -> bool:
+def can_write(calls: Calls, states: Tensor) -> bool:
     """Return whether new keys or values [1, heads, num_tokens, numbers of each] can be copied."""
-    return states.is_cpu and states.shape[0] == 1 and states.stride(3) == 1
+    is_one_row = states.shape[:3:2] == (1, calls.num_tokens)
+    return kernels() is not None and states.is_cpu and is_one_row and states.stride(3) == 1
 
 
 def write(calls: Calls, held: Held, keys: Tensor, values: Tensor) -> None:
@@ -158,12 +172,12 @@ def attend(
     size, value_size, num_key_heads = query.shape[3], value.shape[3], key.shape[1]
     if (
         found is None
-        or not held.num_calls
-        or not calls.are_boolean
-        or dtype is not key.dtype
-        or dtype is not value.dtype
+        or not calls.fit(held.places)
+        or query.shape[:3:2] != (1, calls.num_tokens)
         or dtype not in FORMATS
-        or size != key.shape[3]
+        or key.dtype is not dtype
+        or value.dtype is not dtype
+        or key.shape[3] != size
         or value_size % found.LANES
     ):
         return None

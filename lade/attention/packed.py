@@ -310,9 +310,9 @@ def packed_rows(
     calls: Calls | None = getattr(attention_mask, "_lade_calls", None)
     if calls is not None:
         _refuse(_NOT_HONOURED, kwargs)
-        held: Held | None = getattr(key, "_lade_held", None)
-        if held is None or getattr(value, "_lade_held", None) is not held:
+        if not hasattr(key, "_lade_held") or not hasattr(value, "_lade_held"):
             raise NotImplementedError("keys and values change between the cache and attention")
+        held: Held = key._lade_held
         attended = None if dropout else attend(calls, held, query, key, value, scaling)
         left: Sequence[int] = calls.alone
         if attended is None:

@@ -38,6 +38,7 @@ def run(loaded: LoadedModel | None) -> None:
 def _parts_of_all_models() -> dict[str, Callable[[], Any]]:
     from torch import nn
 
+    from lade.attention import joint
     from lade.budget.budget import MeasuredBudget
     from lade.drafting.successors import compile_kernels
     from lade.products.linear import products_for
@@ -50,6 +51,7 @@ def _parts_of_all_models() -> dict[str, Callable[[], Any]]:
         "the ranks of tokens": compile_kernels,
         "the budget": MeasuredBudget,
         "products for few rows": lambda: products_for(nn.Linear(1024, 1024)),
+        "attention of several calls": joint.kernels,
     }
 
 

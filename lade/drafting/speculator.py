@@ -156,6 +156,12 @@ class Speculator:
         harvester = self._prompt_harvester
         return nullcontext() if harvester is None else harvester.watching()
 
+    @property
+    def num_harvested(self) -> int:
+        """How many of each prompt's last tokens but the very last are harvested."""
+        harvester = self._prompt_harvester
+        return 0 if harvester is None else harvester.num_tokens(len(self._batch.rows))
+
     def roots(self) -> Plan:
         """Return the plan of the prefill, whose roots are the prompts' last tokens."""
         contexts = self._batch.contexts
@@ -296,7 +302,7 @@ class Speculator:
         """Return the likeliest tokens after the prompts' last tokens but the very last, if known.
 
         Args:
-            logits: of the very last tokens, [rows, 1, vocab_size].
+            logits: of the very last tokens, [rows, 1, vocab_size], or of more of them.
         """
         if self._prompt_harvester is None:
             return None

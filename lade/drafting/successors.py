@@ -240,7 +240,8 @@ class PromptHarvester:
         """Return the successors of the last tokens but the very last, and forget the states.
 
         Args:
-            logits: of the prompts' last tokens, [rows, 1, vocab_size].
+            logits: of the prompts' last tokens, [rows, 1, vocab_size], or of more of them, which
+                are then harvested.
             prompts: without padding, if they may have been run so: one after the other in one row,
                 and equal ones once.
 
@@ -250,7 +251,9 @@ class PromptHarvester:
         """
         states, self._states = self._states, None
         num_rows = logits.shape[0]
-        num_tokens = self._max_tokens // num_rows
+        num_tokens = self.num_tokens(num_rows)
+        if logits.shape[1] > 1:
+            return self._ranked(logits[:, -1 - num_tokens : -1])
         if states is not None and prompts and states.shape[0] < num_rows:
             states = _last_states(states, prompts, num_tokens + 1)
         if (
@@ -266,10 +269,17 @@ class PromptHarvester:
             tolerance = 0.05 * logits.float().std()
             if not bool((of_last - logits).abs().max() <= tolerance):
                 return None
-            before = self._head(states[:, -1 - num_tokens : -1])[..., : self._vocab_size]
-            return with_probs(rank(before, self._num_successors), before).get()
+            return self._ranked(self._head(states[:, -1 - num_tokens : -1]))
         except RuntimeError:  # more layers in between, of other sizes or dtypes, or out of memory
             return None
+
+    def num_tokens(self, num_rows: int) -> int:
+        """Return how many tokens of each of so many prompts are harvested at most."""
+        return self._max_tokens // num_rows
+
+    def _ranked(self, logits: Tensor) -> Successors | None:
+        known = logits[..., : self._vocab_size]
+        return with_probs(rank(known, self._num_successors), known).get()
 
     def _see(self, module: Any, args: Any, output: Any) -> None:
         states = getattr(output, "last_hidden_state", None)

@@ -148,7 +148,8 @@ class _Tile:
             result = at(self._builder, place, _INT64(0), 4, totals.type)
             build.store(build.fadd(build.load(result, align=4), totals), result, align=4)
         alone = [
-            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns] for row in rows
+            [at(self._builder, row, _INT64(column), 4, _FLOAT) for column in self._columns]
+            for row in rows
         ]
         start = build.mul(num_lines, _INT64(num))
         with cgutils.for_range(build, build.sub(size, start)) as rest:

@@ -18,7 +18,7 @@ class Forward(Protocol):
 
     @property
     def logits(self) -> Tensor:
-        """[rows, num_nodes, vocab_size]; of a prefill, only those of the last tokens."""
+        """[rows, num_nodes, vocab_size]; of a prefill, those of the last token or a few."""
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
@@ -75,10 +75,15 @@ class Target(ABC):
         return False
 
     @abstractmethod
-    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
-        """Run the prompts, through a view of the model if one is given.
+    def prefill(
+        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
+    ) -> Forward:
+        """Run the prompts.
 
-        With `is_plain`, exactly as `generate` runs them.
+        Args:
+            view: of the model, to run it by where that is possible.
+            num_logits: last tokens whose logits are wanted where `view` is not run.
+            is_plain: whether to run them exactly as `generate` does.
         """
 
     def width_of(self, num_tokens: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from lade.attempts import Attempt
-from lade.attention.joint import Calls, Held, can_write, kernels, with_calls, with_held, write
+from lade.attention.joint import Calls, Held, can_write, with_calls, with_held, write
 from lade.budget.joint import JointCosts
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
@@ -41,8 +41,8 @@ class JoinedCall:
         inputs: of its forward, one row.
         undo: makes the cache forget what the forward has written.
         num_committed: tokens that the call usually commits in a step.
-        num_logits: how many of its last tokens have logits; None for all. Forwards with such a part,
-            of a prompt, say nothing about the cost of steps.
+        num_logits: how many of its last tokens have logits, in a piece of a prompt; None elsewhere,
+            where all have.
         is_inference: whether the call is in torch's inference mode, which belongs to its thread.
         was_joint: whether it ran together with others, afterwards.
     """
@@ -66,6 +66,11 @@ class JoinedCall:
     def num_tokens(self) -> int:
         """Tokens that it runs."""
         return int(self.inputs["input_ids"].shape[1])
+
+    @property
+    def num_kept(self) -> int:
+        """Last tokens that have logits."""
+        return self.num_tokens if self.num_logits is None else self.num_logits
 
 
 class JointForwards:
@@ -121,7 +126,7 @@ class JointForwards:
     def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)
         if any(part.num_logits is not None for part in parts):
-            return
+            return  # it has many more tokens than a step, and fewer logits
         if self.num_run > 1:  # libraries prepare the first
             self._costs.record(num_tokens, sec)
         self.price = self._costs.price(num_tokens, sum(part.num_committed for part in parts))
@@ -165,12 +170,14 @@ def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
             inputs[name] = torch.cat([part.inputs[name] for part in parts], dim=-1)
     inputs["attention_mask"] = _mask([part.inputs["attention_mask"] for part in parts], sizes)
     inputs[CACHE] = JointCache([part.inputs[CACHE] for part in parts], sizes)
-    kept = [size if part.num_logits is None else part.num_logits for part, size in zip(parts, sizes)]
+    kept = [part.num_kept for part in parts]
     if kept != sizes:
         stops = zip(accumulate(sizes), kept, strict=True)
-        inputs[_KEPT] = torch.tensor([node for stop, num in stops for node in range(stop - num, stop)])
-    with parts[0].mode():
-        output = parts[0].view(**inputs)
+        nodes = [node for stop, num in stops for node in range(stop - num, stop)]
+        inputs[_KEPT] = torch.tensor(nodes)
+    largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
+    with largest.mode():
+        output = largest.view(**inputs)
     for part in parts:
         part.was_joint = True
     return [Output(logits) for logits in output.logits.split(kept, dim=1)]
@@ -209,7 +216,7 @@ class JointCache(Cache):  # type: ignore[misc]
         new = key_states, value_states
         held = self._write(*new, [cache.layers[layer_idx] for cache in self._caches])
         if held is None:
-            by_call = zip(*(states.split(self._sizes, dim=2) for states in new), strict=True)
+            by_call = zip(*(torch.split(states, self._sizes, dim=2) for states in new), strict=True)
             tensors = [
                 cache.update(*of_call, layer_idx, *args, **kwargs)
                 for cache, of_call in zip(self._caches, by_call, strict=True)
@@ -219,7 +226,7 @@ class JointCache(Cache):  # type: ignore[misc]
 
     def _write(self, keys: Tensor, values: Tensor, layers: Sequence[Any]) -> Held | None:
         """Write to the layers of all calls at once; None, and nothing is written, if impossible."""
-        if kernels() is None or not (can_write(keys) and can_write(values)):
+        if not can_write(self._calls, keys) or not can_write(self._calls, values):
             return None
         places = []
         for layer, size in zip(layers, self._sizes, strict=True):

@@ -101,7 +101,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> Place | None:
         """Return where new keys and values go, and those before them are, and reserve the room.
 
-        None where they are not in plain memory, of a CPU, of one row, that has such keys and values.
+        None where they are not in plain memory, a CPU's, of one row and with such heads.
 
         Args:
             num_new: how many come; nothing is counted as pending yet.

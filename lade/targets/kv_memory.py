@@ -76,8 +76,16 @@ class Store:
         self._max_slots = max_slots
         self._is_fixed = is_fixed
         like = states[None].expand(num_layers, rows, heads, num_new, head_dim)
-        self.whole = self._allocated(like, min(num_new, num_slots), num_slots)
+        self._hold(self._allocated(like, min(num_new, num_slots), num_slots))
         self.use(rows)
+
+    def _hold(self, whole: Tensor) -> None:
+        self.whole = whole
+        _, _, heads, _, size = whole.shape
+        self._kind = (heads, size, whole.dtype) if whole.is_cpu else None
+        layer_step, _, head_step, _, _ = whole.stride()
+        width = whole.element_size()
+        self._address, self._steps = whole.data_ptr(), (width * layer_step, width * head_step)
 
     def use(self, num_rows: int) -> None:
         """Restrict `buffer` to the first rows."""
@@ -116,15 +124,11 @@ class Store:
         Also bytes from one head to the next. None if the memory is not a CPU's, or has no such
         states as these.
         """
-        _, _, heads, _, size = self.whole.shape
-        if not states.is_cpu or self.whole.dtype is not states.dtype:
-            return None
-        if (heads, size) != (states.shape[1], states.shape[3]) or not self.whole.is_cpu:
+        if self._kind != (states.shape[1], states.shape[3], states.dtype):
             return None
         self.reserve(stop)
-        whole, width = self.whole, self.whole.element_size()
-        layer_step, _, head_step, _, _ = whole.stride()
-        return whole.data_ptr() + width * layer * layer_step, width * head_step
+        layer_step, head_step = self._steps
+        return self._address + layer * layer_step, head_step
 
     def put(self, layer: int, states: Tensor, slots: FixedSlots) -> Tensor:
         """Write new states at slots that only the device knows; return a view of those shown."""
@@ -162,7 +166,7 @@ class Store:
             roomy = min(roomy, self._max_slots)
         larger = self._allocated(self.whole, stop, max(stop, roomy))
         larger[:, :, :, :num_slots] = self.whole
-        self.whole = larger
+        self._hold(larger)
         self.use(self.buffer.shape[1])
 
     def _allocated(self, like: Tensor, least: int, num_slots: int) -> Tensor:

@@ -103,7 +103,9 @@ class ChainTarget(Target):
         """Whether the next forward should have no draft."""
         return self.num_pending >= _MAX_PENDING
 
-    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
+    def prefill(
+        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
+    ) -> Forward:
         """Run the prompts exactly as `generate` does."""
         model = self._model if view is None else view
         output = prefill(model, self._ids, self._generation_config, self._model_kwargs)

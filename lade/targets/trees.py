@@ -134,12 +134,14 @@ class TreeTarget(Target):
         """Number of cached tokens of each row in use."""
         return self.cache.lengths
 
-    def prefill(self, view: Model | None = None, *, is_plain: bool = False) -> Forward:
+    def prefill(
+        self, view: Model | None = None, *, num_logits: int = 1, is_plain: bool = False
+    ) -> Forward:
         """Run the prompts as `generate` does, or without the padding that it runs."""
         model = self._model if view is None else view
         output = None
-        if self._seat is not None and view is None and not is_plain:
-            output = self._joint_prefill(self._seat)
+        if self._seat is not None and not is_plain:
+            output = self._joint_prefill(self._seat, num_logits)
         if output is None:
             fast = model if is_plain or self._products is None else self._products.view(model)
             output = None if is_plain else self._packed_prefill(fast)
@@ -168,7 +170,7 @@ class TreeTarget(Target):
         forward: Forward = output
         return forward
 
-    def _joint_prefill(self, seat: Seat) -> Forward | None:
+    def _joint_prefill(self, seat: Seat, num_logits: int) -> Forward | None:
         """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
         num_tokens = self._input_ids.shape[1]
         positions = self._model_kwargs.get("position_ids")
@@ -196,7 +198,9 @@ class TreeTarget(Target):
                 "position_ids": positions[:, nodes],
                 **self._of_forward(mask),
             }
-            output = self._ask(seat, self._view, inputs, self.cache.drop_pending, num_logits=1)
+            is_last = start + num == num_tokens
+            num_kept = min(num, num_logits) if is_last else 1
+            output = self._ask(seat, self._view, inputs, self.cache.drop_pending, num_kept)
             self.cache.keep([[*range(num)]])
             start += num
         return output
@@ -333,9 +337,7 @@ class TreeTarget(Target):
         is_inference = torch.is_inference_mode_enabled()
         shape = inputs["position_ids"].dim(), *sorted(inputs)
         kind = (id(self._model), self.attention, self._products, is_inference, *shape)
-        part = JoinedCall(
-            kind, view, inputs, undo, self._num_committed, num_logits, is_inference
-        )
+        part = JoinedCall(kind, view, inputs, undo, self._num_committed, num_logits, is_inference)
         output: Forward = seat.run(part)
         self._was_joint = part.was_joint or seat.has_company
         return output

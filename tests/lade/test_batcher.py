@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 import lade
+from lade.attention import joint
+from lade.attention.joint import kernels
 from lade.batcher import Batcher, _most_tokens, _Room
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.budget.joint import JointCosts
 from lade.compat import CACHE
+from lade.drafting.successors import PromptHarvester
+from lade.targets import joint as file
 from lade.targets.joint import JoinedCall, JointForwards
 from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
@@ -63,6 +67,26 @@ def test_float32_has_the_same_texts() -> None:
     assert batcher._joint.num_run > 0
 
 
+@pytest.mark.skipif(kernels() is None, reason="the kernels do not run here")
+def test_attention_of_all_calls_at_once_gives_the_same_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_known = 0
+    attend = joint.attend
+
+    def noted(*args: Any) -> Tensor | None:
+        nonlocal num_known
+        result = attend(*args)
+        num_known += result is not None
+        return result
+
+    monkeypatch.setattr("lade.attention.packed.attend", noted)
+    wrong, batcher = num_wrong(tiny_model("qwen3", dtype=torch.float32, head_dim=32), 24, seed=1)
+    assert wrong == 0
+    assert batcher.why_not_joint is None
+    assert num_known > 0
+
+
 @pytest.mark.filterwarnings("ignore:lade decodes:lade.PlainDecodingWarning")
 @pytest.mark.filterwarnings("ignore:lade decodes:lade.VerificationWarning")
 def test_code_of_ones_own_in_the_forward_sees_its_call_alone() -> None:
@@ -84,6 +108,83 @@ def test_long_prompts_run_in_pieces_between_steps(monkeypatch: pytest.MonkeyPatc
     wrong, batcher = num_wrong(model, 16, seed=5)
     assert wrong == 0
     assert batcher._joint.num_run > 0
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[object, int, bool]]]:
+    """Return, of each forward, the cache, tokens, and whether it is a prompt, of each call."""
+    forwards: list[list[tuple[object, int, bool]]] = []
+    run = JointForwards.__call__
+
+    def noted(self: JointForwards, parts: Sequence[JoinedCall]) -> list[Any]:
+        forwards.append(
+            [(part.inputs[CACHE], part.num_tokens, part.num_logits is not None) for part in parts]
+        )
+        return run(self, parts)
+
+    monkeypatch.setattr(JointForwards, "__call__", noted)
+    return forwards
+
+
+def test_prompts_run_in_the_forwards_of_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards = spied(monkeypatch)
+    harvested: list[Tensor] = []
+    ranked = PromptHarvester._ranked
+
+    def noted(self: PromptHarvester, logits: Tensor) -> Any:
+        harvested.append(logits)
+        return ranked(self, logits)
+
+    monkeypatch.setattr(PromptHarvester, "_ranked", noted)
+    wrong, batcher = num_wrong(tiny_model(), 16, seed=5)
+    assert wrong == 0
+    assert harvested
+    assert batcher.why_not_joint is None
+    kinds = [{is_prompt for _, _, is_prompt in forward} for forward in forwards]
+    assert {True, False} in kinds
+
+
+def test_prompts_share_what_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lade.turns._FIRST_PIECE", 20)
+    monkeypatch.setattr("lade.turns.Turns._learn", lambda *_: None)
+    forwards = spied(monkeypatch)
+    model = tiny_model()
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
+    prompts = [torch.full((1, length), 5) for length in (1, 90, 90, 8)]
+    with Batcher(model) as batcher:
+        requests = [
+            batcher.submit(ids, attention_mask=torch.ones_like(ids), **options) for ids in prompts
+        ]
+        texts = [request.result() for request in requests]
+    for ids, text in zip(prompts, texts, strict=True):
+        assert torch.equal(text, model.generate(ids, **options))
+    pieces = [[(of, num) for of, num, is_prompt in each if is_prompt] for each in forwards]
+    assert max(sum(num for _, num in each) for each in pieces) == 20
+    ends: dict[object, int] = {}
+    for at, each in enumerate(pieces):
+        ends |= {id(of): at for of, _ in each}
+    *_, last, very_last = sorted(ends.values())
+    assert very_last - last <= 2  # two long prompts take turns
+
+
+def test_a_forward_without_memory_for_all_is_run_call_by_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = 0
+    run = file._run_as_one
+
+    def failing(parts: Sequence[JoinedCall]) -> list[Any]:
+        nonlocal count
+        count += 1
+        output = run(parts)
+        if count % 3 == 0:  # after keys and values were written
+            raise torch.OutOfMemoryError
+        return output
+
+    monkeypatch.setattr(file, "_run_as_one", failing)
+    wrong, batcher = num_wrong(tiny_model(), 16, seed=5)
+    assert wrong == 0
+    assert count > 3
+    assert batcher.why_not_joint is None
 
 
 def test_tokens_come_one_by_one_and_cancelling_ends_them() -> None:
