@@ -131,7 +131,8 @@ class Turns:
             first, second = second, first
         for waiting in (self._ready, first, second):
             while waiting:
-                seat = waiting.popleft()
+                seat = waiting[0] if waiting is not self._later else min(waiting, key=_length)
+                waiting.remove(seat)
                 if not seat._is_gone:
                     return seat
         return None
@@ -145,6 +146,8 @@ class Seat:
         self._woken = threading.Semaphore(0)
         self._states: list[torch.Tensor] | None = None  # of generators, while others have the turn
         self._begin = 0.0
+        self._num_left = 0  # tokens of its prompt that wait for a turn
+        self._num_before = 0  # tokens of other prompts that went before these
         self._is_gone = False  # whether an interrupt has ended its waiting
         self._asked: Any = None
         self._result: Any = None
@@ -173,21 +176,37 @@ class Seat:
         self._turns.is_joint = True
 
     def allot(self, num_tokens: int) -> int:
-        """Wait for a step that has room for a prompt; return how many of its tokens run then."""
+        """Wait for a step that has room for a prompt; return how many of its tokens run then.
+
+        The shortest goes first, so that none waits for longer ones; but each token of others that
+        goes before a prompt counts as one of its own that has run, so that the turn of all comes.
+        """
         turns = self._turns
-        self._wait_in(turns._later)
+        self._wait_for_room(num_tokens)
         num = min(num_tokens, turns._room or turns.piece)
-        turns._room = max(0, turns._room - num)
-        if turns._room < _LEAST_PIECE:
-            turns._room = 0
+        self._take_room(num)
         turns._num_allotted += num
         return num
 
     def pause(self) -> None:
-        """Let others go on before a piece of a prompt is run alone; there is one a step."""
-        self._wait_in(self._turns._later)
-        self._turns._room = 0
+        """Let others go on before a piece of a prompt is run alone, if one has run in this step."""
+        turns = self._turns
+        if not turns._room:
+            self._wait_for_room(turns.piece)
+        self._take_room(max(turns._room, turns.piece))
         self._begin = perf_counter()
+
+    def _wait_for_room(self, num_tokens: int) -> None:
+        self._num_left = num_tokens
+        self._wait_in(self._turns._later)
+
+    def _take_room(self, num_tokens: int) -> None:
+        turns = self._turns
+        left = turns._room - num_tokens
+        turns._room = 0 if left < _LEAST_PIECE else left
+        with turns._lock:
+            for seat in turns._later:
+                seat._num_before += num_tokens
 
     def end_piece(self, num_tokens: int) -> None:
         """Learn from a piece that was run alone."""
@@ -277,6 +296,11 @@ class Seat:
             if device.type != "cpu":
                 torch.get_device_module(device).set_rng_state(self._states[1], device)
         self._states = states
+
+
+def _length(seat: Seat) -> int:
+    """Return how late a prompt's turn comes."""
+    return seat._num_left - seat._num_before
 
 
 def current_seat() -> Seat | None:

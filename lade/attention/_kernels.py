@@ -93,7 +93,7 @@ def _add_values(typing_context: Any, of: Any) -> Any:
                     block = builder.append_basic_block("sums")
                     switch.add_case(_INT64(64 * of_format + 8 * rows + vectors), block)
                     builder.position_at_end(block)
-                    _write_sums(builder, of_format, range(rows), range(vectors), *given)
+                    _write_sums(builder, of_format, range(rows), range(vectors), given)
                     builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -106,15 +106,10 @@ def _write_sums(
     format_: int,
     rows: range,
     vectors: range,
-    weights: Any,
-    weight_step: Any,
-    values: Any,
-    value_step: Any,
-    results: Any,
-    result_step: Any,
-    num_values: Any,
+    given: Any,
 ) -> None:
-    """Write the code of `_add_values` for one format and size."""
+    """Write the code of `_add_values` for one format and size, given the rest of what it takes."""
+    weights, weight_step, values, value_step, results, result_step, num_values = given
     places = [
         [
             at(build, build.add(results, build.mul(result_step, _INT64(row))), index, 4, FLOATS)
@@ -150,12 +145,6 @@ def _write_sums(
 def _fill(numbers, by):  # type: ignore[no-untyped-def]
     for i in range(len(numbers)):
         numbers[i] = by
-
-
-@numba.njit(nogil=True, error_model="numpy")
-def _scale(numbers, by):  # type: ignore[no-untyped-def]
-    for i in range(len(numbers)):
-        numbers[i] *= by
 
 
 @numba.njit(nogil=True, error_model="numpy", fastmath={*_FAST, "nnan"})
@@ -261,6 +250,22 @@ def _add(format_, scores, num_rows, values, num_values, size, results):  # type:
         start += LANES * num_vectors
 
 
+@numba.njit(nogil=True, error_model="numpy")
+def _weigh(scores, peak, total, sums):  # type: ignore[no-untyped-def]
+    """Turn scores of a row into weights, and what it has summed so far into that of these."""
+    new_peak = max(peak[0], _largest(scores))
+    if new_peak == -np.inf:  # it has seen nothing yet
+        _fill(scores, _F(0))
+        return
+    if new_peak > peak[0]:
+        shrink = _F(np.exp(peak[0] - new_peak))
+        total[0] *= shrink
+        for i in range(len(sums)):
+            sums[i] *= shrink
+        peak[0] = new_peak
+    total[0] += _exponentiate(scores, new_peak)
+
+
 @job
 def attend_job(address: Any) -> None:
     """Run what other threads leave of a job: tasks are of one call, key head and some rows."""
@@ -313,16 +318,7 @@ def attend_job(address: Any) -> None:
                         sees = numba.carray(pointer(place), (num,), np.uint8)
                         for i in range(num):
                             of_row[i] = of_row[i] if sees[i] else -_F(np.inf)
-                    peak = max(peaks[row], _largest(of_row))
-                    if peak == -np.inf:  # the row has seen nothing yet
-                        _fill(of_row, _F(0))
-                        continue
-                    if peak > peaks[row]:
-                        shrink = _F(np.exp(peaks[row] - peak))
-                        totals[row] *= shrink
-                        _scale(sums[row], shrink)
-                        peaks[row] = peak
-                    totals[row] += _exponentiate(of_row, peak)
+                    _weigh(of_row, peaks[row : row + 1], totals[row : row + 1], sums[row])
                 of_block = values + width * key * value_size
                 _add(format_, scores, num_rows, of_block, num, value_size, sums)
             for row in range(num_rows):

@@ -28,7 +28,7 @@ def attends_alone(num_tokens: int) -> bool:
     return num_tokens > _MOST_TOKENS
 
 
-class Place(NamedTuple):
+class CallKeys(NamedTuple):
     """Where a call's keys and values are in a layer: [heads, num_keys, numbers of each]."""
 
     keys: int  # address
@@ -77,7 +77,7 @@ class Calls:
         """Return the number of calls."""
         return len(self.masks)
 
-    def fit(self, places: Sequence[Place]) -> bool:
+    def fit(self, places: Sequence[CallKeys]) -> bool:
         """Return whether a kernel can take the masks, and they are of the keys of these places."""
         if not self._are_plain or len(places) != len(self.masks):
             return False
@@ -104,7 +104,9 @@ class Held:
     """
 
     def __init__(
-        self, tensors: Callable[[], Sequence[tuple[Tensor, Tensor]]], places: Sequence[Place] = ()
+        self,
+        tensors: Callable[[], Sequence[tuple[Tensor, Tensor]]],
+        places: Sequence[CallKeys] = (),
     ) -> None:
         self.tensors = tensors
         self.places = places

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from lade.attention.joint import Place
+from lade.attention.joint import CallKeys
 from lade.targets.kv_memory import (
     FIRST_NUM_SLOTS,
     FixedSlots,
@@ -98,7 +98,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.num_pending += key_states.shape[2]
         return keys, values
 
-    def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> Place | None:
+    def place(self, num_new: int, key_states: Tensor, value_states: Tensor) -> CallKeys | None:
         """Return where new keys and values go, and those before them are, and reserve the room.
 
         None where they are not in plain memory, a CPU's, of one row and with such heads.
@@ -117,7 +117,7 @@ class TreeCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         (of_keys, key_index), (of_values, value_index) = self._key_place, self._value_place
         keys = of_keys.address(key_index, key_states, stop)
         values = of_values.address(value_index, value_states, stop)
-        return None if keys is None or values is None else Place(*keys, *values, stop)
+        return None if keys is None or values is None else CallKeys(*keys, *values, stop)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write indexer keys [rows, num_new, index_head_dim]; return all of the layer."""

@@ -166,6 +166,31 @@ def test_prompts_share_what_a_step_has_room_for(monkeypatch: pytest.MonkeyPatch)
     assert very_last - last <= 2  # two long prompts take turns
 
 
+def test_short_prompts_pass_a_long_one_by_no_more_tokens_than_it_has() -> None:
+    turns = Turns(JointForwards(), torch.device("cpu"))
+    turns.piece = turns._room = 100
+    long = Seat(turns)
+    long._num_left = 1000
+    turns._later.append(long)
+    passed = own = 0
+    while own < 1000:
+        short = Seat(turns)
+        short._num_left = 50
+        turns._later.append(short)
+        seat = turns._next()
+        assert seat is not None
+        num = min(seat._num_left, 100)
+        turns._room = 100
+        seat._take_room(num)
+        if seat is long:
+            own += num
+            long._num_left -= num
+            turns._later.append(long)
+        else:
+            passed += num
+    assert 900 <= passed <= 1000
+
+
 def test_a_forward_without_memory_for_all_is_run_call_by_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lade.attention import joint
-from lade.attention.joint import Calls, Held, Place, with_calls, with_held
+from lade.attention.joint import CallKeys, Calls, Held, with_calls, with_held
 from lade.attention.packed import packed_rows
 from lade.products import linear
 from lade.targets.joint import JointCache
@@ -92,7 +92,7 @@ class Case:
             width = keys.element_size()
             steps = [width * states.stride(1) for states in (keys, values)]
             of_keys, of_values = (keys.data_ptr(), steps[0]), (values.data_ptr(), steps[1])
-            places.append(Place(*of_keys, *of_values, keys.shape[2]))
+            places.append(CallKeys(*of_keys, *of_values, keys.shape[2]))
         held = Held(lambda: self.held, places)
         new = [torch.zeros(1, self.heads[1], sum(self.sizes), dim) for dim in self.dims]
         keys, values = (with_held(states.to(self.query.dtype), held) for states in new)
