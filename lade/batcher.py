@@ -114,7 +114,7 @@ class Batcher:
         self,
         model: Model,
         *,
-        max_batch_size: int = 8,
+        max_batch_size: int = 16,
         max_batch_tokens: int | None = None,
         pool: Pools | None = None,
         drafter: Drafter | None = None,

@@ -23,6 +23,7 @@ _current: ContextVar["Seat | None"] = ContextVar("lade_seat", default=None)
 
 _FIRST_PIECE = 128  # tokens of a prompt
 _LEAST_PIECE = 16
+_SAFE = 0.8  # share of the time to plan for: the next tokens may see many more, and take longer
 
 
 class Together(Protocol):
@@ -122,7 +123,7 @@ class Turns:
     def _learn(self, num_tokens: int, sec: float) -> None:
         """Learn how many tokens of prompts run in the time that they may take."""
         if num_tokens >= max(_LEAST_PIECE, self.piece // 2):  # of fewer, the rest takes most of it
-            self.piece = max(_LEAST_PIECE, int(self.stall_sec * num_tokens / sec))
+            self.piece = max(_LEAST_PIECE, int(_SAFE * self.stall_sec * num_tokens / sec))
 
     def _next(self) -> "Seat | None":
         """Return whose turn is next; the first of those that ask runs the forward of all."""

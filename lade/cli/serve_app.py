@@ -65,7 +65,7 @@ class ServingOptions:
     )
     max_batch_size: Annotated[
         int, _of_limits(min=1, help="Requests that are answered at once.")
-    ] = 8
+    ] = 16
     max_batch_tokens: Annotated[
         int | None,
         _of_limits(

@@ -69,7 +69,7 @@ class ServerOptions:
     certificate: Path | None = None
     private_key: Path | None = None
     max_connections: int = 10_000
-    max_batch_size: int = 8
+    max_batch_size: int = 16
     max_batch_tokens: int | None = None
     max_queue: int = 100
     max_prompt_tokens: int | None = None
