@@ -25,6 +25,9 @@ FAMILIES = [
     *("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "olmo2", "mistral", "gemma3_text"),
     *("phi3", "bloom", "mamba2"),
 ]
+# Their heads may be of 32 numbers, which the kernel of attention takes in float32; of 8, only where
+# vectors are short.
+_OF_ANY_HEADS = {"llama", "qwen3", "mistral", "gemma3_text"}
 _MORE = {"bloom": BLOOM | {"attention": "eager"}, "mamba2": MAMBA2 | {"attention": "eager"}}
 
 
@@ -35,12 +38,16 @@ def run_session(seed: int, number: int) -> tuple[int, int, Counter[str]]:
     dtype = rng.choice([torch.float32, torch.float64])
     max_tokens = rng.choice([None, None, 90])
     with deterministic():
-        model = tiny_model(family, dtype=dtype, **_MORE.get(family, {}))
+        options = {**_MORE.get(family, {})}
+        if family in _OF_ANY_HEADS:
+            options["head_dim"] = rng.choice([8, 32])
+        model = tiny_model(family, dtype=dtype, **options)
         size = rng.choice([2, 4, 8])
         wrong, batcher = num_wrong(model, PER_SESSION, rng.randrange(2**31), size, max_tokens)
     of_session = Counter({family: PER_SESSION, str(dtype): PER_SESSION, f"at once {size}": 1})
     of_session["joint forwards"] += batcher._joint.num_run
     of_session["sessions with little room"] += max_tokens is not None
+    of_session["sessions with heads of 32"] += options.get("head_dim") == 32
     return number, wrong, of_session
 
 
