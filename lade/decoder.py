@@ -110,11 +110,11 @@ class Decoder:
         plan = self._speculator.roots()
         with self.stats.timed("prefill"):
             with self._verifying(), self._speculator.watching_prompts() as view:
-                num_logits, is_plain = (
-                    1 + self._speculator.num_harvested,
-                    self._checks.wants_plain_prompts,
+                output = self._target.prefill(
+                    view,
+                    num_logits=1 + self._speculator.num_harvested,
+                    is_plain=self._checks.wants_plain_prompts,
                 )
-                output = self._target.prefill(view, num_logits=num_logits, is_plain=is_plain)
             self._checks.note_state()
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)

@@ -18,18 +18,18 @@ from numba.extending import intrinsic
 
 from lade.products._kernels import (
     BFLOAT16,
-    COLUMNS,
+    FLOAT32,
     FLOATS,
     LANES,
     PER_LINE,
     ROWS,
     WIDTHS,
+    add_products,
     at,
     job,
     load_wide,
     pointer,
     take,
-    tile,
 )
 
 # A job is an int64 array: addresses of the parts and places, int64 [calls, 4 and 5]; how many
@@ -196,41 +196,9 @@ def _take_query(source, target, format_, scaling):  # type: ignore[no-untyped-de
 
 
 @numba.njit(nogil=True, error_model="numpy")
-def _score(format_, queries, num_rows, keys, num_keys, size, scores):  # type: ignore[no-untyped-def]
-    """Write the products of queries [num_rows, size] and keys to scores [num_rows, _BLOCK]."""
-    width = 4 if format_ == 0 else 2
-    for row in range(num_rows):
-        _fill(scores[row], _F(0))
-    key = 0
-    while key < num_keys:
-        num_columns = COLUMNS if key + COLUMNS <= num_keys else 1
-        most, row = ROWS if num_columns == COLUMNS else 1, 0
-        num_parts = -(-num_rows // most)
-        for part in range(num_parts):
-            num = min(most, num_rows - row)
-            of_tile = (
-                format_,
-                num,
-                num_columns,
-                queries + 4 * row * size,
-                4 * size,
-                keys + width * key * size,
-                width * size,
-                scores.ctypes.data + 4 * (row * _BLOCK + key),
-                4 * _BLOCK,
-                size,
-                part,
-                num_parts,
-            )
-            tile(of_tile)
-            row += num
-        key += num_columns
-
-
-@numba.njit(nogil=True, error_model="numpy")
 def _add(format_, scores, num_rows, values, num_values, size, results):  # type: ignore[no-untyped-def]
     """Add values, weighted by scores [num_rows, _BLOCK], to results [num_rows, size]."""
-    width, start = 4 if format_ == 0 else 2, 0
+    width, start = 4 if format_ == FLOAT32 else 2, 0
     while start < size:
         num_vectors = _VECTORS if start + LANES * _VECTORS <= size else 1
         for row in range(0, num_rows, ROWS):
@@ -275,7 +243,7 @@ def attend_job(address: Any) -> None:
     parts = numba.carray(pointer(d[PARTS]), (num_parts, 4), np.int64)
     places = numba.carray(pointer(d[PLACES]), (num_parts, 5), np.int64)
     scaling = numba.carray(pointer(d.ctypes.data + 8 * SCALING), (1,), np.float32)[0]
-    width = 4 if format_ == 0 else 2
+    width = 4 if format_ == FLOAT32 else 2
     thread = take(d.ctypes.data + 8 * NEXT_THREAD, 1)
     row_size = _BLOCK + key_size + value_size + 2
     scratch = d[SCRATCH] + 4 * thread * _MOST_ROWS * row_size
@@ -310,7 +278,11 @@ def attend_job(address: Any) -> None:
             for key in range(0, num_keys, _BLOCK):
                 num = min(_BLOCK, num_keys - key)
                 of_block = keys + width * key * key_size
-                _score(format_, queries.ctypes.data, num_rows, of_block, num, key_size, scores)
+                for row in range(num_rows):
+                    _fill(scores[row], _F(0))
+                x = queries.ctypes.data, 4 * key_size, num_rows
+                y = scores.ctypes.data, 4 * _BLOCK
+                add_products(format_, x, (of_block, width * key_size, num), y, key_size)
                 for row in range(num_rows):
                     of_row = scores[row, :num]
                     if mask != 0:

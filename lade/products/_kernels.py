@@ -70,7 +70,7 @@ def take(typing_context: Any, address: Any, number: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def tile(typing_context: Any, of: Any) -> Any:
+def _tile(typing_context: Any, of: Any) -> Any:
     """Add the products of some inputs to a tile of the results.
 
     There is code for each format and size of a tile, in LLVM's own terms: which sums are in
@@ -113,7 +113,7 @@ class _Tile:
         self._rows, self._columns = range(num_rows), range(num_columns)
 
     def add(self, of: Sequence[Any]) -> None:
-        """Write the code, given what `tile` takes but for format and size."""
+        """Write the code, given what `_tile` takes but for format and size."""
         x, x_step, w, w_step, out, out_step, size, part, num_parts = of
         build, width = self._builder, WIDTHS[self._format]
         num = _LINE // width
@@ -276,6 +276,43 @@ def _widen(source, target, size):  # type: ignore[no-untyped-def]
         wide[i] = np.uint32(narrow[i]) << np.uint32(16)
 
 
+@numba.njit(nogil=True, error_model="numpy")
+def add_products(format_, inputs, weights, results, size):  # type: ignore[no-untyped-def]
+    """Add the products of inputs and weights, rows of so many numbers each, to results.
+
+    Inputs and weights are an address, bytes from one row to the next, and the number of rows;
+    results, which have a row for each of the inputs and a column for each of the weights, the
+    first two.
+    """
+    x, x_step, num_rows = inputs
+    w, w_step, num_columns = weights
+    y, y_step = results
+    column = 0
+    while column < num_columns:
+        width_of_tile = COLUMNS if column + COLUMNS <= num_columns else 1
+        num_parts = -(-num_rows // (ROWS if width_of_tile == COLUMNS else 1))
+        row = 0
+        for part in range(num_parts):  # of about as many rows each
+            until = num_rows * (part + 1) // num_parts
+            of_tile = (
+                format_,
+                until - row,
+                width_of_tile,
+                x + row * x_step,
+                x_step,
+                w + column * w_step,
+                w_step,
+                y + row * y_step + 4 * column,
+                y_step,
+                size,
+                part,
+                num_parts,
+            )
+            _tile(of_tile)
+            row = until
+        column += width_of_tile
+
+
 @job
 def run_job(address: Any) -> None:
     """Run what other threads leave of a job."""
@@ -307,27 +344,7 @@ def run_job(address: Any) -> None:
                         _widen(source, scratch + 4 * row * num_inputs, num_inputs)
                     widened = first
             for k in range(0, num_inputs, DEPTH):
-                column = start
-                while column < stop:
-                    width_of_tile = COLUMNS if column + COLUMNS <= stop else 1
-                    num_parts = -(-num // (ROWS if width_of_tile == COLUMNS else 1))
-                    row = 0
-                    for part in range(num_parts):  # of about as many rows each
-                        until = num * (part + 1) // num_parts
-                        of_tile = (
-                            d[FORMAT],
-                            until - row,
-                            width_of_tile,
-                            inputs + 4 * (row * num_inputs + k),
-                            4 * num_inputs,
-                            d[WEIGHTS] + width * (column * num_inputs + k),
-                            width * num_inputs,
-                            d[RESULTS] + 4 * ((first + row) * num_columns + column),
-                            4 * num_columns,
-                            min(DEPTH, num_inputs - k),
-                            part,
-                            num_parts,
-                        )
-                        tile(of_tile)
-                        row = until
-                    column += width_of_tile
+                x = inputs + 4 * k, 4 * num_inputs, num
+                w = d[WEIGHTS] + width * (start * num_inputs + k), width * num_inputs, stop - start
+                y = d[RESULTS] + 4 * (first * num_columns + start), 4 * num_columns
+                add_products(d[FORMAT], x, w, y, min(DEPTH, num_inputs - k))

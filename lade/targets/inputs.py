@@ -1,5 +1,6 @@
 """Model arguments that `generate` prepared for a prompt, extended by tokens or by rows."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,13 +8,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from lade.compat import CACHE
+from lade.compat import CACHE, Model
 
+LOGITS_KEPT = "logits_to_keep"
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # of text, and of images in it
 # Arguments with a value per token.
 CONTINUED = ("attention_mask", *TOKEN_TYPES, "position_ids")
 # All that a prompt of tokens alone has.
-_OF_TEXT = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+_OF_TEXT = {"attention_mask", "position_ids", CACHE, "use_cache", LOGITS_KEPT}
 
 
 def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
@@ -26,6 +28,11 @@ def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
         if name not in _OF_TEXT and not is_nothing:
             return False
     return True
+
+
+def chooses_logits(model: Model) -> bool:
+    """Return whether a model can be told which tokens to compute logits of."""
+    return LOGITS_KEPT in inspect.signature(model.forward).parameters
 
 
 def num_slots_of(

@@ -22,10 +22,8 @@ from lade.budget.joint import JointCosts
 from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import CACHE, Model
 from lade.targets.base import Forward, Output
-from lade.targets.inputs import TOKEN_TYPES
+from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES
 from lade.targets.kv_cache import TreeCache
-
-_KEPT = "logits_to_keep"
 
 # In half precision a single check may fail by a near-tie, of experts for instance.
 _MOST_WRONG = 3
@@ -156,7 +154,7 @@ class JointForwards:
 def _run_alone(part: JoinedCall) -> Any:
     try:
         with part.mode():
-            kept = {} if part.num_logits is None else {_KEPT: part.num_logits}
+            kept = {} if part.num_logits is None else {LOGITS_KEPT: part.num_logits}
             return part.view(**part.inputs, **kept)
     except Exception as failure:  # of this call alone
         return failure
@@ -174,7 +172,7 @@ def _run_as_one(parts: Sequence[JoinedCall]) -> list[Forward]:
     if kept != sizes:
         stops = zip(accumulate(sizes), kept, strict=True)
         nodes = [node for stop, num in stops for node in range(stop - num, stop)]
-        inputs[_KEPT] = torch.tensor(nodes)
+        inputs[LOGITS_KEPT] = torch.tensor(nodes)
     largest = max(parts, key=lambda part: part.num_tokens)  # views may know that tokens are few
     with largest.mode():
         output = largest.view(**inputs)

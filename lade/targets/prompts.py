@@ -1,6 +1,5 @@
 """Prompts of a batch, run without their padding, and equal ones once."""
 
-import inspect
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from lade.attention.packed import PromptRow, with_groups
 from lade.compat import CACHE, Model
+from lade.targets.inputs import LOGITS_KEPT, chooses_logits
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots
 
 _LEAST_SAVED = 0.1  # of all tokens; less is not worth the copies
 # What a model may be given for the padded prompts; for anything else they are run as they are.
 _KNOWN = {"input_ids", "position_ids", "attention_mask", CACHE, "use_cache"}
-_KNOWN |= {"logits_to_keep", "return_dict", "inputs_embeds", "cache_position"}
+_KNOWN |= {LOGITS_KEPT, "return_dict", "inputs_embeds", "cache_position"}
 
 
 class PackedPrompts(NamedTuple):
@@ -55,7 +55,7 @@ def packed_prompts(
         return None
     if not bool(is_real[:, -1].all()):  # `generate` goes on from the last column, whatever it is
         return None
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if not chooses_logits(model):
         return None
     prepared = model.prepare_inputs_for_generation(
         input_ids, next_sequence_length=num_tokens, is_first_iteration=True, **model_kwargs
@@ -105,7 +105,7 @@ def packed_prompts(
         "input_ids": packed(input_ids),
         "position_ids": packed(positions),
         "attention_mask": with_groups(mask, groups),
-        "logits_to_keep": torch.tensor(stops, device=input_ids.device) - 1,
+        LOGITS_KEPT: torch.tensor(stops, device=input_ids.device) - 1,
         "return_dict": True,
     }
     return PackedPrompts(inputs, prompts)

@@ -1,6 +1,5 @@
 """Verification of whole trees in one forward."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
@@ -19,7 +18,7 @@ from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
 from lade.targets.base import Forward, Target
 from lade.targets.early import EarlyNodes, Halve, Halves
-from lade.targets.inputs import TOKEN_TYPES, extended, is_text_alone, num_slots_of
+from lade.targets.inputs import TOKEN_TYPES, chooses_logits, extended, is_text_alone, num_slots_of
 from lade.targets.joint import JoinedCall
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import FixedSlots, Kind, LayerKind, kind_of
@@ -182,7 +181,7 @@ class TreeTarget(Target):
             or not is_text_alone(self._model_kwargs)
             or positions.shape != (1, num_tokens)
             or self._generation_config.prefill_chunk_size is not None
-            or "logits_to_keep" not in inspect.signature(self._model.forward).parameters
+            or not chooses_logits(self._model)
         ):
             return None
         start, output = self.cache.get_seq_length(), None

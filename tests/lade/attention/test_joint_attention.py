@@ -1,15 +1,10 @@
 """Attention of several calls in one row: each call's numbers are those that it has alone."""
 
-import importlib.util
-import re
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import numba
 import pytest
 import torch
 from torch import Tensor
@@ -18,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from lade.attention import joint
 from lade.attention.joint import CallKeys, Calls, Held, with_calls, with_held
 from lade.attention.packed import packed_rows
-from lade.products import linear
 from lade.targets.joint import JointCache
 from lade.targets.kv_cache import TreeCache
 from lade.targets.kv_memory import LayerKind
 from tests.lade.attention.test_tree_attention import Layer
+from tests.lade.products.lanes import kernels_with
 
 pytestmark = [
     pytest.mark.skipif(joint.kernels() is None, reason="the kernels do not run here"),
@@ -105,21 +100,6 @@ class Case:
         return result
 
 
-@pytest.fixture
-def num_at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Note, for each call of the kernel's function, whether the kernel knew how."""
-    known: list[bool] = []
-    attend = joint.attend
-
-    def noted(*args: Any) -> Tensor | None:
-        result = attend(*args)
-        known.append(result is not None)
-        return result
-
-    monkeypatch.setattr("lade.attention.packed.attend", noted)
-    return known
-
-
 def apart(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).abs().max() / exact.abs().max())
 
@@ -138,14 +118,14 @@ def apart(result: Tensor, exact: Tensor) -> float:
     ],
 )
 def test_it_is_as_exact_as_torch(
-    heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, num_at_once: list[bool]
+    heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, known_at_once: list[bool]
 ) -> None:
     sizes = [1, 3, 1, MANY, 9, 16, 1, 2]
     num_keys = [1, 64, 65, 200, 9, 63, 500, 130]
     case = Case(sizes, num_keys, dtype, heads=heads, dims=dims)
     limit = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     assert apart(case.attended(), case.expected()) < limit
-    assert num_at_once == [True]
+    assert known_at_once == [True]
 
 
 def test_a_token_may_see_nothing_of_many_keys_before_its_own() -> None:
@@ -184,20 +164,20 @@ def test_what_is_no_number_stays_in_its_call() -> None:
     ids=str,
 )
 def test_what_the_kernel_does_not_know_is_done_call_by_call(
-    dtype: torch.dtype, dims: tuple[int, int], options: dict[str, Any], num_at_once: list[bool]
+    dtype: torch.dtype, dims: tuple[int, int], options: dict[str, Any], known_at_once: list[bool]
 ) -> None:
     case = Case([1, 3, MANY], [20, 30, 60], dtype, dims=dims)
     assert apart(case.attended(**options), case.expected()) < 1e-6
-    assert True not in num_at_once
+    assert True not in known_at_once
 
 
-def test_additive_masks_are_for_torch(num_at_once: list[bool]) -> None:
+def test_additive_masks_are_for_torch(known_at_once: list[bool]) -> None:
     case = Case([1, 3], [20, 30], torch.float32)
     exact, mask = case.expected(), case.masks[1]
     assert mask is not None
     case.masks[1] = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     assert apart(case.attended(), exact) < 1e-6
-    assert num_at_once == [False]
+    assert known_at_once == [False]
 
 
 @pytest.mark.parametrize("num_more", [-1, 1])
@@ -258,35 +238,17 @@ def test_all_calls_are_written_to_as_each_alone(dtype: torch.dtype) -> None:
 # --- vectors of the other length --------------------------------------------------------------
 
 
-def with_lanes(num_lanes: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the kernels, compiled for vectors of so many float32."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    products = Path(linear.__file__).with_name("_kernels.py").read_text()
-    products = re.sub("(?m)^LANES = .*", f"LANES = {num_lanes}", products)
-    own = Path(joint.__file__).with_name("_kernels.py").read_text()
-    own = own.replace("lade.products._kernels", f"products_{num_lanes}")
-    for name, source in ((f"products_{num_lanes}", products), (f"joint_{num_lanes}", own)):
-        path = folder / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_lanes", [8, 16])
 def test_vectors_of_either_length_give_the_same(
-    num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_at_once: list[bool]
+    num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_at_once: list[bool]
 ) -> None:
-    kernels = with_lanes(num_lanes, tmp_path, monkeypatch)
+    users = Path(joint.__file__).with_name("_kernels.py")
+    kernels = kernels_with(num_lanes, tmp_path, monkeypatch, users)
     monkeypatch.setattr(joint, "kernels", lambda: kernels)
     for dtype in FORMATS:
         for heads, dims in (((9, 3), (64, 64)), ((2, 1), (31, 48)), ((4, 4), (128, 112))):
             case = Case([1, 3, 1, MANY, 9], [1, 64, 77, 200, 9], dtype, heads=heads, dims=dims)
             limit = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
             assert apart(case.attended(), case.expected()) < limit
-    assert num_at_once == [True] * 9
+    assert known_at_once == [True] * 9

@@ -1,18 +1,14 @@
 """Products for few rows: torch's numbers, whatever happens to weights; the faster one is used."""
 
 import copy
-import importlib.util
 import itertools
 import math
 import platform
-import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
-import numba
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +23,7 @@ from lade.products import linear as file
 from lade.products.linear import Products, products_for
 from tests.grids import thinned
 from tests.lade.both import ONE, same_as_generate
+from tests.lade.products.lanes import kernels_with
 from tests.lade.tiny import tiny_model
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,16 +100,7 @@ def test_vectors_of_either_length_give_the_same(
     num_lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of this machine are one of the two, and rows need not end where a vector does."""
-    source = Path(file.__file__).with_name("_kernels.py").read_text()
-    path = tmp_path / f"kernels_{num_lanes}.py"
-    path.write_text(re.sub("(?m)^LANES = .*", f"LANES = {num_lanes}", source))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    kernels = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, path.stem, kernels)
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    spec.loader.exec_module(kernels)
+    kernels = kernels_with(num_lanes, tmp_path, monkeypatch)
     run = runner()
     assert run is not None
     products = Products(run, kernels.run_job.address, kernels.MOST_ROWS)
