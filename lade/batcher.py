@@ -4,6 +4,7 @@ A call runs in a thread of its own, by the code that runs a single one; `lade.tu
 turns, and `lade.targets.joint` runs their forwards as one.
 """
 
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -216,7 +217,7 @@ class Batcher:
 
         def decode() -> Any:
             request._check()
-            torch.manual_seed(torch.seed() if seed is None else seed)
+            torch.manual_seed(secrets.randbits(63) if seed is None else seed)
             return generate(self._model, on_step=note, **call)
 
         return self.run(decode, _most_tokens(self._model, call), request._check)

@@ -16,7 +16,6 @@ from lade.gpu.workspace import WorkspaceStore
 from lade.probing.own_code import own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
-from lade.targets.layout import tree_layout
 from lade.targets.paths import MAX_ROWS, ChainTarget
 from lade.targets.trees import TreeTarget
 from lade.view import with_attention
@@ -46,14 +45,14 @@ def make_target(
 ) -> Target:
     """Return the target set up to verify drafts after these prompts by the chosen method."""
     if chosen.verification == "tree":
+        known = profile or profile_of(model)
         settings = (
-            *(model, input_ids, model_kwargs, tree_layout(model), max_new_tokens),
+            *(model, input_ids, model_kwargs, known.layout_of(model), max_new_tokens),
             *(generation_config, chosen.attention),
         )
         if chosen.execution == "eager":
-            known = profile or profile_of(model)
             return TreeTarget(*settings, known.products_for(model) if chosen.products else None)
-        workspace_store = (profile or profile_of(model)).workspace_store
+        workspace_store = known.workspace_store
         compiled = chosen.execution == "compiled"
         of_steps = StepSettings(
             workspace_store,

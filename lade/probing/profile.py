@@ -16,6 +16,7 @@ from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
 from lade.probing.values import Values
 from lade.products.linear import Products, products_for
+from lade.targets.layout import TreeLayout, tree_layout
 from lade.targets.prefixes import PrefixStore
 from ngram_pool import SuccessorTable
 
@@ -82,8 +83,19 @@ class Profile:
     of_drafters: dict[str, Any] = field(default_factory=dict)
     #: Lade's own products, and where they are faster than torch's; None where they cannot run.
     products: Known[Products | None] | None = None
+    #: What its layers keep, once it was asked for.
+    layout: TreeLayout | None = None
     #: Memory of the last call, steps recorded on it, and the compiled model.
     workspace_store: WorkspaceStore = field(default_factory=WorkspaceStore)
+
+    def layout_of(self, model: Model) -> TreeLayout:
+        """Return what the model's layers keep.
+
+        Raises:
+            UnsupportedModelError: nothing that trees can be kept in.
+        """
+        self.layout = self.layout or tree_layout(model)
+        return self.layout
 
     def products_for(self, model: Model) -> Products | None:
         """Return which products are used for the model's layers; None where lade's cannot run."""

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from lade.attempts import Attempt
-from lade.compat import CACHE, Model, attention_of, device_of_inputs, mesh_of
+from lade.compat import CACHE, Model, attention_of, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
@@ -215,7 +215,9 @@ def _is_nothing(value: Any) -> bool:
 
 def _is_default(model: Model, cache: Any) -> bool:
     """Return whether a cache is like those that `generate` makes, which the self-check covers."""
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache or cache.offloading:
         return False
+    if not may_be_users(cache):
+        return True
     made = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return not cache.offloading and [*map(type, cache.layers)] == [*map(type, made.layers)]
+    return [*map(type, cache.layers)] == [*map(type, made.layers)]

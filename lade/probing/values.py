@@ -6,12 +6,11 @@ a check may have been blind to what was zero then: so a spot check follows. What
 them, such as keys and values, is no more true at all.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lade.attempts import Attempt
 from lade.compat import Model, has_adapters
@@ -21,7 +20,9 @@ from lade.probing.structure import UNRELATED
 _NUM_PLACES = 16  # of each weight; who writes past torch's own count mostly writes to all of it
 # Of layers of PEFT: what `set_adapter`, `disable_adapter` and `scale_layer` set.
 _SWITCHES: tuple[str, ...] = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-_APART = {"_disable_adapters", "training"}  # that `switches_of` and `structure.py` look at
+# What `switches_of` and `structure.py` look at.
+_OF_TORCH = frozenset({*vars(nn.Module()), "_disable_adapters"})
+_PLAIN = frozenset(PLAIN)
 
 
 class Values(NamedTuple):
@@ -38,16 +39,16 @@ class Values(NamedTuple):
         Torch counts writes to a tensor, but not those through `.data`. So some values of each
         weight are compared, too; a write through `.data` that misses all of them is not seen.
         """
-        buffers = [*model.buffers()]
+        held = [vars(module) for module in model.modules()]
+        weights = _tensors_in(each["_parameters"] for each in held)
+        buffers = _tensors_in(each["_buffers"] for each in held)
         # Small buffers may be new ones after each forward, of frequencies say.
-        weights = [*model.parameters(), *(each for each in buffers if each.dim() > 1)]
-        writes = tuple(each._version for each in weights if not each.is_inference())
-        held = chain.from_iterable(vars(module).values() for module in model.modules())
+        weights += [each for each in buffers if each.dim() > 1]
         working = [each for each in buffers if each.dim() <= 1]
-        working += [value for value in held if isinstance(value, Tensor)]
-        return cls(
-            (writes, _some_values_of(weights)), attributes_of(model), _some_values_of(working)
-        )
+        writes = tuple([each._version for each in weights if not each.is_inference()])
+        attributes, tensors = _own_values_in(held)
+        working += tensors
+        return cls((writes, _some_values_of(weights)), attributes, _some_values_of(working))
 
     def may_be_news(self, known: "Values | None") -> bool:
         """Return whether a check with other values may have been blind to what these do."""
@@ -63,17 +64,29 @@ def values_of(model: Model) -> Values | None:
 
 def attributes_of(model: Model) -> Hashable:
     """Return the plain attributes of a model's modules, in the model's order."""
-    return tuple(
-        (
-            len(vars(module).keys() - UNRELATED) if module is model else len(vars(module)),
-            *(
-                value
-                for name, value in vars(module).items()
-                if type(value) in PLAIN and name not in _APART
-            ),
-        )
-        for module in model.modules()
-    )
+    return _own_values_in([vars(module) for module in model.modules()])[0]
+
+
+def _own_values_in(held: Sequence[dict[str, Any]]) -> tuple[Hashable, list[Tensor]]:
+    """Return the plain attributes, and the tensors that are none of torch's weights and buffers.
+
+    Args:
+        held: the attributes of each module, the root's first.
+    """
+    plain: list[Any] = []
+    tensors: list[Tensor] = []
+    for place, each in enumerate(held):
+        plain.append((len(each) if place else len(each.keys() - UNRELATED),))
+        for value in [value for name, value in each.items() if name not in _OF_TORCH]:
+            if type(value) in _PLAIN:
+                plain.append(value)
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+    return tuple(plain), tensors
+
+
+def _tensors_in(dicts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
+    return [each for tensors in dicts for each in tensors.values() if each is not None]
 
 
 def _some_values_of(weights: Sequence[Tensor]) -> tuple[bytes, ...]:
@@ -81,7 +94,7 @@ def _some_values_of(weights: Sequence[Tensor]) -> tuple[bytes, ...]:
     for weight in weights:
         plain = weight.detach()
         # Tensors of other classes can only be read as a whole.
-        is_plain = type(plain) is Tensor and plain.layout == torch.strided
+        is_plain = type(plain) is Tensor and plain.layout is torch.strided
         if is_plain and not (plain.is_quantized or plain.is_meta) and plain.numel():
             values.setdefault((plain.device, plain.dtype), []).append(_some_values(plain))
     read = [torch.cat(pieces).view(torch.uint8).cpu() for pieces in values.values()]

@@ -1,6 +1,7 @@
 """One answer in its thread: seeded, drafted from its own pool, stopped, recorded."""
 
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ def answer(
         if streamer is not None:
             streamer.put(inputs["input_ids"])
         # Another request must not continue the random numbers of this one, which its client knows.
-        seed = torch.seed() if asked.seed is None else asked.seed
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
         torch.manual_seed(seed)
         output = model.generate(
             input_ids=inputs["input_ids"],
