@@ -45,8 +45,8 @@ _NUM_TIMES = 2
 _CLEAR, _CLEAR_SEC = 2.0, 3e-3
 # Calls until one is timed again, if all take about the same time, and in any case.
 _LEAST_CALLS, _MOST_CALLS = 100, 20_000
-# What asking which one is faster takes for each layer. Where lade's products save less in a forward
-# over one token, only one such forward in so many asks.
+# What asking which one is faster takes for each layer, with its share of making the view that asks.
+# Where lade's products save less in a forward, only one such forward in so many asks.
 _ASKING_SEC, _ASKED_EVERY = 10e-6, 64
 # Both round; what differs by more than such a share of the largest result is wrong.
 _TOLERANCE = {torch.float32: 256 * 2**-23, torch.bfloat16: 4 * 2**-7, torch.float16: 4 * 2**-10}
@@ -73,7 +73,7 @@ class Products:
         # By dtype and size of the weights, and about the number of rows.
         self._choices: dict[tuple[torch.dtype, int, int, int], _Choice] = {}
         self._num_layers: Counter[tuple[torch.dtype, int, int]] = Counter()  # of the last view
-        self._saves_alone, self._num_alone = True, 0  # of forwards over one token
+        self._num_apart = Counter[int]()  # forwards without them, by about their number of rows
 
     def view(self, model: Model) -> Model:
         """Return a view of a model whose large linear layers choose.
@@ -101,14 +101,22 @@ class Products:
         self._num_layers = num_layers
         return view
 
-    def is_for_one(self) -> bool:
-        """Return whether the next forward over a single token is to run by a view.
+    def pays(self, num_rows: int) -> bool:
+        """Return whether the next forward over so many rows is to run by a view.
 
-        Where torch's products of one row are about as fast, asking costs more than it saves: there
-        only a few forwards ask, in case a busy machine made lade's look slow.
+        Where torch's products are about as fast, asking costs more than it saves: there only a few
+        forwards ask, in case a busy machine made lade's look slow.
         """
-        self._num_alone += 1
-        return self._saves_alone or self._num_alone % _ASKED_EVERY == 0
+        about = _about(num_rows)
+        saved = [
+            number * self._choices[*layer, about].saved_sec
+            for layer, number in self._num_layers.items()
+            if (*layer, about) in self._choices
+        ]
+        if not saved or sum(saved) > _ASKING_SEC * self._num_layers.total():
+            return True
+        self._num_apart[about] += 1
+        return self._num_apart[about] % _ASKED_EVERY == 0
 
     def product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return what `torch.nn.functional.linear` returns, up to rounding.
@@ -122,7 +130,7 @@ class Products:
             return linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
-        about = min((num_rows - 1).bit_length(), 11)  # up to a power of two, or above 1,024
+        about = _about(num_rows)
         key = weight.dtype, num_columns, num_inputs, about
         choice = self._choices.get(key)
         if choice is None:
@@ -130,25 +138,16 @@ class Products:
             choice = self._choices[key] = _Choice(3 if may_widen else 2)
         if choice.best is None or choice.is_due():
             self.num_compared += 1
-            result = choice.compare(lambda which: self._by(which, inputs, weight, bias))
-            if num_rows == 1 and choice.best is not None:
-                self._weigh_alone()
-            return result
+            # What many rows take grows with them: torch's product gains on lade's, so that the few
+            # of a class must not speak for the many.
+            scale = 2**about / num_rows if num_rows >= _MANY_ROWS else 1.0
+            return choice.compare(lambda which: self._by(which, inputs, weight, bias), scale)
         return self._by(choice.best, inputs, weight, bias)
 
     def _by(self, which: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if which == _TORCHS:
             return linear(inputs, weight, bias)
         return (self._ours if which == _OURS else _widened)(inputs, weight, bias)
-
-    def _weigh_alone(self) -> None:
-        """Hold what lade's products save in a forward over one token against what asking costs."""
-        saved = [
-            number * self._choices[*layer, 0].saved_sec
-            for layer, number in self._num_layers.items()
-            if (*layer, 0) in self._choices
-        ]
-        self._saves_alone = sum(saved) > _ASKING_SEC * self._num_layers.total()
 
     def _ours(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_columns, num_inputs = weight.shape
@@ -180,6 +179,11 @@ class Products:
         )
         self._run(self._job, ctypes.addressof(job), num_threads)
         return results.to(dtype) if is_narrow else results
+
+
+def _about(num_rows: int) -> int:
+    """Return the class of a number of rows: up to a power of two, or above 1,024."""
+    return min((num_rows - 1).bit_length(), 11)
 
 
 def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -274,14 +278,19 @@ class _Choice:
         self._place, self._num_rounds = 0, 0  # in a round, each of them is the first once
         self._num_left = 0  # calls until one is timed again
 
-    def compare(self, run: Callable[[int], Tensor]) -> Tensor:
-        """Run the rivals, time the first, and return torch's result if it is one, else another."""
+    def compare(self, run: Callable[[int], Tensor], scale: float = 1.0) -> Tensor:
+        """Run the rivals, time the first, and return torch's result if it is one, else another.
+
+        Args:
+            run: runs a product.
+            scale: what its time is multiplied by, so that it can be held against others'.
+        """
         rivals, is_known = self._rivals, self.best is not None
         self._place = (self._place + 1) % len(rivals)
         first = rivals[self._place]
         start = perf_counter()
         results = {first: run(first)}
-        self._sec[first] = min(self._sec[first], perf_counter() - start)
+        self._sec[first] = min(self._sec[first], scale * (perf_counter() - start))
         results |= {which: run(which) for which in rivals if which != first}
         result = results.pop(rivals[0])
         if not all(_is_close(other, result) for other in results.values()):

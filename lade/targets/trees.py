@@ -142,7 +142,11 @@ class TreeTarget(Target):
         if self._seat is not None and not is_plain:
             output = self._joint_prefill(self._seat, num_logits)
         if output is None:
-            fast = model if is_plain or self._products is None else self._products.view(model)
+            fast = model
+            num_left = max(self._input_ids.numel() - sum(self.num_cached), 1)
+            num_rows = num_left if self._seat is None else min(num_left, self._seat.piece)
+            if not is_plain and self._products is not None and self._products.pays(num_rows):
+                fast = self._products.view(model)
             output = None if is_plain else self._packed_prefill(fast)
             if output is None:
                 options = self._generation_config
@@ -504,7 +508,7 @@ class TreeTarget(Target):
         if shape[-1] > 1:
             return self._view
         is_alone = shape[0] == 1 and self._seat is None  # else one view runs several rows
-        if self._products is not None and is_alone and not self._products.is_for_one():
+        if self._products is not None and is_alone and not self._products.pays(1):
             return self._attending_view
         return self._roots_view
 

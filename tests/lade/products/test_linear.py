@@ -47,7 +47,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file._Choice, "__init__", lambda self, _: self.__dict__.update(_ALWAYS))
 
 
-_ALWAYS = {"best": file._OURS, "_num_left": -1}
+_ALWAYS = {"best": file._OURS, "_num_left": -1, "_sec": [math.inf, 0.0, math.inf]}
 
 
 def made() -> Products:
@@ -280,7 +280,7 @@ def test_forwards_over_one_token_ask_where_it_pays(monkeypatch: pytest.MonkeyPat
     def num_asking(num: int) -> int:
         num_views = 0
         for _ in range(num):
-            is_asking = products.is_for_one()
+            is_asking = products.pays(1)
             num_views += is_asking
             (view if is_asking else model)(inputs)
         return num_views
@@ -290,6 +290,34 @@ def test_forwards_over_one_token_ask_where_it_pays(monkeypatch: pytest.MonkeyPat
     clock.ours = 0.5e-4
     assert num_asking(64 * 200) > 200  # found out
     assert num_asking(64) == 64
+
+
+def test_few_rows_of_a_class_do_not_speak_for_the_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes as long for all of them would seem to be the fastest at the fewest."""
+    clock = Clock(monkeypatch, theirs=1.1e-4, ours=1e-4)
+    products, weight = made(), torch.randn(256, 256)
+    for _ in range(4):
+        products.product(torch.randn(65, 256), weight, None)
+    clock.theirs, clock.ours = 1.5e-4, 1.9e-4  # of nearly twice as many
+    for _ in range(2000):
+        products.product(torch.randn(128, 256), weight, None)
+    assert clock.ran[-1000:].count("theirs") > 950
+
+
+def test_prompts_ask_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, theirs=1e-4, ours=2e-4)
+    products = made()
+    assert products.pays(100)  # until it is known
+    view = products.view(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 300)))
+    for _ in range(4):
+        view(torch.randn(100, 256))
+    assert [products.pays(100) for _ in range(640)].count(True) == 10
+    assert products.pays(60)
+    clock.ours = 0.5e-4
+    for _ in range(4):
+        view(torch.randn(60, 256))
+    assert products.pays(60)
+    assert not products.pays(100)
 
 
 def test_a_wrong_product_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +452,7 @@ def test_trees_of_one_node_run_without_them_where_asking_costs_more(
 ) -> None:
     rows = set()
     own = Products.product
-    monkeypatch.setattr(Products, "is_for_one", lambda self: False)
+    monkeypatch.setattr(Products, "pays", lambda self, num_rows: num_rows > 1)
 
     def noting(self: Products, inputs: Tensor, *args: Any) -> Tensor:
         rows.add(inputs.shape[1])
@@ -444,13 +472,14 @@ def test_trees_of_one_node_run_without_them_where_asking_costs_more(
 def test_calls_that_run_together_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """One view runs the rows of all, and several rows may well pay."""
     asked: list[Products] = []
-    own = Products.is_for_one
+    own = Products.pays
 
-    def noting(self: Products) -> bool:
-        asked.append(self)
-        return own(self)
+    def noting(self: Products, num_rows: int) -> bool:
+        if num_rows == 1:
+            asked.append(self)
+        return own(self, num_rows)
 
-    monkeypatch.setattr(Products, "is_for_one", noting)
+    monkeypatch.setattr(Products, "pays", noting)
     config = lade.Config(max_draft_tokens=0)
     options: dict[str, Any] = {"config": config, "max_new_tokens": 4, "do_sample": False}
     with lade.Batcher(wide_model()) as batcher:
