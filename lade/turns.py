@@ -32,6 +32,10 @@ class Together(Protocol):
     #: Tokens that a draft token must add to be worth its part of a joint forward, if known.
     price: float | None
 
+    @property
+    def is_check_due(self) -> bool:
+        """Whether what one of the calls asks for next runs twice."""
+
     def __call__(self, asked: Sequence[Any], /) -> Sequence[Any]:
         """Run what calls have asked for.
 
@@ -244,7 +248,8 @@ class Seat:
         with turns._lock:
             turns._ready.extend(seats[1:])
             turns._learn(turns._num_allotted, perf_counter() - begin)
-            turns._room, turns._num_allotted = turns.piece, 0
+            room = turns.piece // 2 if turns._run.is_check_due else turns.piece
+            turns._room, turns._num_allotted = room, 0
 
     def _wait_in(self, waiting: deque["Seat"]) -> None:
         """Hand the turn on, if it is ours, and wait until it comes again."""

@@ -90,6 +90,11 @@ class JointForwards:
         self._costs = JointCosts()
         self._num_wrong = 0  # checks in a row that failed
 
+    @property
+    def is_check_due(self) -> bool:
+        """Whether a part of the next forward of several calls runs twice."""
+        return self.num_run & (self.num_run + 1) == 0 or self._num_wrong > 0
+
     def __call__(self, parts: Sequence[JoinedCall]) -> list[Any]:
         """Run parts; return for each its output, or the exception that it raised."""
         by_kind: dict[Hashable, list[JoinedCall]] = {}
@@ -103,6 +108,7 @@ class JointForwards:
     def _run(self, parts: Sequence[JoinedCall]) -> list[Any]:
         if len(parts) == 1 or self.why_not is not None:
             return [_run_alone(part) for part in parts]
+        is_due = self.is_check_due
         self.num_run += 1
         together: list[Any] = []
         # Without memory for all there may be enough for one after the other.
@@ -111,7 +117,6 @@ class JointForwards:
             together = _run_as_one(parts)
             self._learn(parts, perf_counter() - begin)
         self.why_not = attempt.failure
-        is_due = self.num_run & (self.num_run - 1) == 0 or self._num_wrong
         if together and (not is_due or self._is_right(parts, together)):
             return together
         if self.why_not is not None:

@@ -309,6 +309,7 @@ class Recorded:
     """Gives back what is asked for, or raises."""
 
     price: float | None = None
+    is_check_due = False
 
     def __init__(self, error: type[BaseException] | None = None) -> None:
         self.sizes: list[int] = []
@@ -344,6 +345,17 @@ def test_random_numbers_of_a_call_are_its_own() -> None:
     for seed, numbers in drawn.items():
         torch.manual_seed(seed)
         assert numbers == [torch.rand(()).item() for _ in range(20)]
+
+
+def test_a_piece_that_may_run_twice_has_half_the_tokens() -> None:
+    recorded = Recorded()
+    turns = Turns(recorded, torch.device("cpu"))
+    turns.piece = 100
+    with turns.seat() as seat:
+        for recorded.is_check_due, num in ((True, 50), (False, 100)):
+            seat.run(1)
+            assert seat.allot(1000) == num
+            turns._num_allotted = 0  # from which nothing is to be learned
 
 
 def test_forwards_wait_for_each_other_and_run_as_one() -> None:
