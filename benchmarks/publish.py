@@ -20,8 +20,8 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     Of answers to prompts, the median share of a step that was lade's own is kept and, where
     assistants were compared, what each method spent in all, loops left out; of categories, the
     speeds; of runs at several numbers of draft tokens, those of all prompts together; of
-    `lade.Config`, what is not the default; of stages and loads, what is not empty. Numbers are
-    rounded to six digits.
+    `lade.Config`, what is not the default; of servers, what is of all turns; of stages and loads,
+    what is not empty. Numbers are rounded to six digits.
     """
     made = {name: value for name, value in content.items() if name != "replies"}
     if "summary" in made and "prompts" in made:
@@ -33,6 +33,8 @@ def summarised(content: Mapping[str, Any]) -> dict[str, Any]:
     if "runs" in made:
         made["runs"] = [run for run in made["runs"] if run.get("group", _OVERALL) == _OVERALL]
         made.pop("prompts", None)
+    if "num_clients" in made.get("settings", {}):
+        made["summary"] = _of_all_turns(made["summary"])
     as_is = ("environment", "settings")  # where None says that there is none
     if not {"summary", "runs"} & made.keys():
         made = _without_nothing(made) | {name: made[name] for name in as_is if name in made}
@@ -64,6 +66,16 @@ def shown(summary: Mapping[str, Any]) -> dict[str, Any]:
             for method, entry in methods.items()
         }
         for group, methods in summary.items()
+    }
+
+
+def _of_all_turns(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        num_clients: {
+            server: {name: v for name, v in entry.items() if not name.startswith("last_turn")}
+            for server, entry in servers.items()
+        }
+        for num_clients, servers in summary.items()
     }
 
 

@@ -82,3 +82,16 @@ def test_of_stages_what_is_empty_is_left_out(tmp_path: Path) -> None:
         "settings": {"device": "cpu"},
         "stages": [{"stage": "plain", "rows": [kept]}],
     }
+
+
+def test_of_servers_last_turns_are_left_out(tmp_path: Path) -> None:
+    speeds = {"num_tokens": 904, "tokens_per_sec": 22.5}
+    result = {
+        "environment": {"gpu": None},
+        "settings": {"num_clients": [1]},
+        "summary": {"1": {"lade": {**speeds, "last_turn_first_token_sec": 0.2}}},
+    }
+    source, out = tmp_path / "result.json", tmp_path / "published.json"
+    source.write_text(json.dumps(result))
+    publish(source, out)
+    assert json.loads(out.read_text())["summary"] == {"1": {"lade": speeds}}
