@@ -1,5 +1,6 @@
 """`lade serve`: a model for OpenAI's clients."""
 
+import ctypes
 import importlib.util
 import json
 import logging
@@ -20,6 +21,7 @@ from lade.server.options import ServerOptions
 from ngram_pool import NGramPool
 
 _MOST_TOKENS = 2**24  # of a corpus; the arrays grow as text comes
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 # What the extra `serve` brings; each may be there without the others.
 _NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn", "xgrammar")
 
@@ -129,6 +131,7 @@ def run(
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("lade.server").setLevel(logging.INFO)
     _allow_many_files()
+    share_arenas()
     if not is_local(host) and not options.api_keys:
         note(f"everybody who reaches {host} may use this model; --api-key lets only some")
     console.print("[dim]Checking how the model verifies drafts …[/dim]")
@@ -156,6 +159,17 @@ def run(
     if hasattr(signal, "SIGHUP") and keys.path is not None:
         signal.signal(signal.SIGHUP, read_again)
     server.run()
+
+
+def share_arenas() -> None:
+    """Have all threads allocate from two arenas, unless the environment says how many.
+
+    glibc gives each of a server's many threads one of its own, and every one of them keeps what the
+    largest answer in it took.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ:
+        with suppress(OSError, TypeError, AttributeError):  # only glibc has arenas
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def _allow_many_files() -> None:
