@@ -76,20 +76,14 @@ def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:
 
     Hooks registered on these modules of the view are called only by the view.
     """
-    if [*modules] == [model]:
-        return _twin_of(model, _copied_hooks(model))
     changed = set(map(id, modules))
 
     def change(module: nn.Module) -> dict[str, Any] | None:
         if id(module) not in changed:
             return None
-        return _copied_hooks(module)
+        return {name: copy.copy(vars(module)[name]) for name in _HOOKS}
 
     return viewed(model, change)
-
-
-def _copied_hooks(module: nn.Module) -> dict[str, Any]:
-    return {name: copy.copy(vars(module)[name]) for name in _HOOKS}
 
 
 def counterpart(view: Model, model: Model, module: nn.Module) -> nn.Module:

@@ -39,14 +39,14 @@ class Values(NamedTuple):
         Torch counts writes to a tensor, but not those through `.data`. So some values of each
         weight are compared, too; a write through `.data` that misses all of them is not seen.
         """
-        held = [vars(module) for module in model.modules()]
-        weights = _tensors_in(each["_parameters"] for each in held)
-        buffers = _tensors_in(each["_buffers"] for each in held)
+        modules = [*model.modules()]
+        weights = _tensors_in(module._parameters for module in modules)
+        buffers = _tensors_in(module._buffers for module in modules)
         # Small buffers may be new ones after each forward, of frequencies say.
         weights += [each for each in buffers if each.dim() > 1]
         working = [each for each in buffers if each.dim() <= 1]
         writes = tuple([each._version for each in weights if not each.is_inference()])
-        attributes, tensors = _own_values_in(held)
+        attributes, tensors = _own_values_in(modules)
         working += tensors
         return cls((writes, _some_values_of(weights)), attributes, _some_values_of(working))
 
@@ -64,18 +64,18 @@ def values_of(model: Model) -> Values | None:
 
 def attributes_of(model: Model) -> Hashable:
     """Return the plain attributes of a model's modules, in the model's order."""
-    return _own_values_in([vars(module) for module in model.modules()])[0]
+    return _own_values_in([*model.modules()])[0]
 
 
-def _own_values_in(held: Sequence[dict[str, Any]]) -> tuple[Hashable, list[Tensor]]:
+def _own_values_in(modules: Sequence[nn.Module]) -> tuple[Hashable, list[Tensor]]:
     """Return the plain attributes, and the tensors that are none of torch's weights and buffers.
 
     Args:
-        held: the attributes of each module, the root's first.
+        modules: of a model, the root first.
     """
     plain: list[Any] = []
     tensors: list[Tensor] = []
-    for place, each in enumerate(held):
+    for place, each in enumerate(map(vars, modules)):
         plain.append((len(each) if place else len(each.keys() - UNRELATED),))
         for value in [value for name, value in each.items() if name not in _OF_TORCH]:
             if type(value) in _PLAIN:
