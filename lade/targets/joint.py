@@ -93,6 +93,8 @@ class JointForwards:
     @property
     def is_check_due(self) -> bool:
         """Whether a part of the next forward of several calls runs twice."""
+        if self.why_not is not None:
+            return False
         return self.num_run & (self.num_run + 1) == 0 or self._num_wrong > 0
 
     def __call__(self, parts: Sequence[JoinedCall]) -> list[Any]:

@@ -427,6 +427,7 @@ def test_a_model_whose_calls_disturb_each_other_runs_them_alone(
     assert len(undone) == (3 if is_found else 2)
     assert [part.was_joint for part in parts] == [not is_found] * 2
     assert (forwards.price is None) == is_found
+    assert forwards.is_check_due is not is_found  # of the fourth, unless they run alone for good
 
 
 def test_the_price_of_a_token_follows_what_joint_forwards_cost() -> None:
