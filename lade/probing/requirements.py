@@ -21,7 +21,7 @@ from lade.probing.rules import (
     why_not_speculate,
 )
 from lade.probing.selfcheck import has_usual_outputs
-from lade.targets.inputs import TOKEN_TYPES, num_slots_of
+from lade.targets.inputs import LOGITS_KEPT, TOKEN_TYPES, num_slots_of
 from lade.targets.kv_memory import kind_of
 from lade.targets.rollback import cache_in, length_of, why_not_croppable, why_not_savable
 from lade.targets.trees import MASK_IS_ADDED
@@ -30,12 +30,11 @@ from lade.targets.trees import MASK_IS_ADDED
 _CONTINUED = {
     "attention_mask",
     "position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
+    *TOKEN_TYPES,
     CACHE,
     "cache_params",
     "use_cache",
-    "logits_to_keep",
+    LOGITS_KEPT,
     "inputs_embeds",
     "output_attentions",
     "output_hidden_states",

@@ -86,6 +86,7 @@ def _own_values_in(modules: Sequence[nn.Module]) -> tuple[Hashable, list[Tensor]
 
 
 def _tensors_in(dicts: Iterable[dict[str, Tensor | None]]) -> list[Tensor]:
+    # `parameters` and `buffers` make a name for each, which takes three times as long.
     return [each for tensors in dicts for each in tensors.values() if each is not None]
 
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from lade.compat import Model, prefill
 from lade.errors import UnsupportedModelError
 from lade.targets.base import Forward, Output, Target
-from lade.targets.inputs import extended, widened
+from lade.targets.inputs import LOGITS_KEPT, extended, widened
 from lade.targets.rollback import (
     cache_in,
     can_grow,
@@ -310,8 +310,8 @@ class ChainTarget(Target):
             next_sequence_length=None if self._cache is None else num_tokens,
             **model_kwargs,
         )
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = num_tokens
+        if LOGITS_KEPT in inputs:
+            inputs[LOGITS_KEPT] = num_tokens
         return inputs
 
 

@@ -142,11 +142,7 @@ class TreeTarget(Target):
         if self._seat is not None and not is_plain:
             output = self._joint_prefill(self._seat, num_logits)
         if output is None:
-            fast = model
-            num_left = max(self._input_ids.numel() - sum(self.num_cached), 1)
-            num_rows = num_left if self._seat is None else min(num_left, self._seat.piece)
-            if not is_plain and self._products is not None and self._products.pays(num_rows):
-                fast = self._products.view(model)
+            fast = model if is_plain else self._fast_view(model)
             output = None if is_plain else self._packed_prefill(fast)
             if output is None:
                 options = self._generation_config
@@ -172,6 +168,15 @@ class TreeTarget(Target):
         self._place_rows()
         forward: Forward = output
         return forward
+
+    def _fast_view(self, model: Model) -> Model:
+        """Return what runs the prompts: with lade's products where they pay."""
+        if self._products is None:
+            return model
+        num_rows = max(self._input_ids.numel() - sum(self.num_cached), 1)
+        if self._seat is not None:
+            num_rows = min(num_rows, self._seat.piece)
+        return self._products.view(model) if self._products.pays(num_rows) else model
 
     def _joint_prefill(self, seat: Seat, num_logits: int) -> Forward | None:
         """Run a prompt in the forwards of other calls; None where there are none, or it cannot."""
