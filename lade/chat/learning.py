@@ -18,11 +18,6 @@ class _Enough(Exception):  # noqa: N818 - it ends a run and is no error
     """The user has asked something."""
 
 
-def seconds_after(answer_sec: float, has_prefix: bool) -> float:
-    """Return how long to learn after an answer, given whether the table has its prefix."""
-    return max(_LEAST_SEC if has_prefix else _FIRST_SEC, _SHARE * answer_sec)
-
-
 class IdleLearner:
     """Adds to a model's table in the pauses of a chat; nothing of any question or answer.
 
@@ -43,7 +38,7 @@ class IdleLearner:
             yield
             return
         enough = threading.Event()
-        seconds = seconds_after(answer_sec, self._has_prefix)
+        seconds = max(_LEAST_SEC if self._has_prefix else _FIRST_SEC, _SHARE * answer_sec)
         worker = threading.Thread(target=self._learn, args=(seconds, enough), daemon=True)
         worker.start()
         try:

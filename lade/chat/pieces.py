@@ -15,6 +15,8 @@ _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\
 _THINKING_FIELDS = ("reasoning_content", "thinking")
 # Tokens at the end of a prompt that may hold a mark.
 _END_OF_PROMPT = 16
+# Characters that would move the cursor or change the terminal: all controls but newline and tab.
+_CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
 
 
 class Piece(NamedTuple):
@@ -36,6 +38,11 @@ def split(pieces: Sequence[Piece], num_characters: int) -> tuple[list[Piece], li
         before.append(piece)
         num_characters -= len(piece.text)
     return before, []
+
+
+def without_controls(text: str) -> str:
+    """Return a model's text as a terminal may show it, which obeys control characters."""
+    return text.translate(_CONTROLS)
 
 
 class TextStream:

@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 from rich.theme import Theme
 
-from lade.chat.pieces import Piece, split
+from lade.chat.pieces import Piece, split, without_controls
 
 DRAFTED = "green"
 DRAFTED_WITHOUT_COLOUR = "underline"
@@ -32,8 +32,6 @@ THEME = Theme({"markdown.code": "bold cyan"})
 
 _REFRESHES_PER_SEC = 12
 _SHARE_OF_DRAWING = 0.1  # of one core's time, at most; long code takes long to draw
-# Characters that would move the cursor or change the terminal: all controls but newline and tab.
-_CONTROLS = dict.fromkeys({*range(32), 127, *range(128, 160)} - {9, 10})
 
 
 def _keep_line_breaks(state: StateCore) -> None:
@@ -118,7 +116,7 @@ class AnswerView:
             self._add(piece)
 
     def _add(self, piece: Piece) -> None:
-        piece = piece._replace(text=piece.text.translate(_CONTROLS))
+        piece = piece._replace(text=without_controls(piece.text))
         opened = self._open
         if opened is None or opened.is_thinking != piece.is_thinking:
             self._finish()

@@ -101,7 +101,6 @@ def generate(
     sampling: SamplingOptions,
     drafting: LearningOptions,
     prediction: PredictionOption = None,
-    learns: LearnOption = True,
 ) -> None:
     """Answer one prompt; the text appears as it is generated."""
     from lade.cli.prompting import encode_prompt, read_prompt, read_typed
@@ -119,7 +118,7 @@ def generate(
 
     inputs = encode_prompt(loaded, text, system=system, is_raw=raw)
     drafter = drafting.drafter(loaded, loading)
-    run(inputs, stops, loaded, settings, drafting, drafter, learns, predicted)
+    run(inputs, stops, loaded, settings, drafting, drafter, predicted)
 
 
 @app.command(rich_help_panel=_USE)

@@ -10,7 +10,7 @@ from lade.errors import MissingExtraError
 from lade.models.loading import LoadedModel
 
 if TYPE_CHECKING:
-    from lade.chat.conversation import Conversation, Turn
+    from lade.chat.conversation import Conversation
     from lade.chat.settings import Settings
     from lade.cli.options import LearningOptions
     from lade.drafting.drafter import Drafter
@@ -50,7 +50,6 @@ def run(
     from lade.models.loading import encode
 
     config = replace(drafting.config, reuses_prefix=True)
-    learns = learns and not drafting.is_plain
     hello = encode(loaded.tokenizer, "Hi", loaded.model.device)
     check_verification(loaded.model, hello, config, drafter)
     with drafting.open_pools(loaded) as pools:
@@ -58,13 +57,9 @@ def run(
             loaded, settings=settings, config=config, pool=pools, system=system, drafter=drafter
         )
         if question is None:
-            _chat(conversation, learns)
-            return
-        turn = _answer(conversation, question)
-    if learns:
-        from lade.cli.prewarm import learn_after
-
-        learn_after(loaded, turn.sec)
+            _chat(conversation, learns and not drafting.is_plain)
+        else:
+            _answer(conversation, question)
 
 
 def _chat(conversation: "Conversation", learns: bool) -> None:
@@ -84,18 +79,17 @@ def _chat(conversation: "Conversation", learns: bool) -> None:
     Terminal(conversation, Console(highlight=False, theme=THEME), history, learner).run()
 
 
-def _answer(conversation: "Conversation", question: str) -> "Turn":
+def _answer(conversation: "Conversation", question: str) -> None:
     """Print an answer as plain text, without its thinking, and its figures to standard error."""
     from lade.chat.figures import figures_of
-    from lade.cli.generate import tell_figures
+    from lade.cli.generate import show_text, tell_figures
 
     try:
         for piece in conversation.answer(question):
             if not piece.is_thinking:
-                print(piece.text, end="", flush=True)
+                show_text(piece.text)
     finally:
-        print(flush=True)
+        show_text("\n")
     turn = conversation.turn
     assert turn is not None, "it was answered"
     tell_figures(figures_of(turn, None), conversation.settings, turn.seed, turn.stats)
-    return turn

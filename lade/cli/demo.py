@@ -11,7 +11,7 @@ from lade.bench.environment import environment
 from lade.bench.methods import Lade
 from lade.bench.settings import BenchSettings
 from lade.chat.figures import sources_text
-from lade.chat.pieces import TextStream
+from lade.chat.pieces import TextStream, without_controls
 from lade.cli.bench import describe_model
 from lade.cli.comparison import BothAnswers, table_of, total_of, verdict, why_different
 from lade.cli.demo_prompts import DEMO_PROMPTS
@@ -101,7 +101,7 @@ class TokenPrinter:
     def show(self, step: Step) -> None:
         """Print what a step committed."""
         for i, token_id in enumerate(step.token_ids):
-            text = self._stream.put(token_id)
+            text = without_controls(self._stream.put(token_id))
             if text:
                 style = _DRAFTED if i < step.num_accepted else ""
                 self._out.print(Text(text, style=style), end="", soft_wrap=True)

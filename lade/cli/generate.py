@@ -1,5 +1,6 @@
 """`lade generate`: one answer, streamed."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -9,11 +10,10 @@ import torch
 
 import lade
 from lade.chat.figures import sources_text
-from lade.chat.pieces import TextStream
+from lade.chat.pieces import TextStream, without_controls
 from lade.chat.settings import Settings
 from lade.cli.loading import console
 from lade.cli.options import LearningOptions
-from lade.cli.prewarm import learn_after
 from lade.cli.prompting import room_for
 from lade.config import Config
 from lade.drafting.drafter import Drafter
@@ -29,7 +29,6 @@ def run(
     settings: Settings,
     drafting: LearningOptions,
     drafter: Drafter | None,
-    learns: bool,
     prediction: str | None = None,
 ) -> None:
     """Print the answer to standard output and a line of figures to standard error."""
@@ -42,7 +41,7 @@ def run(
     stream = TextStream(loaded.tokenizer)
 
     def show(step: Step) -> None:
-        print("".join(map(stream.put, step.token_ids)), end="", flush=True)
+        show_text("".join(map(stream.put, step.token_ids)))
 
     with drafting.open_pools(loaded) as pools:
         torch.manual_seed(settings.seed)
@@ -60,17 +59,20 @@ def run(
                 return_dict_in_generate=True,
             )
         except KeyboardInterrupt:
-            print(stream.end(is_cut=True), flush=True)
+            show_text(stream.end(is_cut=True) + "\n")
             raise
-        print(stream.end(), flush=True)
+        show_text(stream.end() + "\n")
         sec = perf_counter() - start
     stats = output.stats
     count = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
     speed = f"{stats.num_tokens / sec:.1f} a second"
     figures = [count, speed, f"{stats.mean_accepted_tokens:.2f} a step"]
     tell_figures(figures, settings, settings.seed, stats)
-    if learns and not drafting.is_plain:
-        learn_after(loaded, sec)
+
+
+def show_text(text: str) -> None:
+    """Print a part of an answer to standard output, letter by letter into a file or pipe."""
+    print(without_controls(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def tell_figures(

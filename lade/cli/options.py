@@ -207,7 +207,7 @@ LearnOption = Annotated[
     bool,
     of_drafting(
         "--learn/--no-learn",
-        help="Whether to add to the model's table for a few seconds after the answer.",
+        help="Whether to add to the model's table while you read, some seconds a time.",
     ),
 ]
 PredictionOption = Annotated[

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
 
-from lade.chat.learning import seconds_after
 from lade.cli.loading import bar, console, note
 from lade.errors import LadeError
 from lade.models.loading import LoadedModel
@@ -78,30 +77,6 @@ def prewarm_once(loaded: LoadedModel, seconds: float = _SECONDS) -> None:
             f"[dim]prewarmed: {newest.num_contexts:,} contexts in {newest.seconds:,.0f} seconds; "
             "lade prewarm adds to them[/dim]"
         )
-
-
-def learn_after(loaded: LoadedModel, seconds: float) -> None:
-    """Add to the model's table for a while after an answer; say so the first time.
-
-    Ctrl-C ends it and keeps what was learned. Nothing of any prompt or answer is.
-    """
-    from lade.prewarming.run import prewarm
-    from lade.prewarming.tables import effort_of
-
-    try:
-        has_prefix = effort_of(loaded.model).prefix_token_id is not None
-        seconds = seconds_after(seconds, has_prefix)
-        if not has_prefix:
-            console.print(
-                f"[dim]learning for {seconds:.0f} seconds what the model itself finds likely, to "
-                "make later answers faster; nothing of yours is kept, and --no-learn switches it "
-                "off[/dim]"
-            )
-        prewarm(loaded.model, seconds)
-    except KeyboardInterrupt:
-        console.print("[dim]learned no more[/dim]")
-    except (LadeError, OSError, ValueError) as error:
-        note(f"nothing is learned: {error}")
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from typer.testing import CliRunner
 
 from lade import errors
-from lade.chat import learning
 from lade.cli.app import app
 from lade.cli.check import measure
 from lade.cli.comparison import BothAnswers, Difference, find_difference, verdict, why_different
 from lade.cli.demo import TokenPrinter
 from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.failures import line_of
+from lade.cli.generate import show_text
 from lade.cli.options import Verification
 from lade.config import VERIFICATIONS
 from lade.errors import UnsupportedModelError
@@ -99,13 +99,6 @@ def test_no_name_or_address_is_cut_in_help_texts() -> None:
         assert "--max-draft-tokens " in output
 
 
-@pytest.fixture(autouse=True)
-def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for what is learned after every answer."""
-    monkeypatch.setattr(learning, "_LEAST_SEC", 0.02)
-    monkeypatch.setattr(learning, "_FIRST_SEC", 0.5)
-
-
 def test_a_prediction_is_read_from_a_file(folder: str, tmp_path: Path) -> None:
     options = ["--model", folder, "--dtype", "float32", *SHORT]
     without = run("generate", "abcabc", *options)
@@ -143,37 +136,19 @@ def test_generate_streams_the_answer_and_reports_speed(folder: str) -> None:
     assert same.stdout == result.stdout
 
 
-def test_generate_learns_after_the_answer_unless_it_is_told_not_to(
-    folder: str, monkeypatch: pytest.MonkeyPatch
+def test_generate_ends_with_the_answer(folder: str) -> None:
+    assert run("generate", "abcabc", "--model", folder, *SHORT).exit_code == 0
+    assert not [*tables.tables_folder().glob("*.safetensors")]  # nothing is learned behind it
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_shown_no_control_characters(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["generate", "abcabc", "--model", folder, *SHORT]
-    assert "learning" not in run(*command, "--no-learn").stderr
-    assert "learning" not in run(*command, "--verification", "plain").stderr
-    assert not [*tables.tables_folder().glob("*.safetensors")]
-    first = run(*command)
-    assert "learning for" in first.stderr
-    later = first
-    seconds = 1.0  # in which a busy machine may learn nothing
-    while "learning for" in later.stderr and seconds < 100:
-        monkeypatch.setattr("lade.chat.learning._FIRST_SEC", seconds)
-        later, seconds = run(*command), 2 * seconds
-    assert "learning for" not in later.stderr
-    assert first.stdout == later.stdout
-    assert len([*tables.tables_folder().glob("*.safetensors")]) == 1
-
-
-def test_ctrl_c_while_learning_keeps_the_answer(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        raise KeyboardInterrupt
-
-    command = ["generate", "abcabc", "--model", folder, *SHORT]
-    expected = run(*command, "--no-learn").stdout
-    monkeypatch.setattr("lade.prewarming.run.prewarm", interrupted)
-    result = run(*command)
-    assert (result.exit_code, result.stdout) == (0, expected)
-    assert "learned no more" in result.stderr
+    text = "a\x1b]0;title\x07\tb\x9b31m\r\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    show_text(text)
+    assert capsys.readouterr().out == ("a]0;title\tb31m\n" if is_terminal else text)
 
 
 @pytest.mark.exhaustive
@@ -781,7 +756,7 @@ def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> No
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "naïve 日本 🙂 ok"
-    token_ids = tokenizer(text)["input_ids"]
+    token_ids = tokenizer(f"{text}\x1b]0;title\x07")["input_ids"]
     assert len(token_ids) > len(text)  # letters of several bytes come in pieces
     out = Console(force_terminal=True, color_system="standard", width=200)
     with out.capture() as capture:
@@ -791,4 +766,4 @@ def test_streamed_text_is_whole_and_drafted_tokens_are_marked(folder: str) -> No
     shown = capture.get()
     assert "\x1b[1;32m" in shown
     plain = shown.replace("\x1b[1;32m", "").replace("\x1b[0m", "")
-    assert plain == text
+    assert plain == f"{text}]0;title"  # without what would change the terminal

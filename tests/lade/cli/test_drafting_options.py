@@ -29,12 +29,12 @@ def run(*arguments: str) -> Any:
 
 def test_generate_drafts_by_an_assistant_and_says_what_it_did(folder: str, assistant: str) -> None:
     options = ["abcabc", "--model", folder, "--dtype", "float32", "--max-new-tokens", "12"]
-    plain = run("generate", *options, "--verification", "plain", "--no-learn")
-    got = run("generate", *options, "--no-learn", "--assistant", assistant)
+    plain = run("generate", *options, "--verification", "plain")
+    got = run("generate", *options, "--assistant", assistant)
     assert got.stdout == plain.stdout
     assert "accepted of drafted: pool " in got.stderr
     assert ", assistant " in got.stderr
-    got = run("generate", *options, "--no-learn", "--first-layers", "1")
+    got = run("generate", *options, "--first-layers", "1")
     assert got.stdout == plain.stdout
     assert ", first_layers " in got.stderr
     assert "accepted of drafted" not in plain.stderr
@@ -47,9 +47,7 @@ def test_demo_and_chat_take_first_layers(folder: str) -> None:
     assert "drafted by the n-gram pool and others" in shown.stdout
     assert "first_layers" in shown.stdout
     assert "1 of 1 same" in shown.stdout
-    chat = CliRunner().invoke(
-        app, ["chat", *options, "--no-learn", "--first-layers", "1"], input="abcabc"
-    )
+    chat = CliRunner().invoke(app, ["chat", *options, "--first-layers", "1"], input="abcabc")
     assert chat.exit_code == 0
     assert "first_layers" in chat.stderr
 

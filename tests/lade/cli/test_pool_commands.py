@@ -327,7 +327,7 @@ def steps_of(result: Any) -> float:
 
 
 def test_generate_learns_in_one_pool_and_reads_others(folder: str, tmp_path: Path) -> None:
-    options = ["--model", folder, *SHORT, "--max-draft-tokens", "4", "--no-learn"]
+    options = ["--model", folder, *SHORT, "--max-draft-tokens", "4"]
     mine = tmp_path / "mine.pool"
     first = run("generate", "abcabc", *options, "--save-pool", mine)
     assert f"30 tokens kept in {mine}" in first.stderr
