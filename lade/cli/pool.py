@@ -89,11 +89,14 @@ def pool_build(
         )
         is_whole = True
     finally:
-        if built.num_tokens or is_whole:
+        has_text = built.num_tokens or built.num_unchanged
+        if built.num_tokens or (is_whole and has_text):
             save()
         _tell_built(built, out, len(pool), num_before)
         if not is_whole:
             console.print("stopped; the same command goes on from here")
+    if not has_text:
+        raise ValueError(f"expected text for {out.name} in the files, got none")
 
 
 def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> None:
@@ -117,7 +120,8 @@ def _tell_built(built: "Built", out: Path, num_held: int, num_before: int) -> No
     if num_forgotten > 0:
         note(
             f"the oldest {num_forgotten:,} tokens were forgotten, as there is room for "
-            f"{num_held:,}; lade pool prune --capacity-tokens gives more"
+            f"{num_held:,}; to hold all, delete {out.name} and build it anew with a larger "
+            "--capacity-tokens"
         )
 
 
@@ -198,7 +202,8 @@ def pool_prune(
     pruned.merge(pool)
     pruned.tokenizer, pruned.model = pool.tokenizer, pool.model
     pruned.save(file)
-    sources.save(file)
+    if capacity_tokens <= pool.capacity_tokens:  # else files may be read again that it forgot
+        sources.save(file)
     print(f"{len(pruned):,} of {len(pool):,} tokens left in {file.name}")
 
 

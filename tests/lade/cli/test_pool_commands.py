@@ -1,6 +1,7 @@
 """`lade pool …`, `--pool` and `--save-pool`, on a tiny local model of bytes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import lade
-from lade.chat import learning
 from lade.cli import build, sources
 from lade.cli.app import app
 from lade.cli.forgetting import runs_with
@@ -20,12 +20,6 @@ from tests.lade.tiny import byte_tokenizer
 
 SHORT = ["--dtype", "float32", "--max-new-tokens", "24"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def learn_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "_LEAST_SEC", 0.02)
-    monkeypatch.setattr(learning, "_FIRST_SEC", 0.1)
 
 
 def run(*args: object) -> Any:
@@ -158,8 +152,27 @@ def test_a_full_pool_holds_the_newest_and_says_so(
     result = run(*command, "--capacity-tokens", "20")
     assert "the oldest 51 tokens were forgotten" in result.stderr
     assert "".join(texts(out)).endswith("Grüße aus Wien\n")
+    assert "delete code.pool and build it anew with a larger" in result.stderr
     with pytest.raises(ValueError, match=r"expected no --capacity-tokens, as code\.pool exists"):
-        run(*command, "--capacity-tokens", "30")
+        run(*command, "--capacity-tokens", "71")
+    copy = shutil.copy(out, tmp_path / "copy.pool")
+    shutil.copy(f"{out}.sources", f"{copy}.sources")
+    out.unlink()
+    assert run(*command, "--capacity-tokens", "71").exit_code == 0
+    run("pool", "prune", copy, "--capacity-tokens", "71")
+    run("pool", "build", source, "--out", copy, "--model", folder)
+    whole = [(source / name).read_text() for name in ("a.py", "b.txt")]
+    assert texts(out) == texts(copy) == whole  # what was forgotten is read again
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\0\0", b"\xff"])
+def test_no_pool_is_built_of_no_text(content: bytes, folder: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "a.bin", tmp_path / "a.pool"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"expected text for a\.pool in the files, got none"):
+            run("pool", "build", path, "--out", out, "--model", folder)
+        assert not out.exists()
 
 
 def test_chats_are_read_in_the_template_of_the_model(tmp_path: Path) -> None:
