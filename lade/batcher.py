@@ -7,6 +7,7 @@ turns, and `lade.targets.joint` runs their forwards as one.
 import secrets
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -182,6 +183,7 @@ class Batcher:
         call: Callable[[], _Result],
         num_tokens: int = 0,
         check: Callable[[], object] = bool,
+        owner: str = "",
     ) -> _Result:
         """Run a function that generates, in this thread, among the calls of the batcher.
 
@@ -190,8 +192,9 @@ class Batcher:
                 must not wait for another request.
             num_tokens: that prompt and answer may come to have.
             check: called now and then while the call waits for room; what it raises ends that.
+            owner: whose it is: of those that wait, whose calls hold less go first.
         """
-        with self._room.taken(num_tokens, check), self._turns.seat():
+        with self._room.taken(num_tokens, check, owner), self._turns.seat():
             return call()
 
     def close(self) -> None:
@@ -226,16 +229,18 @@ class Batcher:
 class _Waiting:
     """A call that waits for room, and how many tokens of later ones went before it."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, owner: str) -> None:
         self.num_tokens = num_tokens
+        self.owner = owner
         self.num_before = 0
 
 
 class _Room:
     """A number of tokens that calls take and give back.
 
-    Calls that fit pass those that wait for more, so that one who asks for much does not keep the
-    others from what is free; but each only by as many tokens as there are, so that its turn comes.
+    Whose calls hold least is next, and among equals the one that had some longest ago. Calls that
+    fit pass those that wait for more, so that one who asks for much does not keep the others from
+    what is free; but each only by as many tokens as there are, so that its turn comes.
 
     Args:
         num_tokens: how many there are; None for any number.
@@ -243,28 +248,31 @@ class _Room:
 
     def __init__(self, num_tokens: int | None) -> None:
         self._limit = num_tokens
-        self._num_taken = 0
+        self._held: Counter[str] = Counter()  # by owner
         self._changed = threading.Condition()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_Waiting] = []  # in order of turns among owners that hold as much
 
     @contextmanager
-    def taken(self, num_tokens: int, check: Callable[[], object] = bool) -> Iterator[None]:
+    def taken(
+        self, num_tokens: int, check: Callable[[], object] = bool, owner: str = ""
+    ) -> Iterator[None]:
         """Wait for so many tokens; for more than there are, until nobody else has any.
 
         Args:
             num_tokens: of the call.
             check: called now and then meanwhile; what it raises ends the waiting.
+            owner: of the call.
         """
         if self._limit is None:
             yield
             return
-        call = _Waiting(min(num_tokens, self._limit))
+        call = _Waiting(min(num_tokens, self._limit), owner)
         with self._changed:
             self._waiting.append(call)
             try:
                 while not self._changed.wait_for(lambda: self._fits(call), _CHECK_SEC):
                     check()
-                self._num_taken += call.num_tokens
+                self._held[owner] += call.num_tokens
             finally:  # also where an interrupt ends the waiting
                 self._waiting.remove(call)
                 self._changed.notify_all()
@@ -272,16 +280,19 @@ class _Room:
             yield
         finally:
             with self._changed:
-                self._num_taken -= call.num_tokens
+                self._held -= Counter({owner: call.num_tokens})  # which drops who holds none
+                self._waiting.sort(key=lambda each: each.owner == owner)  # behind all others
                 self._changed.notify_all()
 
     def _fits(self, call: _Waiting) -> bool:
         """Return whether a call may begin; if so, those that came earlier are passed by it."""
-        limit, earlier = self._limit or 0, self._waiting[: self._waiting.index(call)]
-        if any(self._num_taken + each.num_tokens <= limit for each in earlier):
+        limit, num_taken = self._limit or 0, self._held.total()
+        ordered = sorted(self._waiting, key=lambda each: self._held[each.owner])
+        earlier = ordered[: ordered.index(call)]
+        if any(num_taken + each.num_tokens <= limit for each in earlier):
             return False  # it is about to begin
         passed = max((each.num_before for each in earlier), default=0)
-        if max(self._num_taken, passed) + call.num_tokens > limit:
+        if max(num_taken, passed) + call.num_tokens > limit:
             return False
         for each in earlier:
             each.num_before += call.num_tokens

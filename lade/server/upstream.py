@@ -285,7 +285,9 @@ class _Manager(GenerateManager):  # type: ignore[misc]
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels it: what ends it is its exchange
         exchange = current.get(None)
-        room = () if exchange is None else (exchange.most_tokens, exchange.check)
+        room: Any = ()
+        if exchange is not None:
+            room = exchange.most_tokens, exchange.check, exchange.of_whom
 
         def run() -> None:
             try:

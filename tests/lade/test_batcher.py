@@ -240,11 +240,11 @@ class Queue:
         self.room, self.order = _Room(num_tokens), list[str]()
         self._threads: list[threading.Thread] = []
 
-    def add(self, name: str, num_tokens: int) -> None:
+    def add(self, name: str, num_tokens: int, owner: str = "") -> None:
         """Wait until a call waits or has begun."""
 
         def take() -> None:
-            with self.room.taken(num_tokens):
+            with self.room.taken(num_tokens, owner=owner):
                 self.order.append(name)
 
         num_before = len(self.room._waiting)
@@ -269,15 +269,30 @@ def test_calls_that_fit_pass_one_that_does_not() -> None:
     assert queue.order == ["small", "large", "too large"]
 
 
-def test_a_large_call_is_passed_by_only_so_many() -> None:
+@pytest.mark.parametrize("owners", ["aaaa", "abcd"])
+def test_a_large_call_is_passed_by_only_so_many(owners: str) -> None:
     queue = Queue(10)
-    with queue.room.taken(5):
+    with queue.room.taken(5, owner="another"):
         queue.add("large", 10)
-        for number in range(4):
-            queue.add(str(number), 4)
+        for number, owner in enumerate(owners):
+            queue.add(str(number), 4, owner)
         assert queue.order == ["0", "1"]
     queue.end()
     assert queue.order[:3] == ["0", "1", "large"]
+
+
+@pytest.mark.parametrize("num_tokens", [10, 6])
+def test_many_calls_of_one_owner_delay_another_by_what_is_under_way(num_tokens: int) -> None:
+    queue = Queue(10)
+    with queue.room.taken(4, owner="one"):
+        with queue.room.taken(6, owner="one"):
+            for number in range(3):
+                queue.add(str(number), num_tokens, "one")
+            queue.add("other", 5, "two")
+        while "other" not in queue.order:
+            pass
+    queue.end()
+    assert queue.order == ["other", "0", "1", "2"]
 
 
 def test_a_call_that_waits_for_room_can_be_cancelled() -> None:
