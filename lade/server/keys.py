@@ -48,16 +48,17 @@ class ApiKeys:
         Raises:
             ApiError: it has no key where one is needed, or one that is not known.
         """
-        if not self._known:
+        known = self._known  # once: SIGHUP may replace it at any line
+        if not known:
             return KeyOwner()
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip())
-        found = [hmac.compare_digest(digest, known) for known, _ in self._known]
+        found = [hmac.compare_digest(digest, each) for each, _ in known]
         if scheme.lower() != "bearer" or not any(found):
             raise ApiError(
                 401, "expected a valid API key: Authorization: Bearer KEY", code="invalid_api_key"
             )
-        return self._known[found.index(True)][1]._replace(key=key.strip())
+        return known[found.index(True)][1]._replace(key=key.strip())
 
 
 def _owner_of(line: str, number: int) -> KeyOwner:

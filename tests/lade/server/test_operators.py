@@ -1,5 +1,6 @@
 """What operators and their proxies rely on: hosts, probes, metrics, keys, connections, TLS."""
 
+import hmac
 import json
 import logging
 import socket
@@ -140,6 +141,19 @@ def test_keys_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert keys.identify({"authorization": "Bearer two"}).key == "two"
     with pytest.raises(Exception, match="valid API key"):
         keys.identify({"authorization": "Bearer one"})
+
+
+def test_keys_read_again_in_mid_request_give_nobody_the_rights_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, compare = ApiKeys(["plain"]), hmac.compare_digest
+
+    def read_again(*digests: bytes) -> bool:
+        keys.replace(["ops admin", "plain"])
+        return compare(*digests)
+
+    monkeypatch.setattr(hmac, "compare_digest", read_again)
+    assert not keys.identify({"authorization": "Bearer plain"}).administers
 
 
 def test_no_path_writes_a_line_of_its_own(
