@@ -243,9 +243,10 @@ class Conversation:
         finally:
             closed.set()
             try:
-                with suppress(Exception):  # there is another one already
-                    for _ in worker.pieces():  # what was said meanwhile
-                        pass
+                if worker.ident is not None:  # else it could not start
+                    with suppress(Exception):  # there is another one already
+                        for _ in worker.pieces():  # what was said meanwhile
+                            pass
             finally:
                 self._is_answering = False
                 if turn.pieces or (worker.is_done and not turn.is_interrupted):
@@ -440,6 +441,7 @@ class _Worker(threading.Thread):
         batcher = self._conversation._batcher
         try:
             if batcher is None:
+                self._stops.check()
                 stats = self._generate()
             else:
                 num_tokens = self._turn.num_prompt_tokens + self._options["max_new_tokens"]
@@ -538,6 +540,8 @@ def _read(path: Path) -> tuple[str | None, Settings, list[dict[str, str]]]:
             raise ValueError("its system prompt is no text")
         settings = Settings(**content["settings"])
         messages = [_checked(message, i) for i, message in enumerate(content["messages"])]
+        if len(messages) % 2:
+            raise ValueError("its last question has no answer")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"expected a saved conversation in {path}: {error}") from None
     return system, settings, messages

@@ -39,13 +39,18 @@ class IdleLearner:
             return
         enough = threading.Event()
         seconds = max(_LEAST_SEC if self._has_prefix else _FIRST_SEC, _SHARE * answer_sec)
-        worker = threading.Thread(target=self._learn, args=(seconds, enough), daemon=True)
-        worker.start()
+        # No daemon: one that is in torch as Python ends would abort the process.
+        worker = threading.Thread(target=self._learn, args=(seconds, enough))
         try:
+            try:
+                worker.start()
+            except RuntimeError as error:  # there are too many threads
+                self._failure = str(error)
             yield
         finally:
             enough.set()
-            worker.join()
+            if worker.ident is not None:
+                worker.join()
             if self._failure is not None and not self._is_over:
                 self._is_over = True
                 self._tell(f"nothing more is learned: {self._failure}")

@@ -64,6 +64,7 @@ class Terminal:
         self._shows_drafted = False
         self._compares_next = False  # whether the next question is answered plainly, too
         self._has_left = False
+        self._cancelled = threading.Event()  # by Ctrl-C, since a line was asked for
         self._typed = ""  # what stands in the next prompt to begin with
         self._path: Path | None = None  # of the conversation
         self._handlers: dict[str, Callable[[str], None]] = {
@@ -81,13 +82,26 @@ class Terminal:
         if not self.conversation.loaded.tokenizer.chat_template:
             self._say(f"{name} has no chat template: it goes on with the text as it stands.")
         session = self._session()
+        with _setting_at_interrupt(self._cancelled):
+            self._run(session)
+
+    def _run(self, session: "PromptSession[str]") -> None:
+        is_warned = False
         while not self._has_left:
+            self._cancelled.clear()
             try:
                 with self._pause():
                     line = session.prompt(default=self._take_typed())
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 return
-            self.take(line)
+            except KeyboardInterrupt:
+                if is_warned:
+                    return
+                is_warned = True
+                self._say("Ctrl-C again, or Ctrl-D, leaves.")
+            else:
+                is_warned = False
+                self.take(line)
 
     def take(self, line: str) -> None:
         """Run a command or answer a question; errors are shown."""
@@ -120,18 +134,18 @@ class Terminal:
 
     def _answer(self, text: str | None, *, is_plain: bool = False, seed: int | None = None) -> Turn:
         """Show an answer as it comes, and its figures; the second Ctrl-C passes."""
-        conversation, cancelled = self.conversation, threading.Event()
+        conversation, cancelled = self.conversation, self._cancelled
         pieces = conversation.answer(text, is_plain=is_plain, seed=seed, cancelled=cancelled)
         self.console.print()
         turn = None
-        with _stopping(cancelled), AnswerView(self.console, self._shows_drafted) as view:
+        with _without_echo(), AnswerView(self.console, self._shows_drafted) as view:
             for piece in pieces:
                 turn = conversation.turn
                 view.add(piece)
-        turn = turn or conversation.turn
-        if cancelled.is_set() and (turn is None or not turn.pieces):
+        if cancelled.is_set() and turn is None:
             self._typed = text or ""
             raise ValueError("stopped before the first word; the question was taken back")
+        turn = turn or conversation.turn
         assert turn is not None, "what did not fail is kept"
         figures = ", ".join(figures_of(turn, conversation.plain_tokens_per_sec))
         if conversation.settings.temperature > 0:
@@ -407,21 +421,20 @@ def _comparison(plain: Turn, with_drafts: Turn, width: int) -> Table:
 
 
 @contextmanager
-def _stopping(cancelled: threading.Event) -> Iterator[None]:
-    """Let the first Ctrl-C set an event, and the second raise; show no keys meanwhile."""
+def _setting_at_interrupt(event: threading.Event) -> Iterator[None]:
+    """Let the first Ctrl-C set an event, and the next ones raise, for as long as it is set."""
 
     def stop(number: int, frame: Any) -> None:
-        if cancelled.is_set():
+        if event.is_set():
             raise KeyboardInterrupt
-        cancelled.set()
+        event.set()
 
     if threading.current_thread() is not threading.main_thread():  # which gets all signals
         yield
         return
     before = signal.signal(signal.SIGINT, stop)
     try:
-        with _without_echo():
-            yield
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -91,8 +91,9 @@ class AnswerView:
 
     def __enter__(self) -> "AnswerView":
         if self._live is not None:
-            self._live.start(refresh=True)
-            self._ticker.start()
+            with self._lock:
+                self._ticker.start()  # before the display, which would stay where it cannot start
+                self._live.start(refresh=True)
         return self
 
     def __exit__(

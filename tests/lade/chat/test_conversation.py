@@ -235,6 +235,23 @@ def test_what_fails_is_raised_and_the_question_taken_back(
     assert said(conversation, None, seed=0) == first
 
 
+def test_an_answer_that_no_thread_can_be_started_for_fails(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = Conversation(loaded, settings=SHORT)
+
+    def start(*args: Any, **options: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        for name in ("_start_new_thread", "_start_joinable_thread"):  # up to Python 3.12, and now
+            patch.setattr(threading, name, start, raising=False)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            said(conversation, "abc")
+    assert conversation.messages == conversation.turns == []
+    assert said(conversation, "abc")
+
+
 def test_what_was_said_before_an_error_is_kept(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +465,7 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(loaded: LoadedModel, tmp_
         ({"settings": {"beams": 7}}, "beams"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "message 1 is not"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "message 1 is not"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "last question has no answer"),
         ({"messages": [3]}, "not subscriptable"),
         ({"messages": None}, "not iterable"),
     ],

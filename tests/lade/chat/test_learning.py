@@ -54,6 +54,19 @@ def test_a_question_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seconds == [10.0, 5.0]  # the first time to find the prefix
 
 
+def test_a_thread_that_cannot_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: Any, **options: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: list[str] = []
+    with monkeypatch.context() as patch:
+        for name in ("_start_new_thread", "_start_joinable_thread"):  # up to Python 3.12, and now
+            patch.setattr(threading, name, start, raising=False)
+        with IdleLearner(None, told.append).pause(1.0):
+            pass
+    assert told == ["nothing more is learned: can't start new thread"]
+
+
 def test_a_failure_is_told_once_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     calls: list[int] = []

@@ -132,7 +132,7 @@ def open_window(folder: str, home: Path) -> Iterator[Callable[..., Window]]:
 
     def begin(*options: str, width: int = 80, height: int = 24) -> Window:
         arguments = ["chat", "--model", folder, "--dtype", "float32", "--threads", "1"]
-        opened.append(Window([*arguments, "--no-learn", *options], home, width, height))
+        opened.append(Window([*arguments, *options], home, width, height))
         return opened[-1]
 
     yield begin
@@ -162,12 +162,36 @@ def test_a_chat_in_a_terminal(open_window: Callable[..., Window], home: Path) ->
     window.wait_for("stopped, ")
     window.wait_for("\n>")  # the prompt
     window.type("\x03")
+    window.wait_for("Ctrl-C again, or Ctrl-D, leaves.")
+    window.wait_for("\n>")
+    window.type("\x03")
     assert window.end() == 0
     assert (home / "chat.json").exists()
     assert pool.exists()
     history = (home / "data" / "lade" / "history").read_text()
     assert "+abc\n" in history
     assert "Traceback" not in window.text
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_behind_enter_loses_nothing(open_window: Callable[..., Window]) -> None:
+    window = open_window("--max-new-tokens", "20")
+    window.wait_for("Ctrl-D leaves")
+    window.type("abc\r")
+    window.wait_for("20 tokens")
+    for _ in range(3):
+        window.wait_for("\n>")
+        window.type("def\r")
+        window.wait_for("def")  # the line is being read
+        os.kill(window.process.pid, signal.SIGINT)
+        window.wait_for("\n>")
+        window.type("\x03")  # clears the question, if it was taken back
+    window.type("/stats\r")
+    window.wait_for("answers")
+    window.wait_for("\n>")
+    window.type("\x04")
+    assert window.end() == 0
+    assert "terminate called" not in window.text
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,10 @@ def test_pasted_lines_are_one_question(chat: Chat) -> None:
     assert chat.texts[0] == "one\ntwo\nthree"
 
 
-def test_ctrl_c_clears_what_is_typed_and_then_leaves(chat: Chat) -> None:
-    chat.type("not this", CTRL_C, "this\r", CTRL_C, "never\r")
-    assert chat.texts[::2] == ["this"]
+def test_ctrl_c_clears_what_is_typed_and_leaves_the_second_time(chat: Chat) -> None:
+    shown = chat.type("not this", CTRL_C, "this\r", CTRL_C, "that\r", *2 * CTRL_C, "never\r")
+    assert chat.texts[::2] == ["this", "that"]
+    assert shown.count("Ctrl-C again, or Ctrl-D, leaves.") == 2
 
 
 def test_exit_leaves(chat: Chat) -> None:
@@ -147,6 +149,21 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     assert turn is not None
     assert turn.is_interrupted
     assert chat.texts == ["abc", turn.text]
+
+
+def test_ctrl_c_before_an_answer_begins_asks_again(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learner:
+        @contextmanager
+        def pause(self, sec: float) -> Iterator[None]:
+            yield
+            os.kill(os.getpid(), signal.SIGINT)  # as the line has been read
+
+    monkeypatch.setattr(chat.terminal, "_learner", Learner())
+    shown = chat.type("abc\r", "def\r", *3 * CTRL_C)  # the first one clears "def"
+    assert "stopped before the first word; the question was taken back" in shown
+    assert chat.texts[::2] == ["abc"]
 
 
 def test_a_second_ctrl_c_leaves(loaded: LoadedModel, interrupting: Callable[[int], None]) -> None:
@@ -254,7 +271,7 @@ def test_an_interrupted_plain_answer_is_not_compared(
 ) -> None:
     chat = Chat(loaded, settings=Settings(max_new_tokens=300))
     interrupting(1)
-    shown = chat.take("/plain abc")
+    shown = chat.type("/plain abc\r", CTRL_D)
     assert "lade ──" not in shown
     assert len(chat.texts) == 2
 
