@@ -65,6 +65,8 @@ def encode_prompt(
     Raises:
         ValueError: the prompt has no token, or there is no place for a system prompt.
     """
+    if not (text if is_raw else text.strip()):
+        raise ValueError("expected a prompt of one token or more, got none")
     messages = [{"role": "user", "content": text}]
     if system is not None:
         check_system(loaded, system)

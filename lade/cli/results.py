@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lade.cli.loading import bar, console
+from lade.cli.options import check_place
 
 if TYPE_CHECKING:
     from lade.bench.tables import Sheet
@@ -42,8 +43,11 @@ class ResultFiles:
     def check(self) -> None:
         """Raise now, before any work is done, if the results could not be written later."""
         for path in filter(None, (self.json, self.markdown)):
-            with path.open("a", encoding="utf-8"):
-                pass
+            if path.exists():
+                with path.open("a", encoding="utf-8"):
+                    pass
+            else:  # where a file left empty would look like results
+                check_place(path)
         if self.plot is not None:
             from lade.bench.plots import check_folder
 

@@ -1,5 +1,6 @@
 """Load a model from a local folder, the hub or the package index."""
 
+from difflib import get_close_matches
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -136,9 +137,11 @@ def check_reachable(name: str | None) -> None:
     except OSError as error:
         reason = getattr(error, "reason", error)
         if not isinstance(reason, SSLError):  # the Hub's own client may trust it
+            near = get_close_matches(name.lower(), EMBEDDED_MODELS, 1)
+            hint = f"; {near[0]} is meant, perhaps" if near else ""
             raise ValueError(
-                f"the model {name!r} could not be loaded: it is not on this machine, and the "
-                f"Hugging Face Hub cannot be reached ({reason})"
+                f"the model {name!r} could not be loaded: there is no folder of that name, and the "
+                f"Hugging Face Hub cannot be reached ({reason}){hint}"
             ) from error
 
 
@@ -146,7 +149,7 @@ def find_model(model: str | None) -> str | None:
     """Return the name to load a model by; names of embedded models ignore case.
 
     Raises:
-        ValueError: it is a folder that does not exist, or has a model but no tokenizer.
+        ValueError: it is a file, a folder that does not exist, or one without a tokenizer.
     """
     if model is None:
         return None
@@ -156,6 +159,11 @@ def find_model(model: str | None) -> str | None:
     if not folder.is_dir():
         if model.lower() in EMBEDDED_MODELS:
             return model.lower()
+        if folder.is_file() or folder.suffix.lower() == ".gguf":
+            raise ValueError(
+                f"expected a Hugging Face model id or a folder with config.json and weights, got "
+                f"the file {model}"
+            )
         if model.startswith((".", "/", "~", "\\")) or len(folder.parts) > 2:  # not a Hub id
             raise ValueError(f"no such folder: {model}")
     elif (folder / "config.json").is_file() and not any(

@@ -11,6 +11,7 @@ from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ from lade.cli.demo_prompts import DEMO_PROMPTS
 from lade.cli.failures import line_of
 from lade.cli.generate import show_text
 from lade.cli.options import Verification
+from lade.cli.results import ResultFiles
 from lade.config import VERIFICATIONS
 from lade.errors import UnsupportedModelError
-from lade.models.loading import find_model
+from lade.models.loading import check_reachable, find_model
 from lade.prewarming import tables
 from lade.probing.report import Probe
 from lade.stats import Step
@@ -227,7 +229,7 @@ def test_shells_complete_commands_and_options() -> None:
             "'a b/c d' could not be loaded: Repo id",
         ),
         (["generate", "x", "--device", "nowhere", "--model", "y"], "expected a torch device"),
-        (["bench", "--json", "no/such/folder/x.json"], "No such file or directory"),
+        (["bench", "--json", "no/such/folder/x.json"], "no such folder: no/such/folder"),
         (["generate", "x", "--save-pool", "no/such/x.pool"], "no such folder: no/such"),
         (["generate", "x", "--pool", __file__], "expected a file that NGramPool.save wrote"),
         (["chat", "--save-pool", __file__], "expected a file that NGramPool.save wrote"),
@@ -243,6 +245,16 @@ def test_errors_are_one_line_without_a_traceback(
     assert code == 1
     assert text in told
     assert "Traceback" not in told
+
+
+def test_a_model_that_is_not_loaded_leaves_no_empty_results(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with pytest.raises(ValueError, match="no such folder"):
+        run("bench", "--model", "./nofolder", "--json", str(path))
+    assert not path.exists()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        ResultFiles(path).check()
 
 
 @pytest.mark.parametrize(
@@ -577,10 +589,18 @@ def test_a_prompt_that_is_not_utf_8_is_refused_before_a_model_is_loaded(prompt: 
         CliRunner().invoke(app, arguments, input=b"ab\xff", catch_exceptions=False)
 
 
-@pytest.mark.parametrize("command", [["generate", ""], ["demo", "--prompt", ""]])
-def test_a_prompt_without_a_token_is_refused(command: list[str], folder: str) -> None:
-    with pytest.raises(ValueError, match=r"one token or more, got none: .* has no chat template"):
-        run(*command, "--model", folder)
+@pytest.mark.parametrize(
+    "command",
+    [["generate", ""], ["generate", " \n"], ["generate", "", "--raw"], ["demo", "--prompt", ""]],
+)
+def test_a_prompt_without_a_token_is_refused(
+    command: list[str], folder: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "chats")
+    (tmp_path / "chats" / "chat_template.jinja").write_text("<{{ messages[-1].content }}>")
+    for model in (folder, tmp_path / "chats"):
+        with pytest.raises(ValueError, match="expected a prompt of one token or more, got none"):
+            run(*command, "--model", str(model))
 
 
 @pytest.fixture(scope="module")
@@ -646,6 +666,26 @@ def test_what_is_missing_in_a_folder_is_named(folder: str, tmp_path: Path) -> No
 def test_a_folder_that_is_not_there_is_no_name_for_the_hub(model: str) -> None:
     with pytest.raises(ValueError, match=f"no such folder: {model}"):
         run("generate", "x", "--model", model)
+
+
+@pytest.mark.parametrize("model", ["some.gguf", "models/Some.GGUF", __file__])
+def test_a_file_is_no_model(model: str) -> None:
+    with pytest.raises(ValueError, match=rf"or a folder with .*, got the file {model}$"):
+        run("generate", "x", "--model", model)
+
+
+def test_what_is_meant_is_guessed_where_the_hub_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr("lade.models.loading.urlopen", refuse)
+    monkeypatch.setattr("lade.models.loading.getproxies", dict)
+    with pytest.raises(ValueError, match=r"no folder of that name, and .* \(no network\)$"):
+        check_reachable("nobody/nothing")
+    with pytest.raises(ValueError, match=r"\); smollm2-135m-instruct is meant, perhaps$"):
+        check_reachable("SmolLM2-135M-Instuct")
 
 
 def test_an_embedded_model_may_be_written_in_any_case(
