@@ -18,6 +18,7 @@ class ApiError(LadeError):
     param: str | None = None  # the field at fault, as in "messages.0.role"
     code: str | None = None  # for programs
     retry_after: int | None = None  # seconds after which to ask again
+    closes: bool = False  # whether the connection, of whose body more may come
 
     def __str__(self) -> str:
         return self.message
@@ -38,6 +39,8 @@ class ApiError(LadeError):
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
+        if self.closes:
+            headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
@@ -60,7 +63,8 @@ def shutting_down() -> ApiError:
 
 def timed_out(sec: float) -> ApiError:
     """Return what a client is told whose request took too long."""
-    return ApiError(504, f"the answer took longer than {sec:g} seconds", code="timeout")
+    message = f"the answer took longer than {sec:g} seconds"
+    return ApiError(504, message, code="timeout", closes=True)
 
 
 def left() -> ApiError:

@@ -5,7 +5,9 @@ import json
 import logging
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,10 +80,25 @@ def test_metrics_are_not_for_those_who_have_keys(loaded: LoadedModel) -> None:
             asked(client)
         found = httpx.get(server.metrics_url).text
         assert f'vllm:prompt_tokens_total{{model_name="{NAME}"}}' in found
+        evil = httpx.get(server.metrics_url, headers={"host": "evil.example"})
+        assert evil.status_code == 421
+        assert httpx.get(server.metrics_url, headers={"origin": "http://a"}).status_code == 404
+        assert httpx.get(server.metrics_url.replace("metrics", "v1/models")).status_code == 404
+        address = httpx.URL(server.metrics_url)
+        num_threads = threading.active_count()
+        halves = [socket.create_connection((address.host, address.port or 0)) for _ in range(50)]
+        for half in halves:
+            half.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert httpx.get(server.metrics_url).status_code == 200
+        assert threading.active_count() < num_threads + 9
+        for half in halves:
+            half.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(server.metrics_url)
     with serving(loaded) as server:
         assert get(server, "/metrics").status_code == 200
+    with pytest.raises(ValueError, match="expected a metrics_port other than"):
+        Server(loaded, ServerOptions(metrics_port=8000), port=8000)
 
 
 def test_how_much_of_a_prompt_was_kept_is_told_to_the_owner_of_a_key_alone(
@@ -242,6 +259,39 @@ def test_there_are_only_so_many_connections_and_each_address_has_a_share(
 def test_a_network_of_one_subscriber_is_one_client(one: str, other: str, is_same: bool) -> None:
     assert (connections.origin_of((one, 1)) == connections.origin_of((other, 2, 0, 0))) == is_same
     assert connections.origin_of(None) == ""
+
+
+def test_addresses_that_a_client_writes_get_no_turns_of_their_own(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def note(peer: Sequence[Any]) -> str:
+        found.append(peer[0])
+        return connections.origin_of(peer)
+
+    monkeypatch.setattr("lade.server.gate.origin_of", note)
+    with serving(loaded) as server:
+        for number in range(2):
+            forged = {"x-forwarded-for": f"192.0.2.{number}"}
+            assert post(server, json=CHAT, headers=forged).status_code == 200
+    assert found == ["127.0.0.1"] * 2
+
+
+def test_a_request_has_one_length_and_no_endless_name(loaded: LoadedModel) -> None:
+    with serving(loaded) as server:
+        host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 4\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+            )
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
+        assert answer.startswith(b"HTTP/1.1 400")
+        answers = [post(server, json=CHAT, headers={"x-request-id": "a" * n}) for n in (256, 257)]
+    assert [each.status_code for each in answers] == [200, 400]
+    assert "x-request-id of at most 256 characters, got 257" in answers[1].text
 
 
 def test_pages_of_named_sites_may_ask(loaded: LoadedModel) -> None:
