@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import torch
 import uvicorn
-from prometheus_client import start_http_server
 from starlette.middleware.cors import CORSMiddleware
 
 from lade.batcher import Batcher
@@ -41,6 +40,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 # Longer than clients keep idle connections, or these would now and then use one just closed.
 _KEEP_ALIVE_SEC = 75
+_TICK_SEC = 0.1  # uvicorn's, after which it sees a signal
 
 
 class Server:
@@ -58,7 +58,7 @@ class Server:
     Raises:
         OSError: the address is taken, or a folder cannot be used.
         ngram_pool.PoolFileError: a layer is no pool, or one of another tokenizer.
-        ValueError: the tokenizer is not a fast one.
+        ValueError: the tokenizer is not a fast one, or two ports are one.
     """
 
     def __init__(
@@ -75,11 +75,22 @@ class Server:
                 f"expected a fast tokenizer, got {type(loaded.tokenizer).__name__}, which cannot "
                 "be streamed"
             )
+        if port and port == options.metrics_port:
+            raise ValueError(f"expected a metrics_port other than the port, got {port} twice")
         self.name = options.model_name or _name_of(loaded)
         self._thread: threading.Thread | None = None
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._socket = stack.enter_context(_listening(host, port))
+            self._sockets = [self._socket]
+            self.metrics_url: str | None = None
+            metrics_port = options.metrics_port
+            if metrics_port is not None:
+                self._sockets.append(
+                    stack.enter_context(_listening(options.metrics_host, metrics_port))
+                )
+                metrics_port = self._sockets[1].getsockname()[1]
+                self.metrics_url = f"{_url_of(self._sockets[1], options)}/metrics"
             self._pools = stack.enter_context(closing(UserPools(loaded, options)))
             batcher = stack.enter_context(
                 Batcher(
@@ -106,26 +117,24 @@ class Server:
             gate = Gate(
                 *(upstream, reader, self.keys, self._pools, line, self.metrics, options),
                 names_of(host, options.allowed_hosts),
+                metrics_port,
+                names_of(options.metrics_host, options.allowed_hosts),
             )
-            self.metrics_url = self._serve_metrics(options, stack)
             self._uvicorn = _Uvicorn(gate, options)
             self._stack = stack.pop_all()
-        found = self._socket.getsockname()
-        shown = f"[{found[0]}]" if self._socket.family == socket.AF_INET6 else found[0]
-        scheme = "http" if options.certificate is None else "https"
-        self.url = f"{scheme}://{shown}:{found[1]}/v1"
+        self.url = f"{_url_of(self._socket, options)}/v1"
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish or end what is under way and save pools."""
         try:
-            self._uvicorn.run(sockets=[self._socket])
+            self._uvicorn.run(sockets=self._sockets)
         finally:
             self._finish()
 
     def __enter__(self) -> Self:
         """Serve in a thread."""
         self._thread = threading.Thread(
-            target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="lade-server"
+            target=self._uvicorn.run, kwargs={"sockets": self._sockets}, name="lade-server"
         )
         self._thread.start()
         return self
@@ -139,17 +148,6 @@ class Server:
         if self._thread is not None:
             self._thread.join()
         self._finish()
-
-    def _serve_metrics(self, options: ServerOptions, stack: ExitStack) -> str | None:
-        """Serve metrics on a port of their own, if asked to; return where."""
-        if options.metrics_port is None:
-            return None
-        server, _ = start_http_server(
-            options.metrics_port, options.metrics_host, self.metrics.registry
-        )
-        stack.callback(server.server_close)
-        stack.callback(server.shutdown)
-        return f"http://{options.metrics_host}:{server.server_port}/metrics"
 
     def _finish(self) -> None:
         self._manager.wait(END_SEC)
@@ -181,19 +179,25 @@ class _Uvicorn(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # anybody can write these: addresses take turns
                 timeout_keep_alive=_KEEP_ALIVE_SEC,
-                timeout_graceful_shutdown=int(grace_sec + 3 * END_SEC),
+                timeout_graceful_shutdown=int(END_SEC),  # of what has not come to the gate
             )
         )
         self._gate = gate
         self._grace_sec = grace_sec
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the gate while connections end."""
+        """Close the gate, and listen until it is, for `/ready` tells so; then end connections."""
         logger.info("shutting down; running answers have %g s", self._grace_sec)
         closing = asyncio.create_task(self._gate.close(self._grace_sec))
+        while not self.force_exit and not closing.done():
+            await asyncio.wait({closing}, timeout=_TICK_SEC)
+        if self.force_exit:  # Ctrl-C, once more
+            closing.cancel()
+            for connection in [*self.server_state.connections]:
+                connection.transport.abort()  # which ends what is answered there
         await super().shutdown(sockets)
-        await closing
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -218,6 +222,12 @@ def _listening(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def _url_of(listener: socket.socket, options: ServerOptions) -> str:
+    host, port, *_ = listener.getsockname()
+    shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
+    return f"{'http' if options.certificate is None else 'https'}://{shown}:{port}"
 
 
 def _name_of(loaded: LoadedModel) -> str:

@@ -43,7 +43,7 @@ _READ = {"/v1/models", "/health", "/ready", "/metrics", _CORPORA}
 _TOKENIZE = "/tokenize"
 _OPEN = {"/health", "/ready"}  # without a key
 _POSTED = {*ENDPOINTS, _TOKENIZE}
-_REQUEST_ID = "x-request-id"
+_REQUEST_ID, _MAX_ID = "x-request-id", 256  # every event of an answer has it
 # To end an answer or to tell a client of it: it may not read, and a prompt is run in one piece.
 END_SEC = 5.0
 # A body that is too long is read on for a while, or its client would not see why it is refused.
@@ -72,6 +72,7 @@ class Gate:
         metrics: that count all of it.
         options: of the server.
         hosts: names that clients may call it by; None for any.
+        metrics_port, metrics_hosts: where metrics alone are told, to anybody, and by what names.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Gate:
         metrics: Metrics,
         options: ServerOptions,
         hosts: Container[str] | None = None,
+        metrics_port: int | None = None,
+        metrics_hosts: Container[str] | None = None,
     ) -> None:
         self._upstream = upstream
         self._reader = reader
@@ -96,6 +99,7 @@ class Gate:
         self._metrics = metrics
         self._options = options
         self._hosts = hosts
+        self._metrics_port, self._metrics_hosts = metrics_port, metrics_hosts
         self._open: set[Exchange] = set()
         self._requests = Shares(_MAX_OPEN, _MAX_OPEN_OF_KEY)
         size = options.max_body_bytes
@@ -143,11 +147,6 @@ class Gate:
                 for exchange in self._open:
                     exchange.end(error)
 
-    def _check_host(self, headers: Mapping[str, str]) -> None:
-        """Refuse names of others, by which a page in a browser may reach what is not for it."""
-        if not is_known(headers.get("host", ""), self._hosts):
-            raise ApiError(421, "expected a Host header that this server is known by")
-
     # --- one request ------------------------------------------------------------------------
 
     async def _serve(self, scope: Scope, receive: Receive, reply: "_Reply") -> None:
@@ -156,7 +155,19 @@ class Gate:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        self._check_host(headers)
+        is_apart = self._metrics_port is not None and scope["server"][1] == self._metrics_port
+        # By names of others, a page in a browser may reach what is not for it.
+        hosts = self._metrics_hosts if is_apart else self._hosts
+        if not is_known(headers.get("host", ""), hosts):
+            raise ApiError(421, "expected a Host header that this server is known by")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy may read another end of the body, and what follows as another's request.
+            raise ApiError(400, "expected one length of the body, got two", closes=True)
+        if is_apart:
+            if path != "/metrics" or method not in ("GET", "HEAD") or "origin" in headers:
+                raise ApiError(404, "expected GET /metrics, and from no page")
+            await self._told_metrics(reply)
+            return
         is_read = path in _READ or path.startswith(_ONE_MODEL)
         is_corpus = path.startswith(_ONE_CORPUS)
         if not (is_read or is_corpus or path in _POSTED):
@@ -178,6 +189,12 @@ class Gate:
         # Pages of other sites may send any other type without asking first.
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise ApiError(415, "expected Content-Type: application/json")
+        request_id = headers.get(_REQUEST_ID) or str(uuid.uuid4())
+        if len(request_id) > _MAX_ID:
+            raise ApiError(
+                400,
+                f"expected {_REQUEST_ID} of at most {_MAX_ID} characters, got {len(request_id)}",
+            )
         exchange = Exchange(
             asyncio.get_running_loop(),
             self._options.config,
@@ -190,7 +207,7 @@ class Gate:
         if not self._requests.take(exchange.of_whom):
             raise full("too many requests are open")
         try:
-            await self._exchange(exchange, path, headers, receive, reply)
+            await self._exchange(exchange, path, headers, request_id, receive, reply)
         finally:
             self._let_go(exchange)
             self._requests.give(exchange.of_whom)
@@ -203,10 +220,7 @@ class Gate:
                     403,
                     "metrics tell what others ask: an operator serves them on a port of their own",
                 )
-            text = await asyncio.to_thread(self._metrics.text)
-            await reply.respond(
-                Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-            )
+            await self._told_metrics(reply)
             return
         model = self._upstream.model
         told: dict[str, Any] = {"object": "list", "data": [model]}
@@ -225,11 +239,16 @@ class Gate:
             told = model
         await reply.tell(200, told)
 
+    async def _told_metrics(self, reply: "_Reply") -> None:
+        text = await asyncio.to_thread(self._metrics.text)
+        await reply.respond(Response(text, media_type="text/plain; version=0.0.4; charset=utf-8"))
+
     async def _exchange(
         self,
         exchange: Exchange,
         path: str,
         headers: Mapping[str, str],
+        request_id: str,
         receive: Receive,
         reply: "_Reply",
     ) -> None:
@@ -255,7 +274,7 @@ class Gate:
                 token_ids = exchange.prompt["input_ids"][0].tolist()
                 await reply.tell(200, {"count": len(token_ids), "tokens": token_ids})
             else:
-                await self._answered(headers.get(_REQUEST_ID) or str(uuid.uuid4()), running)
+                await self._answered(request_id, running)
         finally:
             client_left.cancel()
             self._open.discard(exchange)
@@ -289,7 +308,9 @@ class Gate:
                         break
         except TimeoutError:
             if is_short:
-                raise ApiError(408, f"nothing of the body came for {_IDLE_SEC:g} s") from None
+                raise ApiError(
+                    408, f"nothing of the body came for {_IDLE_SEC:g} s", closes=True
+                ) from None
         if not is_short:
             raise ApiError(413, f"expected a body of at most {most} bytes", code="too_large")
         return data

@@ -29,8 +29,9 @@ class ServerOptions:
         allowed_hosts: names that clients may call the server by, beside its address; without any,
             all where it listens at an address that others reach, else those of this machine.
         allowed_origins: pages of other sites that may send requests; "*" for all.
-        metrics_host, metrics_port: where `/metrics` is served apart, to anybody. Without a port, it
-            is served with all else, but not to clients that have keys: it tells what others ask.
+        metrics_host, metrics_port: where `/metrics` is served apart, to anybody, by the same
+            names. Without a port, it is served with all else, but not to clients that have keys: it
+            tells what others ask.
         certificate, private_key: files, in PEM, to serve by TLS.
         max_connections: clients that may be connected.
         max_batch_size: requests that are answered at once, where forwards of the model can run

@@ -1,6 +1,7 @@
 """Clients that leave, wait, read slowly or come when the server stops do not disturb others."""
 
 import json
+import signal
 import socket
 import threading
 from collections.abc import Mapping
@@ -37,9 +38,12 @@ def loaded() -> LoadedModel:
 
 
 def send(
-    server: Server, body: Mapping[str, object], receive_bytes: int | None = None
+    server: Server,
+    body: Mapping[str, object],
+    receive_bytes: int | None = None,
+    promised: int = 0,
 ) -> socket.socket:
-    """Ask without reading the answer."""
+    """Ask without reading the answer; `promised` bytes more never come."""
     host, port = server.url.removeprefix("http://").removesuffix("/v1").split(":")
     data = json.dumps({"model": NAME, "messages": QUESTION, "temperature": 0, **body}).encode()
     connection = socket.socket()
@@ -48,7 +52,8 @@ def send(
     connection.connect((host, int(port)))
     connection.sendall(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(data) + promised, data)
     )
     return connection
 
@@ -242,6 +247,8 @@ def test_a_server_that_stops_finishes_what_is_under_way(loaded: LoadedModel) -> 
             closing = threads.submit(server.close)
             assert waiting.result().status_code == 503
             assert waiting.result().json()["error"]["code"] == "shutting_down"
+            ready = httpx.get(server.url.removesuffix("/v1") + "/ready")
+            assert ready.status_code == 503
             pace.free()
             closing.result()
         text = running.result().json()["choices"][0]["message"]["content"]
@@ -265,3 +272,24 @@ def test_a_server_that_stops_ends_what_takes_too_long(loaded: LoadedModel, strea
         assert "shutting_down" in running.result().text
         assert running.result().status_code == (200 if stream else 503)
         assert pace.num_tokens < 20
+
+
+def test_a_second_interrupt_waits_for_no_answer(loaded: LoadedModel) -> None:
+    with ThreadPoolExecutor(2) as threads, serving(loaded, grace_sec=60) as server:
+        with Paced(loaded) as pace:
+            running = threads.submit(post, server, json={"messages": QUESTION, "max_tokens": 300})
+            wait_until(lambda: pace.num_calls == 1)
+            closing = threads.submit(server.close)
+            wait_until(lambda: server._uvicorn.should_exit)
+            server._uvicorn.handle_exit(signal.SIGINT, None)
+            with pytest.raises(httpx.RemoteProtocolError):
+                running.result(30)
+        closing.result()
+        assert pace.num_tokens < 20
+
+
+def test_a_body_outlasts_no_time(loaded: LoadedModel) -> None:
+    with serving(loaded, timeout_sec=0.3) as server, send(server, {}, promised=9) as connection:
+        connection.settimeout(10)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))  # to its close
+    assert answer.startswith(b"HTTP/1.1 504")
