@@ -240,9 +240,9 @@ def demo(
 
     The first time with a model, it is prewarmed before, for a minute at most.
     """
-    from lade.cli.demo import run
-
     loaded = loading.load(model)
+    from lade.cli.demo import run  # imports torch, in silence
+
     drafter = drafting.drafter(loaded, loading)
     run(loaded, prompt or [], max_new_tokens, drafting, drafter, prewarms, ResultFiles(json))
 
@@ -308,6 +308,7 @@ def check(
     better methods are ruled out. Then the six prompts of the demo are answered by plain generate
     and by lade in turn, each with an empty pool.
     """
-    from lade.cli.check import run
+    loaded = loading.load(model)
+    from lade.cli.check import run  # imports torch, in silence
 
-    run(loading.load(model), seconds, ResultFiles(json))
+    run(loaded, seconds, ResultFiles(json))

@@ -5,6 +5,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ def load_with_progress(
     Raises:
         ValueError: it cannot be loaded; the message says why in one line.
     """
-    name = find_model(model)  # before the slow import of torch
+    name = find_model(model)
+    console.print("[dim]Loading torch and transformers …[/dim]")  # which is silent for seconds
     check_reachable(name)
     with without_collection():
         import torch
@@ -63,9 +65,11 @@ def load_with_progress(
         torch.set_num_threads(threads)
     logging.disable_progress_bar()  # of loading weights, which takes a second
     with _saying_why(name), _showing_progress() as show:
-        return load(
+        loaded = load(
             name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, progress=show
         )
+    _tell_of_compiling("lade.drafting._kernels")  # the last that a first answer compiles
+    return loaded
 
 
 def load_beside(loaded: LoadedModel, name: str, trust_remote_code: bool) -> LoadedModel:
@@ -84,8 +88,19 @@ def load_tokenizer(model: str | None, trust_remote_code: bool = False) -> Any:
     console.print(f"[dim]Loading the tokenizer of {chosen} …[/dim]")
     from transformers import AutoTokenizer
 
+    _tell_of_compiling("ngram_pool._kernels")
+
     with _saying_why(chosen, f"the tokenizer of {chosen} could not be loaded: "):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+def _tell_of_compiling(module: str) -> None:
+    """Say that kernels are compiled, where none of a module are kept."""
+    from ngram_pool.compiling import cache_folder
+
+    folder = cache_folder(import_module(module))
+    if folder is None or not any(folder.glob("*.nbi")):
+        console.print("[dim]The first run compiles kernels, for up to a minute …[/dim]")
 
 
 @contextmanager

@@ -143,6 +143,17 @@ def test_generate_ends_with_the_answer(folder: str) -> None:
     assert not [*tables.tables_folder().glob("*.safetensors")]  # nothing is learned behind it
 
 
+def test_a_command_says_what_it_waits_for(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngram_pool.compiling.cache_folder", lambda module: tmp_path)
+    first = run("generate", "abcabc", "--model", folder, *SHORT).stderr
+    assert first.startswith("Loading torch and transformers …\n")
+    assert "The first run compiles kernels, for up to a minute …\nChecking how" in first
+    (tmp_path / "a.nbi").touch()
+    assert "compiles" not in run("generate", "abcabc", "--model", folder, *SHORT).stderr
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_is_shown_no_control_characters(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
