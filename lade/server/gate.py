@@ -50,8 +50,7 @@ END_SEC = 5.0
 _DRAIN_SEC = 5.0
 # Requests whose clients have not yet read their answers, of all and of one key.
 _MAX_OPEN, _MAX_OPEN_OF_KEY = 10_000, 2_500
-# That prepare requests, and schemas of one key that may wait.
-_NUM_THREADS, _MAX_SCHEMAS = 4, 4
+_NUM_THREADS = 4  # that prepare requests
 # Bodies beyond this are looked at one by one, since that keeps all other threads waiting.
 _LARGE_BYTES = 2**18
 # Of a body: silence, and what all, and one key, may have sent for requests whose turn has not come,
@@ -90,9 +89,12 @@ class Gate:
     ) -> None:
         self._upstream = upstream
         self._reader = reader
-        self._workers = Workers(_NUM_THREADS, options.max_queue)
-        self._reads_large = Workers(1, options.max_queue)
-        self._compilers = Workers(1, _MAX_SCHEMAS)  # one schema takes a second at most
+        num_waiting = (
+            options.max_queue + options.max_batch_size
+        )  # those whose turn may come at once
+        self._workers = Workers(_NUM_THREADS, num_waiting)
+        self._reads_large = Workers(1, num_waiting)
+        self._compilers = Workers(1, num_waiting)
         self._keys = keys
         self._pools = pools
         self._line = line
@@ -347,7 +349,7 @@ class Gate:
         exchange.is_private = not tenant
         if request.schema is not None:
             compiled = self._reader.grammars.compiled
-            exchange.grammar = await self._compilers.run(key, compiled, tenant, request.schema)
+            exchange.grammar = await self._compilers.run(key, compiled, tenant, request.schema, key)
         prepare = self._upstream.prepare
         exchange.body = await workers.run(key, prepare, exchange, request.body)
 

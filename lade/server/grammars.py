@@ -5,6 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from lade.models.loading import LoadedModel
 from lade.server.compiling import CompilerProcess, SchemaError
@@ -29,6 +30,7 @@ class Grammars:
         self._process: CompilerProcess | None = None
         self._pieces: list[bytes] = []
         self._kept: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
+        self._in_use = WeakValueDictionary[tuple[str, str], Any]()  # by the answers of one client
         self._num_bytes = 0
 
     def checked(self, schema: Mapping[str, Any]) -> str:
@@ -47,12 +49,13 @@ class Grammars:
         check_schema(schema)
         return text
 
-    def compiled(self, tenant: str, schema: str) -> Any:
+    def compiled(self, tenant: str, schema: str, of_whom: str = "") -> Any:
         """Return the grammar of a JSON schema; may wait for others.
 
         Args:
             tenant: who asks; "" for nobody in particular, of whom nothing is kept.
             schema: as `checked` returns it.
+            of_whom: the client, which at once may ask more than once for one schema.
 
         Raises:
             ApiError: it cannot be compiled, or not in time.
@@ -63,6 +66,8 @@ class Grammars:
             if (found := self._kept.get((tenant, schema))) is not None:
                 self._kept.move_to_end((tenant, schema))
                 return found[0]
+            if not tenant and (grammar := self._in_use.get((of_whom, schema))) is not None:
+                return grammar
             self._made()
             if self._process is None:
                 self._process = CompilerProcess(self._tokens.serialize_json())
@@ -74,6 +79,8 @@ class Grammars:
         grammar = xgrammar.CompiledGrammar.deserialize_json(made, self._tokens)
         if tenant:
             self._keep((tenant, schema), grammar, len(made) + len(schema))
+        else:
+            self._in_use[of_whom, schema] = grammar
         return grammar
 
     def pieces(self) -> list[bytes]:

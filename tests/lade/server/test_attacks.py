@@ -15,6 +15,7 @@ import pytest
 from transformers.cli.serving.utils import BaseHandler
 
 from lade.batcher import Batcher
+from lade.models import load
 from lade.models.loading import LoadedModel
 from lade.server import requests, upstream
 from lade.server.app import Server
@@ -130,6 +131,51 @@ def test_schemas_of_others_are_compiled_anew(
         assert len(compiled) == expected
 
 
+def test_many_who_ask_for_one_schema_at_once_wait_for_one_compilation(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, go_on = list[str](), threading.Event()
+    compile_schema = CompilerProcess.compile
+
+    def wait(self: CompilerProcess, schema: str) -> str:
+        compiled.append(schema)
+        assert go_on.wait(60)
+        return compile_schema(self, schema)
+
+    monkeypatch.setattr(CompilerProcess, "compile", wait)
+    with (
+        serving(loaded, max_queue=1) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        body = {**CHAT, **schema_of({"type": "integer"})}
+        sent = [threads.submit(post, server, json=body) for _ in range(16)]
+        wait_until(lambda: server._uvicorn._gate._compilers._line.num_waiting == 15)
+        go_on.set()
+        wait_until(lambda: metric(server, "vllm:num_requests_running") == 15)
+        pace.free()
+        assert {each.result().status_code for each in sent} == {200}
+    assert len(compiled) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 500},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}},
+        {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}} for i in range(200)]},
+    ],
+    ids=["500 characters", "300 properties", "200 schemas"],
+)
+def test_schemas_of_users_are_compiled(schema: dict[str, Any]) -> None:
+    grammars = Grammars(load())
+    try:
+        assert grammars.compiled("", grammars.checked(schema)) is not None
+    finally:
+        grammars.close()
+
+
 @pytest.mark.exhaustive
 def test_a_compiler_that_was_killed_is_begun_anew(server: Server) -> None:
     assert send(server, **schema_of({"type": "boolean"})).status_code == 200
@@ -146,6 +192,25 @@ def test_a_compiler_that_was_killed_is_begun_anew(server: Server) -> None:
 def _compilers(server: Server) -> list[Any]:
     grammars = server._uvicorn._gate._reader.grammars
     return [grammars._process and grammars._process._process]
+
+
+def test_a_key_whose_answers_fill_the_memory_delays_another_by_what_is_under_way(
+    loaded: LoadedModel,
+) -> None:
+    with (
+        serving(loaded, api_keys=["one", "two"], max_batch_tokens=100) as server,
+        Paced(loaded) as pace,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        waiting = server._manager._batcher._room._waiting
+        sent = [threads.submit(send, server, max_tokens=300) for _ in range(4)]
+        wait_until(lambda: len(waiting) == 3)
+        other = threads.submit(send, server, "two")
+        wait_until(lambda: len(waiting) == 4)
+        pace.free()
+        wait_until(other.done)
+        assert sum(each.done() for each in sent) < 3
+        assert {each.result().status_code for each in (*sent, other)} == {200}
 
 
 def test_a_key_that_floods_turns_nobody_else_away(loaded: LoadedModel) -> None:
