@@ -94,8 +94,13 @@ def read_corpora(paths: Mapping[str, Path], loaded: LoadedModel) -> dict[str, NG
             )
             continue
         pool = pools[name] = NGramPool(_MOST_TOKENS)
-        nothing = BuiltFrom(path)
-        build(pool, [path], loaded.tokenizer, sources=nothing, save=lambda: None, built=Built())
+        nothing, built = BuiltFrom(path), Built()
+        build(pool, [path], loaded.tokenizer, sources=nothing, save=lambda: None, built=built)
+        for why, number in built.left_out.items():
+            if number:
+                note(f"left out of the corpus {name}: {why}: {number:,}")
+        if built.num_tokens > len(pool):
+            note(f"the corpus {name} holds the last {len(pool):,} of {built.num_tokens:,} tokens")
         if not len(pool):
             raise ValueError(f"expected text in {path}, got none")
     return pools

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import lade
+from lade.cli import serve
 from lade.cli.serve import corpora_of, read_corpora
 from lade.models.loading import LoadedModel
 from lade.server import corpora
@@ -209,6 +210,22 @@ def test_rights_are_read_with_keys() -> None:
     for line in ("key word", "key pools=", "key admin=yes"):
         with pytest.raises(ValueError, match=r"behind key 2$"):
             ServerOptions(api_keys=["one", line])
+
+
+def test_what_a_corpus_leaves_out_is_told(
+    loaded: LoadedModel, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(serve, "note", said.append)
+    monkeypatch.setattr(serve, "_MOST_TOKENS", 16)
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_bytes(b"\x00\xff" * 999)
+    read_corpora({"docs": tmp_path}, loaded)
+    num_tokens = len(loaded.tokenizer(text)["input_ids"])
+    assert said == [
+        "left out of the corpus docs: binary: 1",
+        f"the corpus docs holds the last 16 of {num_tokens} tokens",
+    ]
 
 
 def test_corpora_of_the_start_are_pools_texts_and_folders(
