@@ -200,7 +200,7 @@ def test_an_answer_that_waits_for_room_can_be_stopped(loaded: LoadedModel) -> No
         holder = threading.Thread(target=batcher.run, args=(is_held.wait, 50))
         holder.start()
         try:
-            while not batcher._room._num_taken:
+            while not batcher._room._held:
                 pass
             conversation = Conversation(loaded, settings=SHORT, batcher=batcher)
             threading.Timer(0.2, cancelled.set).start()
