@@ -167,7 +167,8 @@ class _Uvicorn(uvicorn.Server):
                 allow_headers=["*"],
             )
         shares = shares_of(options.max_connections)
-        guarded = type("Guarded", (GuardedProtocol,), {"shares": shares})
+        settings = {"shares": shares, "stall_sec": options.timeout_sec}
+        guarded = type("Guarded", (GuardedProtocol,), settings)
         grace_sec = options.grace_sec
         super().__init__(
             uvicorn.Config(

@@ -19,17 +19,19 @@ _PARTS = 4
 
 
 class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes connections that send no whole headers in time, and those that are too many.
+    """Closes connections that send no whole headers or read nothing, and those that are too many.
 
     uvicorn has a time limit only for what follows an answer, and for silence.
     """
 
     shares: ClassVar[Shares]  # of connections, by where they come from
+    stall_sec: ClassVar[float]  # for which a client may read nothing of what it was sent
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin to wait for headers, or hang up."""
         super().connection_made(transport)
         self._closing: asyncio.TimerHandle | None = None
+        self._stalling: asyncio.TimerHandle | None = None
         self._origin = origin_of(transport.get_extra_info("peername"))
         self._has_share = self.shares.take(self._origin)
         if not self._has_share:
@@ -40,6 +42,8 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._stop_waiting()
+        if self._stalling is not None:
+            self._stalling.cancel()
         if self._has_share:
             self.shares.give(self._origin)
         super().connection_lost(exc)
@@ -52,6 +56,17 @@ class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._stop_waiting()
         elif self.cycle is None or self.cycle.response_complete:
             self._await_headers()
+
+    def pause_writing(self) -> None:
+        """Hang up if this lasts: closing alone would wait for the client to read."""
+        super().pause_writing()
+        self._stalling = self.loop.call_later(self.stall_sec, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client reads."""
+        super().resume_writing()
+        if self._stalling is not None:
+            self._stalling.cancel()
 
     def _await_headers(self) -> None:
         if self._closing is None:

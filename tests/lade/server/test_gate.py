@@ -288,6 +288,16 @@ def test_a_second_interrupt_waits_for_no_answer(loaded: LoadedModel) -> None:
         assert pace.num_tokens < 20
 
 
+def test_who_never_reads_is_hung_up(loaded: LoadedModel) -> None:
+    with serving(loaded, timeout_sec=0.5) as server:
+        server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"stream": True, "max_tokens": 300, "logprobs": True, "top_logprobs": 20}
+        with send(server, body, receive_bytes=4096):
+            connections = server._uvicorn.server_state.connections
+            wait_until(lambda: bool(connections))
+            wait_until(lambda: not connections, 30)
+
+
 def test_a_body_outlasts_no_time(loaded: LoadedModel) -> None:
     with serving(loaded, timeout_sec=0.3) as server, send(server, {}, promised=9) as connection:
         connection.settimeout(10)
