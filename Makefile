@@ -43,7 +43,7 @@ help:
 	@echo "make clean        remove the environments and caches"
 
 demo: $(VENV)/.demo
-	$(VENV)/bin/lade demo
+	$(VENV)/bin/lade demo --dtype float32
 
 chat: $(VENV)/.demo
 	$(VENV)/bin/lade chat

