@@ -1,6 +1,7 @@
 """Continue a chat from the KV cache of earlier turns; the scores tell how sure the model was."""
 
 import lade
+from lade.compat import CACHE  # its name: "past_key_values" up to transformers 5.23
 from lade.models import load
 
 QUESTIONS = ["What is the capital of France?", "And that of Italy?"]
@@ -17,14 +18,13 @@ def main() -> None:
         ).to(model.device)
         output = lade.generate(
             model,
-            **inputs,
-            past_key_values=cache,
+            **(inputs | {CACHE: cache}),
             do_sample=False,
             max_new_tokens=32,
             return_dict_in_generate=True,
             output_scores=True,
         )
-        cache = output.past_key_values
+        cache = output[CACHE]
         logprobs = model.compute_transition_scores(
             output.sequences, output.scores, normalize_logits=True
         )

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+import warnings
 from pathlib import Path
 
 import nbformat
@@ -167,7 +168,9 @@ class TestWithTheDefaultModel:
 
     @pytest.mark.exhaustive
     def test_continue_chat(self, capsys: pytest.CaptureFixture[str]) -> None:
-        output = run("continue_chat.py", capsys)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of a name that will be gone
+            output = run("continue_chat.py", capsys)
         assert "Paris" in output
         assert "Rome" in output
 
