@@ -29,7 +29,7 @@ from lade.chat.commands import COMMANDS, parse
 from lade.chat.conversation import Context, Conversation, Turn
 from lade.chat.figures import figures_of, fill_of, fitted, likeness_of, speed_of
 from lade.chat.learning import IdleLearner
-from lade.chat.pieces import Piece
+from lade.chat.pieces import Piece, without_controls
 from lade.chat.view import AnswerView, drafted_style
 from lade.errors import ContextLengthError, in_one_line
 from lade.stats import DecodeStats
@@ -277,7 +277,8 @@ class Terminal:
         self._say(f"Loaded {num_questions} question{'s' * (num_questions != 1)} from {path}.")
         if self.conversation.messages:
             question, answer = self.conversation.messages[-2:]
-            self.console.print(Text(f"{PROMPT}{question['content']}", style="bold"))
+            asked = without_controls(question["content"])
+            self.console.print(Text(f"{PROMPT}{asked}", style="bold"))
             self.console.print()
             with AnswerView(self.console) as view:
                 view.add(Piece(answer["content"], False, False))
@@ -307,7 +308,7 @@ class Terminal:
         return fitted([*parts, Path(conversation.loaded.name).name], width)
 
     def _say(self, text: str) -> None:
-        self.console.print(Text(text, style="dim"))
+        self.console.print(Text(without_controls(text), style="dim"))
 
     def _show_error(self, error: Exception) -> None:
         text = str(error) if isinstance(error, ValueError | OSError) else in_one_line(error)

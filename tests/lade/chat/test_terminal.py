@@ -358,6 +358,18 @@ def test_a_conversation_is_saved_and_loaded(loaded: LoadedModel, tmp_path: Path)
     assert other.texts == chat.texts
 
 
+def test_a_loaded_conversation_changes_nothing_in_the_terminal(chat: Chat, tmp_path: Path) -> None:
+    chat.conversation.messages = [
+        {"role": "user", "content": "a\x1b]0;b"},
+        {"role": "assistant", "content": "c\x9bd"},
+    ]
+    chat.conversation.system = "e\x07f"
+    chat.conversation.save(tmp_path / "chat.json")
+    shown = chat.take(f"/load {tmp_path}/chat.json", "/system")
+    assert "> a]0;b\n\ncd\n" in shown
+    assert "System prompt: ef" in shown
+
+
 # --- the line at the bottom ---------------------------------------------------------------------
 
 
