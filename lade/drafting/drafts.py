@@ -198,6 +198,21 @@ def checked_tokens(token_ids: object, worths: object) -> tuple[NDArray[np.int32]
     return np.clip(ids, -1, np.iinfo(np.int32).max).astype(np.int32), probs.astype(np.float64)
 
 
+def checked_ids(token_ids: object) -> list[int]:
+    """Validate the tokens that a grammar forces, and return them; ids stay to be cut off later.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are no list.
+    """
+    ids: NDArray[Any] = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"expected a list of forced token ids, got {token_ids!r:.100}")
+    _check_kind("forced token ids", ids, np.integer, len(ids))
+    found: list[int] = np.clip(ids, -1, np.iinfo(np.int32).max).tolist()
+    return found
+
+
 def _check_kind(name: str, array: NDArray[Any], kind: type, length: int) -> None:
     if array.ndim != 1 or len(array) != length:
         raise ValueError(f"expected {name} of shape [{length}], got {list(array.shape)}")

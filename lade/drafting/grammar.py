@@ -4,25 +4,25 @@ A forecast is a draft like any other: a wrong one costs time and never changes t
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import PrefixConstrainedLogitsProcessor
-
-from lade.attempts import Attempt
 
 # Forced text allows few tokens: the pieces that it begins with. Of SmolLM2's 49152 tokens, at most
 # 6 were allowed inside the keys of a JSON schema, and 28 or more where a free string begins.
 _MAX_PIECES = 16
 
 
-@runtime_checkable
-class ForcedTokens(Protocol):
-    """Foresight of what a logits processor will enforce; a processor may implement it itself."""
+class ForcedTokens(ABC):
+    """Foresight of what a logits processor will enforce; a base class of processors that have it.
 
+    A processor of another class is never asked, whatever its methods are called.
+    """
+
+    @abstractmethod
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
         """Return the tokens that must follow, as far as they are known.
 
@@ -37,54 +37,22 @@ class ForcedTokens(Protocol):
 
 
 def forced_tokens_of(processors: Iterable[object]) -> ForcedTokens | None:
-    """Return the grammar of the first processor that has one, or None.
+    """Return the foresight of the first processor that has one, or None.
 
-    Supported are `forced_tokens` methods, `prefix_allowed_tokens_fn` and `xgrammar.contrib.hf`.
+    A `prefix_allowed_tokens_fn` has none: it may keep state, and `generate` would not ask it about
+    text that may never be.
     """
     # If there is such a processor, its module has been imported.
     xgrammar = sys.modules.get("xgrammar.contrib.hf")
     for processor in processors:
         if isinstance(processor, ForcedTokens):
             return processor
-        if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            return _PrefixForesight(processor)
         if xgrammar is not None and isinstance(processor, xgrammar.LogitsProcessor):
             return _XGrammarForesight(processor)
     return None
 
 
-class _PrefixForesight:
-    """Forced tokens by asking a `prefix_allowed_tokens_fn` about longer prefixes.
-
-    It is a function of row and prefix alone. It returns token ids without their text, so only a
-    single allowed token counts as forced.
-    """
-
-    def __init__(self, processor: Any) -> None:
-        self._allowed_tokens = processor._prefix_allowed_tokens_fn
-        self._num_beams: int = processor._num_beams
-
-    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        """Extend the prefix for as long as exactly one token is allowed next."""
-        num_known = len(committed)
-        prefix = torch.empty(num_known + max_tokens, dtype=torch.int64)
-        prefix[:num_known] = torch.tensor(committed)
-        forced: list[int] = []
-        while len(forced) < max_tokens:
-            with Attempt(even_memory=True) as attempt:
-                allowed = self._allowed_tokens(
-                    row // self._num_beams, prefix[: num_known + len(forced)]
-                )
-                (token_id,) = (int(token_id) for token_id in allowed)
-            # It is not exactly one, or of a prefix that plain decoding would never ask of.
-            if attempt.failure is not None:
-                break
-            prefix[num_known + len(forced)] = token_id
-            forced.append(token_id)
-        return forced
-
-
-class _XGrammarForesight:
+class _XGrammarForesight(ForcedTokens):
     """Forced tokens by walking a copy of the processor's matcher while the text is forced.
 
     A grammar forces text, and several tokens can begin the same text (`n`, `na`, `name`). The

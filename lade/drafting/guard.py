@@ -1,4 +1,4 @@
-"""The one place where a user's drafter is asked: it can fail no call, and change no text."""
+"""The one place where a user's drafter or grammar is asked: no call fails, and no text changes."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lade.attempts import Attempt
 from lade.captures import apart_from_captures
-from lade.drafting.drafts import checked, checked_tokens
+from lade.drafting.drafts import checked, checked_ids, checked_tokens
 from lade.errors import DrafterWarning, LadeError, in_one_line
 from ngram_pool import Draft
 
@@ -129,6 +129,15 @@ class Guard:
             return self._valid(draft, max_draft_tokens)
 
         return self.ask(ask, Draft.empty())
+
+    def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the tokens that a grammar forces, none where it fails to say."""
+
+        def ask() -> list[int]:
+            forced = self._drafter.forced_tokens(row, committed, max_tokens)
+            return forced if self._is_own else checked_ids(forced)[:max_tokens]
+
+        return self.ask(ask, [])
 
     def _valid(self, draft: Any, max_draft_tokens: int) -> Draft:
         return draft if self._is_own else checked(draft, max_draft_tokens)

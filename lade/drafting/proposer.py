@@ -77,6 +77,8 @@ class Proposer:
         self._vocab_size = vocab_size
         self._max_candidates = max_candidates
         self._grammar = grammar
+        what = f"forced tokens: {type(grammar).__name__}"
+        self._foresight = Guard(grammar, what, is_strict, device)
         able = self._guard.ask(lambda: Abilities.of(drafter), Abilities())
         self._num_successors, self.has_table = able.num_successors, able.has_table
         # Where drafts are drawn, or paths are few, every node should be as likely as can be.
@@ -169,7 +171,7 @@ class Proposer:
         draft = Draft.empty()
         most = min(room, max_draft_tokens)
         if most > 0 and self._grammar is not None:
-            forced = self._grammar.forced_tokens(row, committed, most)
+            forced = self._foresight.forced_tokens(row, committed, most)
         left = max_draft_tokens - len(forced)
         if most > 0 and left > 0:
             context = [*context, *forced] if forced else context

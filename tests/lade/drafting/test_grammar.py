@@ -1,110 +1,38 @@
 """What a grammar forces is foreseen, and asking about it changes nothing."""
 
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 import lade
 from lade.drafting.grammar import ForcedTokens, forced_tokens_of
-from tests.lade.tiny import EOS_TOKEN_ID, random_prompt, tiny_model
-
-# --- prefix_allowed_tokens_fn -----------------------------------------------------------------
-
-PROMPT = [5, 6]
-# After the prompt: 10, then 11 or 20; after 11 come 12 13 14, after 20 comes 21; then the end.
-NAMES = [[10, 11, 12, 13, 14, EOS_TOKEN_ID], [10, 20, 21, EOS_TOKEN_ID]]
-
-
-def allowed_in_names(row: int, prefix: torch.Tensor) -> list[int]:
-    said = prefix[len(PROMPT) :].tolist()
-    return sorted({name[len(said)] for name in NAMES if name[: len(said)] == said})
-
-
-def prefix_foresight(allowed: Any, num_beams: int = 1) -> ForcedTokens:
-    grammar = forced_tokens_of([PrefixConstrainedLogitsProcessor(allowed, num_beams)])
-    assert grammar is not None
-    return grammar
-
-
-@pytest.mark.parametrize(
-    ("said", "forced"),
-    [
-        ([], [10]),
-        ([10], []),  # two names begin so
-        ([10, 11], [12, 13, 14, EOS_TOKEN_ID]),
-        ([10, 20], [21, EOS_TOKEN_ID]),
-        ([10, 20, 21, EOS_TOKEN_ID], []),  # past the end: an IndexError of the user's function
-        ([10, 30], []),  # outside of the grammar: nothing is allowed
-    ],
-)
-def test_a_prefix_function_is_followed_while_one_token_is_allowed(
-    said: list[int], forced: list[int]
-) -> None:
-    grammar = prefix_foresight(allowed_in_names)
-    assert grammar.forced_tokens(0, PROMPT + said, 8) == forced
-    assert grammar.forced_tokens(0, PROMPT + said, 2) == forced[:2]
-    assert grammar.forced_tokens(0, PROMPT + said, 0) == []
-
-
-def test_a_prefix_function_may_have_no_answer_where_plain_decoding_never_asks() -> None:
-    """A forced end of the text, and behind it nothing that was ever meant to be looked up."""
-    table = {(5, 6): [7], (5, 6, 7): [8]}
-    processor = PrefixConstrainedLogitsProcessor(lambda _, ids: table.get(tuple(ids.tolist())), 1)
-    grammar = forced_tokens_of([processor])
-    assert grammar is not None
-    assert grammar.forced_tokens(0, [5, 6], 10) == [7, 8]
-
-
-def test_a_prefix_function_is_asked_about_the_row_that_the_processor_would_name() -> None:
-    def allowed(batch_id: int, prefix: torch.Tensor) -> list[int]:
-        return [batch_id]
-
-    assert prefix_foresight(allowed).forced_tokens(3, PROMPT, 2) == [3, 3]
-    assert prefix_foresight(allowed, num_beams=2).forced_tokens(3, PROMPT, 2) == [1, 1]
-
-
-def test_text_under_a_prefix_function_is_that_of_plain_generate() -> None:
-    rng = np.random.default_rng(0)
-
-    def allowed(row: int, prefix: torch.Tensor) -> list[int]:
-        """Tokens come in runs of four, begun anywhere."""
-        last = int(prefix[-1])
-        return list(range(8, 40)) if last % 4 == 3 else [last + 1]
-
-    num_forced = 0
-    grammar = prefix_foresight(allowed)
-    model = tiny_model()
-    for _ in range(4):
-        prompt = random_prompt(rng)
-        options: dict[str, Any] = {
-            "do_sample": False,
-            "max_new_tokens": 30,
-            "prefix_allowed_tokens_fn": allowed,
-        }
-        expected = model.generate(prompt, **options)
-        assert lade.generate(model, prompt, **options).equal(expected)
-        text = expected[0].tolist()
-        for end in range(prompt.shape[1], len(text)):
-            forced = grammar.forced_tokens(0, text[:end], len(text) - end)
-            assert text[end : end + len(forced)] == forced
-            num_forced += len(forced)
-    assert num_forced > 10
-
+from tests.lade.tiny import random_prompt, tiny_model
 
 # --- processors that know -----------------------------------------------------------------------
 
 
-class Knowing:
+class Knowing(LogitsProcessor, ForcedTokens):  # type: ignore[misc]
+    """Forces 7 after the first token; what it foresees is as asked for."""
+
+    def __init__(self, foresee: Callable[[], Any] = lambda: [7]) -> None:
+        self._foresee = foresee
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
     def forced_tokens(self, row: int, committed: Sequence[int], max_tokens: int) -> list[int]:
-        return [7][:max_tokens]
+        foreseen: list[int] = self._foresee()
+        return foreseen
 
 
 def test_the_first_processor_with_foresight_is_found() -> None:
@@ -112,6 +40,52 @@ def test_the_first_processor_with_foresight_is_found() -> None:
     assert forced_tokens_of([]) is None
     assert forced_tokens_of([TemperatureLogitsWarper(0.5)]) is None
     assert forced_tokens_of([TemperatureLogitsWarper(0.5), knowing]) is knowing
+
+
+def test_no_name_of_an_attribute_makes_a_processor_know() -> None:
+    class Named(LogitsProcessor):  # type: ignore[misc]
+        forced_tokens: Any = ((20, 33),)
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    class Called(Named):
+        def forced_tokens(self, step: int) -> list[int]:
+            raise AssertionError("it is not lade's to call")
+
+    prefix_function = PrefixConstrainedLogitsProcessor(lambda row, ids: [7], 1)
+    assert forced_tokens_of([Named(), Called(), prefix_function]) is None
+
+
+def _draws() -> list[int]:
+    torch.rand(3)
+    return []
+
+
+@pytest.mark.parametrize(
+    "foresee",
+    [lambda: 1 / 0, lambda: None, lambda: ["x"], lambda: [2**40, -3], lambda: [[7]], _draws],
+)
+def test_what_a_processor_foresees_can_fail_no_call_and_change_no_text(foresee: Any) -> None:
+    model, prompt = tiny_model(), torch.tensor([[5, 6, 7]])
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12}
+    torch.manual_seed(1)
+    expected = model.generate(prompt, **options)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lade.DrafterWarning)
+        got = lade.generate(model, prompt, logits_processor=[Knowing(foresee)], **options)
+    assert got.equal(expected)
+    assert torch.get_rng_state().equal(state)
+
+
+def test_an_author_sees_what_foresight_raises() -> None:
+    config = lade.Config(strict_drafter=True)
+    processors = [Knowing(lambda: 1 / 0)]
+    options: dict[str, Any] = {"logits_processor": processors, "max_new_tokens": 4}
+    with pytest.raises(ZeroDivisionError):
+        lade.generate(tiny_model(), torch.tensor([[5, 6]]), config=config, **options)
 
 
 # --- xgrammar -----------------------------------------------------------------------------------
