@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lade.attention.joint import Calls, Held, attend
@@ -120,7 +120,7 @@ def _attended(
     dims = query.shape[-1], value.shape[-1]
     is_aligned = not any(dim * query.element_size() % _ALIGNMENT for dim in dims)
     if not query.is_cuda or not is_aligned or query.dtype == torch.float64 or dropout:
-        return scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=added, dropout_p=dropout, scale=scaling
         )
     if added is not None:
@@ -227,7 +227,7 @@ class PromptRow(NamedTuple):
             each[self.row : self.row + 1, :, self.keys].repeat_interleave(num_sharing, dim=1)
             for each in (key, value)
         )
-        attended = scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys,
             values,

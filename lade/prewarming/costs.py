@@ -181,7 +181,7 @@ def _setting_of(model: Model, profile: Profile, chosen: VerificationPlan) -> str
     device = device_of_inputs(model)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     parts = (
-        *(profile.setting, model.dtype, chosen.attention, attention_of(model), chosen.products),
+        *(profile.setting[:2], model.dtype, chosen.attention, attention_of(model), chosen.products),
         *(torch.__version__, torch.get_num_threads(), os.cpu_count(), platform.node(), name),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -29,7 +30,12 @@ _PACKAGES = {
     *("flash_attn", "triton", "fbgemm_gpu", "auto_round", "aqlm", "spqr_quant", "vptq", "tqdm"),
 }
 # Methods of the root that are replaced to change what it computes or is given.
-METHODS = ("forward", "prepare_inputs_for_generation", "_prefill", "_sample")
+_OF_LOOP = ("_prefill", "_sample", "_update_model_kwargs_for_generation")
+METHODS = ("forward", "prepare_inputs_for_generation", *_OF_LOOP)
+# Functions of torch that lade calls or has a product or attention of its own for, and those by
+# which `generate` chooses tokens, which lade chooses otherwise.
+_FUNCTIONS = ((functional, "linear"), (functional, "scaled_dot_product_attention"))
+_CHOOSING = ((functional, "softmax"), (torch, "multinomial"), (torch, "argmax"))
 # Of `nn.Module`, what every call runs; of transformers' own base classes, the methods above.
 _OF_MODULES = ("__call__", "_call_impl", "_wrapped_call_impl")
 _GENERATION = "transformers.generation."
@@ -83,33 +89,68 @@ def places_of(classes: Iterable[type]) -> list[Place]:
 def own_code_of(model: Model, places: Iterable[Place]) -> str | None:
     """Return what of the user's own code runs in a model's forwards, or None."""
     for name, module in model.named_modules():
-        if any(map(_is_own, _hooks_of(module))):
+        if any(map(is_own, _hooks_of(module))):
             return f"a hook of {name or 'the model'}"
-        if _is_own(type(module)):
+        if is_own(type(module)):
             return f"the class {type(module).__name__}"
         for attribute, value in [*vars(module).items()]:
-            if is_code(value) and _is_own(value) and not getattr(value, "is_lades", False):
+            if is_code(value) and is_own(value) and not getattr(value, "is_lades", False):
                 return f"{attribute} of {name or 'the model'}"
         for weight in [*module._parameters.values(), *module._buffers.values()]:
-            if weight is not None and _is_own(type(weight)):
+            if weight is not None and is_own(type(weight)):
                 return f"weights of the class {type(weight).__name__}"
     for place in places:
-        if any(map(_is_own, _functions_in(place.value))):
+        if any(map(is_own, _functions_in(place.value))):
             return f"the function {place.name}"
     for method in METHODS:
-        if _is_own(getattr(type(model), method, None)):
+        if is_own(getattr(type(model), method, None)):
             return f"its method {method}"
     attention = ALL_ATTENTION_FUNCTIONS.get(attention_of(model))
-    return "its attention" if attention is not None and _is_own(attention) else None
+    return "its attention" if attention is not None and is_own(attention) else None
+
+
+def is_patched(name: str) -> bool:
+    """Return whether a function of `torch.nn.functional` that is not Python is another one now."""
+    return not isinstance(getattr(functional, name), BuiltinFunctionType)
+
+
+def functions_at_present() -> tuple[Any, ...]:
+    """Return those functions of torch that forwards call and somebody may patch."""
+    return tuple(getattr(module, name) for module, name in _FUNCTIONS)
+
+
+def own_loop_of(model: Model) -> str | None:
+    """Return what of the user's own makes `generate` another loop than lade's, or None."""
+    for name in _OF_LOOP:
+        if _is_own_method(model, name):
+            return f"its {name} is code of one's own"
+    for module, name in _CHOOSING:
+        if is_own(getattr(module, name)):
+            return f"{module.__name__}.{name} is patched"
+    return None
+
+
+def has_own_inputs(model: Model) -> bool:
+    """Return whether the user's own code prepares the inputs of forwards."""
+    return _is_own_method(model, "prepare_inputs_for_generation")
+
+
+def _is_own_method(model: Model, name: str) -> bool:
+    """Return whether a method is the user's; a class of theirs may have inherited it."""
+    method = vars(model).get(name, getattr(type(model), name, None))
+    return method is not None and is_own(getattr(method, "__func__", method))
 
 
 def own_code_around() -> str | None:
     """Return what of the user's own code runs in every forward at present, or None."""
-    if any(map(_is_own, _hooks_of_all())):
+    for module, name in _FUNCTIONS:
+        if is_patched(name):
+            return f"the patched {module.__name__}.{name}"
+    if any(map(is_own, _hooks_of_all())):
         return "a hook of all modules"
     modes = (_get_current_function_mode_stack, _get_current_dispatch_mode_stack)
     for mode in (each for stack in modes for each in stack()):
-        if _is_own(type(mode)):
+        if is_own(type(mode)):
             return f"the mode {type(mode).__name__}"
     return None
 
@@ -129,7 +170,7 @@ def is_own_callback(callback: Any) -> bool:
     if callback is None:
         return False
     held = [each for each in getattr(callback, "__dict__", {}).values() if is_code(each)]
-    return any(map(_is_own, [callback if is_code(callback) else type(callback), *held]))
+    return any(map(is_own, [callback if is_code(callback) else type(callback), *held]))
 
 
 def is_code(value: Any) -> bool:
@@ -139,7 +180,7 @@ def is_code(value: Any) -> bool:
     )
 
 
-def _is_own(code: Any) -> bool:
+def is_own(code: Any) -> bool:
     """Return whether a callable, or anything that it calls as far as that shows, is the user's."""
     return any(_root_of(part) not in _PACKAGES for part in _parts_of(code, set()))
 
@@ -220,11 +261,11 @@ def state_of(model: Model) -> Hashable:
     arguments of partials, attributes, weights, and the globals that they name.
     """
     seen: set[int] = set()
-    parts: list[Hashable] = [_state_in(hook, seen, 0) for hook in filter(_is_own, _hooks_of_all())]
+    parts: list[Hashable] = [_state_in(hook, seen, 0) for hook in filter(is_own, _hooks_of_all())]
     for module in model.modules():
         codes = [*_hooks_of(module), *filter(is_code, vars(module).values())]
-        parts += [_state_in(each, seen, 0) for each in codes if _is_own(each)]
-        if _is_own(type(module)):
+        parts += [_state_in(each, seen, 0) for each in codes if is_own(each)]
+        if is_own(type(module)):
             held = {**vars(module), **module._parameters, **module._buffers}
             parts.append(_state_in(held, seen, 0))
     return tuple(parts)
@@ -266,13 +307,13 @@ def _state_in(value: Any, seen: set[int], depth: int) -> Hashable:
             *(each for each in used.values() if isinstance(each, (*PLAIN, Tensor, dict, list))),
         ]
     elif isinstance(value, nn.Module):
-        if not _is_own(type(value)):
+        if not is_own(type(value)):
             return None
         inside = [{**vars(value), **value._parameters, **value._buffers}]
     elif isinstance(value, type) or not hasattr(value, "__dict__"):
         return None
     else:
-        inside = [vars(value)] if _is_own(type(value)) else []
+        inside = [vars(value)] if is_own(type(value)) else []
     return name, tuple(_state_in(each, seen, depth + 1) for each in inside)
 
 

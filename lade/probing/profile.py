@@ -12,6 +12,7 @@ from lade.captures import free_unused
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Execution, Verification
 from lade.gpu.workspace import WorkspaceStore
+from lade.probing.own_code import functions_at_present
 from lade.probing.spot_checks import FIRST_CHECK
 from lade.probing.structure import Structure
 from lade.probing.values import Values
@@ -51,7 +52,7 @@ class Profile:
     A field that may be None is None until it is found out.
     """
 
-    setting: tuple[object, ...]  # device and autocast that this is valid for
+    setting: tuple[object, ...]  # device, autocast and functions of torch that it holds for
     structure: Structure  # of the model that this is valid for
     #: By method, kind of cache, whether rows have padding or different lengths, and widths.
     results: dict[tuple[Verification, CacheKind, bool, Widths], CheckResult] = field(
@@ -68,6 +69,8 @@ class Profile:
     warned: set[str] = field(default_factory=set)
     #: Of weights and attributes, when results were last seen to hold; None before that.
     values: Values | None = None
+    #: Whether all that lade does once was done for it: a limit of time counts decoding alone.
+    is_warm: bool = False
     #: Calls so far, and steps with a draft until a call's first spot check.
     num_calls: int = 0
     first_check: int = FIRST_CHECK
@@ -190,7 +193,8 @@ class Profiles:
 def _setting(model: Model) -> tuple[object, ...]:
     kind = device_of_inputs(model).type
     is_autocast = torch.is_autocast_enabled(kind)
-    return str(model.device), is_autocast and torch.get_autocast_dtype(kind)
+    dtype = is_autocast and torch.get_autocast_dtype(kind)
+    return str(model.device), dtype, functions_at_present()
 
 
 def profile_of(model: Model) -> Profile:

@@ -20,6 +20,7 @@ from typing import Any
 import llvmlite.binding
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import linear
 
 from lade.closeness import float32_precision
@@ -126,8 +127,8 @@ class Products:
             weight: [N, K].
             bias: [N], or None.
         """
-        if not _fits(inputs, weight, bias):
-            return linear(inputs, weight, bias)
+        if functional.linear is not _LINEAR or not _fits(inputs, weight, bias):  # it is patched
+            return functional.linear(inputs, weight, bias)
         num_columns, num_inputs = weight.shape
         num_rows = inputs.numel() // num_inputs
         about = _about(num_rows)
@@ -200,6 +201,7 @@ def _widened(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 _FORWARD = nn.Linear.forward
+_LINEAR = torch._C._nn.linear
 _Job = ctypes.c_int64 * 12
 
 
@@ -242,7 +244,9 @@ def _fits(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and type(inputs) in _TENSORS
         and weight.is_cpu
         and inputs.is_cpu
+        and weight.layout is torch.strided
         and weight.is_contiguous()
+        and not (weight.is_neg() or inputs.is_neg())  # a bit says that the values are the opposite
         and weight.dim() == 2
         and inputs.shape[-1:] == weight.shape[1:]  # else torch says what is wrong
         and (bias is None or _fits_bias(bias, weight))
@@ -259,6 +263,7 @@ def _fits_bias(bias: Tensor, weight: Tensor) -> bool:
         and bias.dtype is weight.dtype
         and bias.shape == weight.shape[:1]
         and bias.is_contiguous()
+        and not bias.is_neg()
     )
 
 
