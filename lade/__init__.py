@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lade.config import Config as Config
     from lade.config import Lookahead as Lookahead
     from lade.drafting.drafter import Drafter as Drafter
+    from lade.drafting.grammar import ForcedTokens as ForcedTokens
     from lade.errors import DrafterWarning as DrafterWarning
     from lade.errors import EagerExecutionWarning as EagerExecutionWarning
     from lade.errors import KernelWarning as KernelWarning
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lade.pools import save_pool as save_pool
     from lade.prewarming.run import Prewarmed as Prewarmed
     from lade.prewarming.run import prewarm as prewarm
+    from lade.prewarming.warming import warm_up as warm_up
     from lade.probing.profile import release as release
     from lade.probing.report import Probe as Probe
     from lade.probing.report import probe as probe
@@ -54,6 +56,7 @@ _HOMES = {
     "lade.batcher": ("Batcher",),
     "lade.config": ("Config", "Lookahead"),
     "lade.drafting.drafter": ("Drafter",),
+    "lade.drafting.grammar": ("ForcedTokens",),
     "lade.errors": (
         *("DrafterWarning", "EagerExecutionWarning", "KernelWarning", "LadeError"),
         *("PlainDecodingWarning", "UnsupportedModelError", "UnsupportedOptionError"),
@@ -63,6 +66,7 @@ _HOMES = {
     "lade.hf.generation": ("GenerateOutput",),
     "lade.pools": ("load_pool", "save_pool"),
     "lade.prewarming.run": ("Prewarmed", "prewarm"),
+    "lade.prewarming.warming": ("warm_up",),
     "lade.probing.profile": ("release",),
     "lade.probing.report": ("Probe", "probe", "recheck"),
     "lade.stats": ("DecodeStats", "Step"),
@@ -77,6 +81,7 @@ __all__ = [
     "Drafter",
     "DrafterWarning",
     "EagerExecutionWarning",
+    "ForcedTokens",
     "GenerateOutput",
     "KernelWarning",
     "LadeError",
@@ -101,6 +106,7 @@ __all__ = [
     "release",
     "save_pool",
     "unwrap",
+    "warm_up",
     "wrap",
 ]
 

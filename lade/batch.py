@@ -146,7 +146,7 @@ class Limits:
         max_length: maximum total length a draft may reach, prompt included. Beyond it, and until
             `stop` ends a row, steps have no draft.
         stop: called after every token with the rows that emitted it; marks rows of the text as
-            finished.
+            finished, and passes the token on.
         is_lockstep: all rows emit together, because something must see them at equal length.
         keeps_finished: finished rows continue, with padding or their own tokens, until the last
             one is finished, because the caller wants what `generate` would have computed there.

@@ -18,11 +18,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from lade.attempts import Attempt
 from lade.attention.joint import kernels
 from lade.compat import Model, device_of_inputs, without_compiler
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.hf.api import generate
+from lade.hf.api import check_ids, generate
 from lade.hf.pools import Pools
 from lade.openmp import release_workers
 from lade.stats import Step
@@ -46,6 +47,11 @@ class Request(Future[Any]):
         super().__init__()
         self._tokens: SimpleQueue[int | None] = SimpleQueue()
         self._is_cancelled = False
+        self._has_ended_so = False
+
+    def cancelled(self) -> bool:
+        """Return whether `cancel` has ended the call, also while it ran."""
+        return self._has_ended_so or super().cancelled()
 
     def cancel(self) -> bool:
         """End the call before its next step, if it has not ended; return whether it had not."""
@@ -69,6 +75,7 @@ class Request(Future[Any]):
     def _end(self, running: Future[Any]) -> None:
         error = running.exception()
         if error is not None:
+            self._has_ended_so = isinstance(error, CancelledError)
             self.set_exception(error)
         elif not self.cancelled():
             self.set_result(running.result())
@@ -166,10 +173,12 @@ class Batcher:
 
         Raises:
             RuntimeError: the batcher is closed.
+            TypeError: `input_ids` is no tensor.
         """
         request = Request()
         call = {**self._given, **options}
         if input_ids is not None:
+            check_ids(input_ids)
             call["input_ids"] = input_ids
         try:
             running = self._threads.submit(self._answer, request, seed, call)
@@ -302,7 +311,7 @@ class _Room:
 def _most_tokens(model: Model, call: dict[str, Any]) -> int:
     """Return how many tokens a call may come to have, its prompt included."""
     prompt = call.get("input_ids", call.get("inputs_embeds"))
-    num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[1])
+    num_prompts, num_prompt = (1, 1) if prompt is None else (prompt.shape[0], prompt.shape[-1])
     options: Any = call.get("generation_config") or model.generation_config
     num_samples: int = call.get("num_return_sequences") or options.num_return_sequences or 1
     num_new = call.get("max_new_tokens") or options.max_new_tokens
@@ -316,13 +325,16 @@ def _most_tokens(model: Model, call: dict[str, Any]) -> int:
 def _tokens_that_fit(model: Model) -> int | None:
     """Return how many tokens have keys and values in a share of free memory; None if unknown."""
     config = model.config.get_text_config(decoder=True)
-    num_layers: Any = getattr(config, "num_hidden_layers", None)
-    num_heads: Any = getattr(config, "num_attention_heads", None)
-    num_key_heads: Any = getattr(config, "num_key_value_heads", None) or num_heads
-    if not all(isinstance(each, int) for each in (num_layers, num_heads, num_key_heads)):
-        return None  # each layer may have a number of its own
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_bytes = 2 * num_layers * num_key_heads * head_dim * model.dtype.itemsize
+    num_numbers = 0  # of a token
+    with Attempt():  # a config may not tell, and may raise anything where layers differ
+        for layer in config.per_layer_config:
+            num_heads = layer.num_attention_heads
+            head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+            num_key_heads = getattr(layer, "num_key_value_heads", None) or num_heads
+            num_numbers += 2 * num_key_heads * head_dim
+    if num_numbers == 0:
+        return None
+    num_bytes = num_numbers * model.dtype.itemsize
     free = _free_bytes(device_of_inputs(without_compiler(model)))
     return None if free is None else max(1, int(_SHARE_OF_MEMORY * free / num_bytes))
 

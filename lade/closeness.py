@@ -15,7 +15,7 @@ def limit_of(model: Model) -> float:
     cache is off by about 1. Measured in float32: at most 4e-5 between correct forwards, and 4e-4
     for a step that is clamped in one of them and not in the other.
     """
-    dtype = model.dtype
+    dtype = _coarsest_of(model)
     kind = device_of_inputs(model).type
     if torch.is_autocast_enabled(kind):
         dtype = max(dtype, torch.get_autocast_dtype(kind), key=lambda each: torch.finfo(each).eps)
@@ -23,6 +23,13 @@ def limit_of(model: Model) -> float:
     if dtype == torch.float32 and float32_precision(kind) != "highest":
         eps = 2**-11  # TF32
     return max(2e-4, 40 * eps)
+
+
+def _coarsest_of(model: Model) -> torch.dtype:
+    """Return the least precise format of a model's weights; the first may be of another."""
+    known = next(iter(vars(model).get("_lade_profiles", ())), None)
+    dtype: torch.dtype = model.dtype if known is None else known.structure.coarsest
+    return dtype
 
 
 def float32_precision(device_type: str) -> str:

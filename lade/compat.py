@@ -10,7 +10,12 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -20,6 +25,8 @@ _IS_RECENT = version.parse(transformers.__version__) >= version.parse("5.23")
 INDEXERS_TAKE_MASKS = _IS_RECENT
 # Whether `generate` marks a cache that it was given.
 MARKS_CACHES = _IS_RECENT
+# Whether `generate` asks the criteria about a token before it gives the streamer that token.
+STOPS_FIRST = _IS_RECENT
 # Whether a prompt that is run in chunks leaves out what its cache holds; 5.15 runs that again.
 CHUNKS_GO_ON = _IS_RECENT
 # Whether a windowed layer may be updated again before the next crop; that of 5.15 then returns more
@@ -97,6 +104,13 @@ def takes_ids_by_name(model: Model) -> bool:
     return True
 
 
+def has_own_generate(model: Model) -> bool:
+    """Return whether a model's `generate` is another than transformers' own."""
+    of_model = vars(model).get("generate")
+    is_patched = of_model is not None and not getattr(of_model, "is_lades", False)
+    return is_patched or type(model).generate is not GenerationMixin.generate
+
+
 def has_adapters(model: Model) -> bool:
     """Return whether a model has PEFT adapters, its own or a wrapper's."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
@@ -139,6 +153,16 @@ def placeholders_of(model: Model) -> list[int]:
 def without_compiler(model: Model) -> Model:
     """Return the model inside a `torch.compile` wrapper; `generate` runs that one, too."""
     return getattr(model, "_orig_mod", model)
+
+
+def compiled_part_of(model: Model) -> str | None:
+    """Return which part of a model `torch.compile` has been applied to, or None."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward", type(module).forward)
+        is_compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        if is_compiled or hasattr(forward, "_torchdynamo_orig_callable"):
+            return name or type(model).__name__
+    return None
 
 
 def is_compiled_by_generate(model: Model) -> bool:

@@ -13,7 +13,7 @@ from operator import is_not
 from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lade.compat import Model, device_of_inputs, experts_of
 
@@ -69,6 +69,35 @@ def with_decoding_experts(model: Model) -> Model:
 def in_evaluation(model: Model) -> Model:
     """Return a view with no module in training mode."""
     return viewed(model, lambda module: {"training": False} if module.training else None)
+
+
+# Elements of a buffer that a forward may write to, such as a count; more are a table or weights.
+_MOST_WRITTEN = 2**12
+
+
+def apart(model: Model) -> Model:
+    """Return a view that shares nothing with the model but weights, large buffers and config.
+
+    What forwards, or methods of its class, set in it or in its modules, stays in the view.
+    """
+
+    def change(module: nn.Module) -> dict[str, Any]:
+        copied = {
+            name: copy.copy(value)
+            for name, value in vars(module).items()
+            if isinstance(value, dict | list | set)
+        }
+        copied["_buffers"] = {
+            name: each.clone() if each is not None and _may_be_written(each) else each
+            for name, each in module._buffers.items()
+        }
+        return copied
+
+    return viewed(model, change)
+
+
+def _may_be_written(buffer: Tensor) -> bool:
+    return type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _MOST_WRITTEN
 
 
 def with_own_hooks(model: Model, modules: Sequence[nn.Module]) -> Model:

@@ -122,15 +122,22 @@ class MeasuredBudget(Budget):
         costs: of forwards, which outlive the call; None for ones that only it measures.
         temperature: 0 for greedy decoding, else the temperature that the call samples at: the more
             is left to chance, the less is expected of drafts.
+        most: maximum number of draft tokens to verify in a step; None for no other than the usual.
     """
 
-    def __init__(self, costs: ForwardCosts | None = None, temperature: float = 0.0) -> None:
+    def __init__(
+        self,
+        costs: ForwardCosts | None = None,
+        temperature: float = 0.0,
+        most: int | None = None,
+    ) -> None:
         compile_by(_run_kernels, _kernels)
         self._costs = ForwardCosts() if costs is None else costs
         self._patience = self._costs.begin_call()
         self._turns: dict[int, Int64Array] = {}  # by the bit length of the batch size
         self._calibration = Calibration(1 / (1 + temperature**3))
-        self._recent_most = float(_MAX_DRAFT_TOKENS)  # most nodes of a row verified lately, decayed
+        self._most = _MAX_DRAFT_TOKENS if most is None else min(most, _MAX_DRAFT_TOKENS)
+        self._recent_most = float(self._most)  # most nodes of a row verified lately, decayed
         # Of the rows that the next step asks about, in that order. They differ in how predictable
         # they are.
         self._num_emitted: dict[int, int] = {}
@@ -141,7 +148,7 @@ class MeasuredBudget(Budget):
     @property
     def max_draft_tokens(self) -> int:  # type: ignore[override]
         """A little over twice what was verified lately: nodes cost time to draft, used or not."""
-        return min(_MAX_DRAFT_TOKENS, _LEAST_ASKED + int(2 * self._recent_most))
+        return min(self._most, _LEAST_ASKED + int(2 * self._recent_most))
 
     def step_sec(self, num_rows: int, num_nodes: int) -> float:
         """Return the seconds of a forward that verifies so many nodes of each row; 0 if unknown."""

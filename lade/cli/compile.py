@@ -1,6 +1,5 @@
 """`lade compile`: compile ahead what is else compiled at first use, as for an image."""
 
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ def run(loaded: LoadedModel | None) -> None:
     Raises:
         LadeError: it cannot be kept, so that every process would compile anew.
     """
+    from lade.prewarming.warming import kernels
     from ngram_pool.compiling import cache_folder
 
     folder = cache_folder()
@@ -23,7 +23,7 @@ def run(loaded: LoadedModel | None) -> None:
             "what is compiled cannot be kept, because Numba finds no folder that it may write to; "
             "name one by the variable NUMBA_CACHE_DIR, here and where lade will run"
         )
-    parts = _parts_of_all_models()
+    parts = {**kernels()}
     if loaded is not None:
         model = loaded.model
         parts |= {f"what {type(model).__name__} takes": lambda: _call(model)}
@@ -33,26 +33,6 @@ def run(loaded: LoadedModel | None) -> None:
             compile_part()
         console.print(f"[dim]{perf_counter() - start:6.1f} s for {what}[/dim]")
     print(f"compiled; kept in {folder}")
-
-
-def _parts_of_all_models() -> dict[str, Callable[[], Any]]:
-    from torch import nn
-
-    from lade.attention import joint
-    from lade.budget.budget import MeasuredBudget
-    from lade.drafting.successors import compile_kernels
-    from lade.products.linear import products_for
-    from ngram_pool import NGramPool
-    from ngram_pool.state import compile_texts
-
-    return {
-        "the pool": lambda: NGramPool(1),
-        "pools on disk": compile_texts,
-        "the ranks of tokens": compile_kernels,
-        "the budget": MeasuredBudget,
-        "products for few rows": lambda: products_for(nn.Linear(1024, 1024)),
-        "attention of several calls": joint.kernels,
-    }
 
 
 def _call(model: Any) -> None:

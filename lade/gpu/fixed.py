@@ -240,8 +240,11 @@ class FixedTarget(TreeTarget):
         return Output(graphs.run(step.shape, partial(self._run, step), dense))
 
     def forward_plainly(self, roots: Sequence[Tree]) -> Forward:
-        """Run roots eagerly, without recording the step."""
-        return Output(self._run(self.inputs(roots), is_recorded=False))
+        """Run roots by the model as it is, where its own attention takes their mask."""
+        if not self._takes_mask:
+            return Output(self._run(self.inputs(roots), is_recorded=False))
+        self.cache.unfix()
+        return super().forward_plainly(roots)
 
     def select(self, places: Sequence[int]) -> None:
         """Continue with these rows only; the cache keeps what it holds of the others."""

@@ -4,10 +4,12 @@ All preparation (configs, masks, processors, criteria) is left to transformers.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from types import MethodType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,9 +22,18 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.compat import Model, takes_ids_by_name, without_compiler
+from lade.compat import (
+    CACHE_NAMES,
+    MARKS_CACHES,
+    Model,
+    device_of_inputs,
+    has_own_generate,
+    takes_ids_by_name,
+    without_compiler,
+)
 from lade.config import Config
 from lade.drafting.drafter import Drafter
+from lade.errors import PlainDecodingWarning, in_one_line
 from lade.hf.arguments import Arguments, OnStep, takes_pool
 from lade.hf.assistance import drafter_of, take_assistant
 from lade.hf.call import Call
@@ -37,10 +48,12 @@ from lade.hf.predictions import Predicted
 from lade.openmp import release_workers
 from lade.prewarming.learning import Learner
 from lade.probing.profile import Profiles
+from lade.probing.randomness import put_back, state_of
 from lade.probing.rules import refuse_encoder_decoder
 from ngram_pool import NGramPool
 
 _AnyModel = TypeVar("_AnyModel")
+_ANY_NAMED = inspect.Parameter.VAR_KEYWORD
 _TYPES_OF_IDS = (torch.int64, torch.int32)  # which torch's embeddings take, so plain decoding does
 
 
@@ -86,7 +99,7 @@ def generate(
     """
     arguments = Arguments(pool, drafter, config, on_step, prediction)
     if input_ids is not None:
-        _check_ids(input_ids)
+        check_ids(input_ids)
     inner = _generating(model)
     args: tuple[Any, ...] = ()
     # Prompt learning of PEFT takes a prompt by name alone, a class of nameless arguments by place.
@@ -97,7 +110,7 @@ def generate(
     return _generate(inner, arguments, args, generate_kwargs)
 
 
-def _check_ids(input_ids: Any) -> None:
+def check_ids(input_ids: Any) -> None:
     """Raise, saying what to do, for what is often passed instead of token ids."""
     if isinstance(input_ids, Tensor):
         return
@@ -239,6 +252,27 @@ class _WrappedGenerate:
     learner: Learner | None  # learns after calls
     drafter: Drafter | None  # of its calls
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what else a bound method has, such as `__wrapped__` and `__func__`."""
+        if name == "model" or name.startswith("_is_"):  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(_generate_of(self.model), name)
+
+    @property
+    def __self__(self) -> Model:
+        return self.model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the model's own `generate`, and what `lade.generate` takes besides."""
+        own = inspect.signature(_generate_of(self.model))
+        added = inspect.signature(generate).parameters
+        names = ("pool", "drafter", "config", "on_step", "prediction")
+        parameters = [*own.parameters.values()]
+        at = len(parameters) - (bool(parameters) and parameters[-1].kind is _ANY_NAMED)
+        parameters[at:at] = [added[name] for name in names if name not in own.parameters]
+        return own.replace(parameters=parameters)
+
     def __call__(
         self,
         *args: Any,
@@ -264,6 +298,8 @@ class _WrappedGenerate:
             return _generate_of(self.model)(*args, **generate_kwargs)
         if pool is None and drafter is None:
             pool, drafter = self.pool, self.drafter
+            if generate_kwargs.get("assistant_model") is not None:
+                drafter = None  # the call brings one of its own
         config = self.config if config is None else config
         start = perf_counter()
         arguments = Arguments(pool, drafter, config, on_step, prediction)
@@ -309,6 +345,7 @@ def _generate(
     arguments.check()
     own = _generate_of(model)
     args, generate_kwargs = _by_name(own, args, generate_kwargs)
+    plainly = partial(own, *args, **generate_kwargs)
     refuse_unsupported_arguments(model, generate_kwargs)
     arguments = arguments.with_ids(generate_kwargs.get("tokenizer"))
     Profiles.of(model)  # made here, for a twin of the model to share
@@ -318,6 +355,7 @@ def _generate(
     if twin is not model:
         own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
+    may_bring_cache = MARKS_CACHES or any(map(generate_kwargs.get, CACHE_NAMES))
 
     def strategy(
         model: Model,
@@ -328,11 +366,52 @@ def _generate(
         **model_kwargs: Any,
     ) -> Any:
         # Decode with the model passed in: the outer one may be PEFT's wrapper.
-        prepared = (logits_processor, stopping_criteria, generation_config)
-        return _run(Call(model, input_ids, *prepared, model_kwargs, arguments, streamer))
+        prepared = (logits_processor, stopping_criteria, generation_config, model_kwargs)
+        call = Call(model, input_ids, *prepared, arguments, streamer, may_bring_cache)
+        return _run(call)
 
     strategy.is_lades = True  # type: ignore[attr-defined]
-    return own(*args, custom_generate=strategy, **generate_kwargs)
+    speculate = partial(own, *args, **generate_kwargs)
+    if not has_own_generate(model):
+        return speculate(custom_generate=strategy)
+    return _by_own_generate(model, speculate, strategy, plainly)
+
+
+def _by_own_generate(
+    model: Model,
+    speculate: Callable[..., Any],
+    strategy: Callable[..., Any],
+    plainly: Callable[[], Any],
+) -> Any:
+    """Call the `generate` of a class's own, as its caller did where it takes no decoding function.
+
+    It may refuse one, or drop it together with what was made of the caller's options.
+    """
+    is_used = False
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_used
+        is_used = True
+        return strategy(*args, **kwargs)
+
+    noted.is_lades = True  # type: ignore[attr-defined]
+    device = device_of_inputs(model)
+    states = state_of(device)
+    try:
+        output = speculate(custom_generate=noted)
+    except Exception as failure:  # of code that is not ours
+        if is_used:
+            raise
+        reason = f"its own `generate` takes no decoding function ({in_one_line(failure)})"
+    else:
+        if is_used:
+            return output
+        reason = "its own `generate` drops the decoding function"
+    put_back(device, states)
+    output = plainly()  # raises what the caller is to see, if the call itself is wrong
+    text = f"lade decodes {type(model).__name__} plainly: {reason}"
+    warnings.warn(text, PlainDecodingWarning, stacklevel=4)
+    return output
 
 
 def _generate_of(model: Model) -> Callable[..., Any]:
@@ -340,7 +419,7 @@ def _generate_of(model: Model) -> Callable[..., Any]:
     own: Callable[..., Any] | None = vars(model).get("generate")
     if isinstance(own, _WrappedGenerate):
         own = own.before
-    return partial(type(model).generate, model) if own is None else own
+    return MethodType(type(model).generate, model) if own is None else own
 
 
 def _by_name(

@@ -5,7 +5,12 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from lade.compat import Model
@@ -25,6 +30,7 @@ class Call:
     model_kwargs: dict[str, Any]  # model inputs of the prefill
     arguments: Arguments
     streamer: BaseStreamer | None  # gets the emitted tokens and the end
+    may_bring_cache: bool = True  # whether the caller may have passed a cache
 
     @cached_property
     def config(self) -> Config:
@@ -35,6 +41,11 @@ class Call:
     def num_rows(self) -> int:
         """Rows of the batch."""
         return int(self.input_ids.shape[0])
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there is a limit of time."""
+        return any(isinstance(each, MaxTimeCriteria) for each in self.criteria)
 
     @property
     def returns_dict(self) -> bool:

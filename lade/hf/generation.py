@@ -4,7 +4,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -19,7 +18,16 @@ from lade.attention.packed import PACKED_ROWS
 from lade.batch import Batch, Limits, Text
 from lade.budget.budget import Budget, MeasuredBudget, PricedBudget
 from lade.closeness import is_exact_in
-from lade.compat import CACHE, Model, decode_plainly, may_be_users, mesh_of, placeholders_of
+from lade.compat import (
+    CACHE,
+    Model,
+    decode_plainly,
+    has_own_generate,
+    may_be_users,
+    mesh_of,
+    placeholders_of,
+)
+from lade.config import SPECULATING
 from lade.decoder import Decoder, VerificationError
 from lade.drafting.drafter import Drafter, DraftingCall
 from lade.drafting.grammar import forced_tokens_of
@@ -49,13 +57,13 @@ from lade.hf.predictions import beside_prediction
 from lade.hf.prefixes import Reuse, reuse_of
 from lade.hf.resume import finish_plainly, replayed
 from lade.hf.stopping import StopRule
-from lade.hf.streams import PlainStream, Report
+from lade.hf.streams import PlainStream, Report, stopping
 from lade.outputs import Outputs
 from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
-from lade.probing.own_code import is_own_callback, own_code_around
-from lade.probing.plan import choose_verification, execution_of
+from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
+from lade.probing.plan import NO_TIME, choose_verification, execution_of, why_never
 from lade.probing.profile import profile_of
 from lade.probing.requirements import Requirements, requirements_of
 from lade.probing.spot_checks import SpotChecks
@@ -76,11 +84,17 @@ from ngram_pool import NGramPool
 _CALLS_BETWEEN_CHECKS = 64
 
 
-@dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """The result with `return_dict_in_generate=True`: transformers' own fields and `stats`."""
+    """The result with `return_dict_in_generate=True`, which has `stats` besides its items."""
 
-    stats: DecodeStats = None  # type: ignore[assignment]  # always set; ModelOutput wants a default
+    stats: DecodeStats
+
+    @classmethod
+    def of(cls, stats: DecodeStats, **fields: Any) -> "GenerateOutput":
+        """Return a result with these fields."""
+        output = cls(**fields)
+        output.stats = stats
+        return output
 
 
 class Generation:
@@ -100,8 +114,12 @@ class Generation:
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
-        is_apart = self._own_code is not None or torch.is_autocast_enabled(
-            call.input_ids.device.type
+        # What a `generate` of a class's own sets in the model holds until the end of its call.
+        is_apart = (
+            self._own_code is not None
+            or torch.is_autocast_enabled(call.input_ids.device.type)
+            or has_own_generate(call.model)
+            or has_own_inputs(call.model)
         )
         self._seat = None if is_apart else current_seat()
 
@@ -117,7 +135,9 @@ class Generation:
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
-        if not self._config.reuses_prefix:
+        if not self._config.reuses_prefix or self._why_plain is not None:
+            return None
+        if not self._may_set_up and self._profile.why_not_continued is None:
             return None
         if self._own_code is not None:
             what = f"{type(self._model).__name__}: {self._own_code} is code of one's own"
@@ -136,6 +156,8 @@ class Generation:
     def _plan(self) -> tuple[VerificationPlan, Requirements | None, Target | None]:
         """Choose how to decode, and set up the target; no target means plain decoding."""
         model, config = self._model, self._config
+        if (reason := self._why_plain) is not None:
+            return self._plainly(reason), None, None
         with Attempt(LadeError, MisfitError, even_memory=True) as attempt:
             needed = requirements_of(
                 model,
@@ -151,6 +173,7 @@ class Generation:
                 config=config,
                 cache=needed.cache,
                 excluded=needed.excluded,
+                may_check=self._may_set_up,
                 execution=self._execution,
                 why_eager=needed.why_eager,
                 profile=self._profile,
@@ -184,6 +207,42 @@ class Generation:
         if attempt.failure is not None:  # plain decoding either hits the same error or works
             return VerificationPlan("plain", None, {"tree": attempt.failure}), None, None
         return verification, needed, target
+
+    @cached_property
+    def _why_plain(self) -> str | None:
+        """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
+        if (reasons := why_never(self._profile)) != {}:
+            return reasons["tree"]
+        if not (self._may_set_up or self._profile.is_warm):
+            return NO_TIME
+        watching = (*self._call.processors, *self._call.criteria)
+        is_users = self._cache is not None and self._may_be_users(self._cache)
+        if is_users and any(map(is_own_callback, watching)):
+            return "code of the caller's may look at the cache, which holds drafts during a step"
+        return None
+
+    @property
+    def _may_set_up(self) -> bool:
+        """Whether the call has time for what lade does once, or its config cannot do without."""
+        config = self._config
+        is_asked = config.verification is not None or config.lookahead is not None
+        return not self._call.is_timed or is_asked or config.stable_text
+
+    def _plainly(self, reason: str) -> VerificationPlan:
+        """Return plain decoding for a reason.
+
+        Raises:
+            LadeError: the config asks for what it cannot be.
+        """
+        config, excluded = self._config, dict.fromkeys(SPECULATING, reason)
+        found = VerificationPlan("plain", None, {"tree": reason})
+        if config.lookahead is not None:
+            _refuse_lookahead(self._model, found)
+        if config.stable_text or why_never(self._profile):
+            choose_verification(
+                self._model, config=config, excluded=excluded, profile=self._profile
+            )
+        return found
 
     def _drafter(
         self,
@@ -281,9 +340,16 @@ class Generation:
                 verification.verification,
                 verification.execution,
                 verification.products,
-                lambda: first_costs_of(self._model, self._profile, verification),
+                # Measuring takes a second, of which a limit of time knows nothing.
+                lambda: (
+                    first_costs_of(self._model, self._profile, verification)
+                    if self._may_set_up
+                    else {}
+                ),
             )
-            return MeasuredBudget(costs, temperature if self._call.options.do_sample else 0.0)
+            temperature = temperature if self._call.options.do_sample else 0.0
+            most = self._call.options.prompt_lookup_num_tokens
+            return MeasuredBudget(costs, temperature, most)
         what = f"the costs of steps cannot be learned ({attempt.failure})"
         self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
         return Budget(0)
@@ -351,11 +417,16 @@ class Generation:
         is_lockstep = stop.is_lockstep or processors.is_lockstep or target.is_lockstep
         limits = Limits(
             max_length=needed.max_length,
-            stop=stop,
+            stop=stopping(stop, report),
             is_lockstep=is_lockstep,
             # Dropping a finished row would change the forwards of the others.
+            # Nor would a padding token that is none, such as -1, be met as plain decoding meets it.
             keeps_finished=(
-                is_lockstep or text.pad_token_id is None or len(outputs) > 0 or config.stable_text
+                is_lockstep
+                or text.pad_token_id is None
+                or text.pad_token_id < 0
+                or len(outputs) > 0
+                or config.stable_text
             ),
             fills_cache=self._call.returns_dict or self._is_users_cache,
         )
@@ -403,19 +474,20 @@ class Generation:
         if decoder.failure is None:
             target.release()
             self._settle()
+            self._profile.is_warm = True
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 
     def _result(self, text: Text, outputs: Outputs, stats: DecodeStats) -> Any:
         if not self._call.returns_dict:
             return text.sequences()
-        return GenerateOutput(
+        return GenerateOutput.of(
+            stats,
             sequences=text.sequences(),
             scores=outputs.columns("scores"),
             logits=outputs.columns("logits"),
             attentions=outputs.columns("attentions"),
             hidden_states=outputs.columns("hidden_states"),
-            stats=stats,
             **{CACHE: self._cache},
         )
 
@@ -465,7 +537,7 @@ class Generation:
     def _plain_result(self, output: Any, stats: DecodeStats) -> GenerateOutput:
         """Return what plain decoding gave, with `stats`, and without a cache that is kept."""
         kept = {} if self._reuse is None else {CACHE: None}
-        return GenerateOutput(**{**output, **kept, "stats": stats})
+        return GenerateOutput.of(stats, **{**output, **kept})
 
     def _keep(
         self,
@@ -496,9 +568,10 @@ class Generation:
     @property
     def _is_users_cache(self) -> bool:
         """Whether the caller may have passed the cache, and so may continue from it."""
-        if not isinstance(self._cache, DynamicCache):
-            return False
-        return may_be_users(self._cache)
+        return isinstance(self._cache, DynamicCache) and self._may_be_users(self._cache)
+
+    def _may_be_users(self, cache: Any) -> bool:
+        return self._call.may_bring_cache and may_be_users(cache)
 
     # --- spot checks --------------------------------------------------------------------------
 
@@ -550,9 +623,12 @@ class Generation:
     def _say_why_plain(self, verification: VerificationPlan) -> None:
         """Warn once that decoding is plain, and why; the text is not affected."""
         if verification.reasons:  # else plain decoding was asked for
-            reasons = "; ".join(
-                f"{name}: {reason}" for name, reason in verification.reasons.items()
-            )
+            methods: dict[str, list[str]] = {}  # by reason
+            for name, reason in verification.reasons.items():
+                methods.setdefault(reason, []).append(name)
+            reasons = "; ".join(f"{', '.join(each)}: {why}" for why, each in methods.items())
+            if len(methods) == 1:
+                (reasons,) = methods
             text = (
                 f"lade decodes {type(self._model).__name__} plainly, one token a forward. {reasons}"
             )

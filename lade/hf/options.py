@@ -19,7 +19,7 @@ _OPTIONS_OF_MODES = {
     "group_beam_search": ("num_beam_groups",),
     "constrained_beam_search": ("constraints", "force_words_ids"),
     "contrastive_search": ("penalty_alpha",),
-    "assisted_generation": ("prompt_lookup_num_tokens", "use_mtp"),
+    "assisted_generation": ("use_mtp",),
     "dola_generation": ("dola_layers",),
 }
 # Those that transformers has itself; for others it wants code from the hub.
@@ -55,11 +55,11 @@ def take_stop_strings(model: Model, generate_kwargs: dict[str, Any]) -> Model:
     of_call = generate_kwargs.get("generation_config")
     asked = generate_kwargs.pop("stop_strings", None)
     if of_call is not None and of_call.stop_strings is not None:
-        asked = asked or of_call.stop_strings
+        asked = of_call.stop_strings if asked is None else asked
         of_call = generate_kwargs["generation_config"] = copy.deepcopy(of_call)
         of_call.stop_strings = None
     own = model.generation_config
-    stop_strings = asked or own.stop_strings
+    stop_strings = own.stop_strings if asked is None else asked
     if stop_strings is None:
         return model
     if tokenizer is None:
@@ -79,10 +79,13 @@ def refuse_unsupported_options(model: Model, config: GenerationConfig) -> None:
     """Raise for options that would change the text or the output and cannot be honoured."""
     mode = config.get_generation_mode().value
     refuse_sharded(model)
-    # Early exit is a way of drafting (`assistance.py`); the others are other ways of decoding.
-    drafts = config.prompt_lookup_num_tokens is None and not getattr(config, "use_mtp", False)
-    exits = config.assistant_early_exit is not None and drafts
-    if mode not in ("greedy_search", "sample") and not (mode == "assisted_generation" and exits):
+    # Early exit and prompt lookup are ways of drafting; the others are other ways of decoding.
+    num_lookup = config.prompt_lookup_num_tokens
+    if num_lookup is not None and num_lookup < 1:
+        raise ValueError(f"expected prompt_lookup_num_tokens of at least 1, got {num_lookup!r}")
+    drafts = config.assistant_early_exit is not None or num_lookup is not None
+    drafts = drafts and mode == "assisted_generation" and not getattr(config, "use_mtp", False)
+    if mode not in ("greedy_search", "sample") and not drafts:
         named = _named(mode, config)
         way_out = _way_out(model, mode in _MODES_OF_GENERATE)
         raise UnsupportedOptionError(f"lade does not support {named} yet{way_out}")

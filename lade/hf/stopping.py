@@ -1,5 +1,6 @@
 """Where generation stops: decided after every token, row by row, exactly as in `generate`."""
 
+import math
 from typing import Any
 
 import torch
@@ -23,15 +24,14 @@ class StopRule:
     """
 
     def __init__(self, criteria: StoppingCriteriaList, num_rows: int) -> None:
-        self._max_length: int | None = None
+        self._lengths: list[MaxLengthCriteria] = []  # whose limit may be changed at any time
         self._reminder: Any = None  # warns once that a text outgrows its model
         self._eos_token_ids: set[int] = set()
         self._of_rows = StoppingCriteriaList()
         self._of_all = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                limits = [self._max_length, criterion.max_length]
-                self._max_length = min(limit for limit in limits if limit is not None)
+                self._lengths.append(criterion)
                 if criterion.max_position_embeddings is not None:
                     self._reminder = criterion
             elif type(criterion) is EosTokenCriteria:
@@ -51,10 +51,11 @@ class StopRule:
     def __call__(self, rows: list[int]) -> None:
         """Mark the given rows as finished if their last token ends them."""
         text = self._text
+        max_length = min((each.max_length for each in self._lengths), default=math.inf)
         for row in rows:
             token_ids = text.token_ids[row]
             finished = token_ids[-1] in self._eos_token_ids
-            if self._max_length is not None and len(token_ids) >= self._max_length:
+            if len(token_ids) >= max_length:
                 finished = True
             elif self._reminder and len(token_ids) > self._reminder.max_position_embeddings:
                 self._reminder(text.prefix(row), None)

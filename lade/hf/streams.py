@@ -1,6 +1,6 @@
 """Pass tokens on to a streamer and to `on_step`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from lade.batch import Text
+from lade.compat import STOPS_FIRST
 from lade.hf.arguments import OnStep
 from lade.stats import DecodeStats, Step
 
@@ -23,8 +24,8 @@ class Report:
         self._num_told = [text.num_prompt] * text.num_rows
 
     def add(self, steps: Sequence[Step]) -> None:
-        """Tell of steps, and of every column that is complete, int64 [rows] each, on the CPU."""
-        self._put_complete()
+        """Tell of steps."""
+        self.put()
         for step in steps:
             self._num_told[step.row] += len(step.token_ids)
             if self._on_step is not None:
@@ -58,7 +59,8 @@ class Report:
             is_resumed=length > text.num_prompt,
         )
 
-    def _put_complete(self) -> None:
+    def put(self) -> None:
+        """Put every column that is complete, int64 [rows] each, on the CPU."""
         text = self._text
         while self._num_put < text.longest:
             column = []
@@ -72,6 +74,19 @@ class Report:
             if self._streamer is not None:
                 self._streamer.put(torch.tensor(column))
             self._num_put += 1
+
+
+def stopping(stop: Callable[[list[int]], None], report: Report) -> Callable[[list[int]], None]:
+    """Return what marks finished rows and passes a token on, in the order of `generate`."""
+
+    def after_token(rows: list[int]) -> None:
+        if STOPS_FIRST:
+            stop(rows)
+        report.put()
+        if not STOPS_FIRST:
+            stop(rows)
+
+    return after_token
 
 
 class _Watched(StoppingCriteriaList):  # type: ignore[misc]

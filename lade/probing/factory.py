@@ -13,7 +13,7 @@ from lade.gpu.fixed import FixedTarget, StepSettings, widths_on
 from lade.gpu.graphs import Graphs, why_not_recorded
 from lade.gpu.policy import DevicePolicy
 from lade.gpu.workspace import WorkspaceStore
-from lade.probing.own_code import own_code_around
+from lade.probing.own_code import has_own_inputs, own_code_around
 from lade.probing.profile import Profile, Widths, profile_of
 from lade.targets.base import Target
 from lade.targets.paths import MAX_ROWS, ChainTarget
@@ -64,7 +64,10 @@ def make_target(
         return FixedTarget(*settings, settings=of_steps)
     max_candidates = MAX_ROWS if chosen.verification == "rows" else 1
     restores = chosen.verification == "snapshot"
-    return ChainTarget(model, input_ids, model_kwargs, max_candidates, restores, generation_config)
+    return ChainTarget(
+        *(model, input_ids, model_kwargs, max_candidates, restores, generation_config),
+        proves_inputs=has_own_inputs(model),
+    )
 
 
 def with_products(chosen: VerificationPlan, model: Model, profile: Profile) -> VerificationPlan:

@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from lade.attempts import Attempt
 from lade.compat import CACHE, Model, attention_of, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
+from lade.probing.caches import why_unusual
+from lade.probing.own_code import has_own_inputs, own_loop_of
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
 from lade.probing.rules import (
@@ -39,6 +41,7 @@ _CONTINUED = {
     "output_attentions",
     "output_hidden_states",
 }
+_ENDLESS = 2**31  # tokens: more than any text has
 # Inputs that say how positions were counted in the prompt; every forward gets its positions.
 _OF_PROMPT = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
 
@@ -70,6 +73,11 @@ def requirements_of(
             excluded.setdefault(verification, str(reason))
 
     lengths = lengths_of(input_ids, config, model_kwargs)
+    exclude(own_loop_of(model), *SPECULATING)
+    if has_own_inputs(model):
+        exclude("its prepare_inputs_for_generation is code of one's own", "tree", "rows")
+        if not model_kwargs.get("use_cache", True):
+            exclude("its own code prepares whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")
@@ -92,6 +100,8 @@ def requirements_of(
         exclude("its cache is offloaded", "tree")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         exclude(f"{CACHE} is a {type(cache).__name__}", *SPECULATING)
+    elif cache is not None and (unusual := why_unusual(text_config, cache)) is not None:
+        exclude(unusual, *SPECULATING)
     elif cache is not None and not _is_default(model, cache):
         exclude(why_not_croppable(cache), "rows", "chain")
         exclude(why_not_savable(cache), "snapshot")
@@ -109,7 +119,7 @@ def requirements_of(
     if cache is not None and not model_kwargs.get("use_cache", True):
         exclude("a cache was passed, and use_cache=False", *SPECULATING)
     _exclude_by_outputs(model, profile, cache, kind, model_kwargs, exclude)
-    longest = math.ceil(config.max_length)  # `generate` also takes a float
+    longest = longest_of(config)
     limits = [longest_draft(model, longest, input_ids.shape[1], lengths.first_position)]
     if isinstance(cache, StaticCache):
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
@@ -126,6 +136,12 @@ def requirements_of(
         if (attention_of(model) or "eager") not in MASK_IS_ADDED:
             exclude(f"{own}, and its attention may be that code", "tree")
     return Requirements(excluded, kind, is_padded, num_new, min(limits), why_eager)
+
+
+def longest_of(config: GenerationConfig) -> int:
+    """Return the longest text; `generate` also takes a float, and infinity."""
+    longest: int = math.ceil(min(config.max_length, _ENDLESS))
+    return longest
 
 
 def _why_eager(model: Model, model_kwargs: dict[str, Any]) -> str | None:
@@ -173,7 +189,7 @@ def lengths_of(
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     num_slots = num_slots_of(input_ids, config, model_kwargs)
     first = num_slots if positions is None else int(positions[..., -1].max()) + 1
-    num_new = math.ceil(config.max_length) - input_ids.shape[1]
+    num_new = longest_of(config) - input_ids.shape[1]
     is_padded = mask is not None and not bool(mask.all())
     if positions is not None and not is_padded:  # positions other than slots count as padding
         cache = cache_in(model_kwargs)

@@ -1,6 +1,5 @@
 """The self-check: a verification method compared with plain decoding of a dozen tokens."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -9,24 +8,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from lade.attempts import Attempt
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION, runs_in_triton
 from lade.captures import apart_from_captures
-from lade.closeness import distance, limit_of
+from lade.closeness import distance, is_exact_in, limit_of
 from lade.compat import Model, attention_of, device_of_inputs
 from lade.config import Execution, Verification
 from lade.drafting.drafts import draft_of, narrowed
 from lade.errors import UnsupportedModelError
 from lade.probing.factory import VerificationPlan, is_single, make_target
 from lade.probing.layers import why_not_exact
+from lade.probing.own_code import is_patched
 from lade.probing.profile import CacheKind, CheckResult, Known, Profile, Widths, profile_of
 from lade.probing.randomness import draws, is_state, put_back, state_of
 from lade.targets.base import Target
 from lade.targets.trees import MASK_IS_ADDED
 from lade.tree import Tree, origins
+from lade.view import apart
 from ngram_pool import Draft
 
 # Of the logits of a model that drafts, whose mistakes cost time and change no text. Weights in int8
@@ -64,7 +65,6 @@ def check(
             chosen = VerificationPlan(verification, attention, {}, execution, widths)
             check = _Check(model, profile, chosen, cache, is_padded)
             found = check.reason(limit)
-            # Asked after a forward: some formats unpack their weights at the first one.
             if not is_drafting and (why := reason_of_layers(model, profile)) is not None:
                 return CheckResult(why)
             if found is None:
@@ -78,12 +78,32 @@ def check(
 
 
 def reason_of_layers(model: Model, profile: Profile) -> str | None:
-    """Return why the layers of a model that was run let no method be exact, or None."""
+    """Return why the layers of a model let no method be exact, or None."""
     if profile.why_not_exact is None:  # they are asked once
         with Attempt(), unchanged_random_state(model, profile):
-            profile.why_not_exact = Known(why_not_exact(model))
+            plain = Plain(model, check_tokens(model)[:2])
+            dtypes = plain.dtypes_of_autocast()
+            # Asked after a forward: some formats unpack their weights at the first one.
+            profile.why_not_exact = Known(why_not_exact(plain.model) or _why_coarse(model, dtypes))
     # What fails is what the check will tell.
     return None if profile.why_not_exact is None else profile.why_not_exact.value
+
+
+def _why_coarse(model: Model, dtypes: set[torch.dtype]) -> str | None:
+    """Return why text is not exact although the weights promise it, or None.
+
+    Args:
+        dtypes: that autocast computes in inside of a forward, which leaves float64 alone.
+    """
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    is_coarse = eps > torch.finfo(torch.float32).eps
+    if not is_coarse or model.dtype is torch.float64 or not is_exact_in(model):
+        return None
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return (
+        f"its forward computes in {names} by an autocast of its own, and rounding there may change "
+        "text that its weights promise to be exact"
+    )
 
 
 def _attentions_for(
@@ -104,6 +124,8 @@ def _attentions_for(
     is_fit = is_cpu or (widths is None and _can_pack(device, model.dtype))
     if not is_fit or (own != "sdpa" and not takes_no_mask):
         return others
+    if is_patched("scaled_dot_product_attention"):
+        return others  # which call it as plain decoding does
     # Elsewhere than on a CPU, each group of rows would cost calls.
     return [*[PACKED_ROWS] * (has_rows and widths is None and is_cpu), PACKED_SDPA, *others]
 
@@ -291,7 +313,11 @@ def _difference(
 
 
 class Plain:
-    """Plain decoding of prompts, forced along given paths."""
+    """Plain decoding of prompts, forced along given paths.
+
+    It runs a view of the model, so that nothing of the model differs afterwards, and goes
+    transformers' own way: what a class does in a `generate` of its own, it has done for the call.
+    """
 
     def __init__(
         self,
@@ -300,9 +326,9 @@ class Plain:
         masks: Sequence[Sequence[int]] | None = None,
         cache: CacheKind = "dynamic",
     ) -> None:
-        self._original = model
-        self._model = copy.copy(model)  # shares everything but the attribute set here
-        self._model.generation_config = GenerationConfig()  # none of the model's own options
+        #: A view that runs instead of the model.
+        self.model = apart(model)
+        self.model.generation_config = GenerationConfig()  # none of the model's own options
         device = device_of_inputs(model)
         self._mask = torch.tensor([[1] * len(prompt)] if masks is None else masks, device=device)
         self._input_ids = torch.tensor([[*prompt]] * len(self._mask), device=device)
@@ -314,10 +340,10 @@ class Plain:
         return len(self._input_ids)
 
     def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
-        """Call the class's `generate` on some of the prompts; None for all."""
+        """Call transformers' `generate` on some of the prompts; None for all."""
         which = [*range(len(self._input_ids))] if rows is None else [*rows]
-        return type(self._model).generate(
-            self._model,
+        return GenerationMixin.generate(
+            self.model,
             input_ids=self._input_ids[which],
             attention_mask=self._mask[which],
             max_new_tokens=num_new,
@@ -326,6 +352,19 @@ class Plain:
             cache_implementation="static" if self._cache == "static" else None,
             **options,
         )
+
+    def dtypes_of_autocast(self) -> set[torch.dtype]:
+        """Run a forward, and return the formats that autocast computes in inside of it."""
+        kind, found = device_of_inputs(self.model).type, set[torch.dtype]()
+
+        def look(*_: Any) -> None:
+            if torch.is_autocast_enabled(kind):
+                found.add(torch.get_autocast_dtype(kind))
+
+        for module in self.model.modules():
+            module.register_forward_pre_hook(look)
+        self.generate(num_new=1)
+        return found
 
     def run_target(
         self,
@@ -340,7 +379,7 @@ class Plain:
             for unwanted in ("logits_processor", "stopping_criteria"):
                 prepared.pop(unwanted, None)
             target = make_target(
-                *(self._original, input_ids, prepared, chosen, max_new_tokens),
+                *(self.model, input_ids, prepared, chosen, max_new_tokens),
                 *(generation_config, profile),
             )
             try:

@@ -13,12 +13,13 @@ from itertools import chain
 from operator import getitem, is_, itemgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lade.attempts import Attempt
-from lade.compat import Model, attention_of, is_own_hook
+from lade.compat import Model, attention_of, compiled_part_of, is_own_hook
 from lade.probing.own_code import (
     METHODS,
     Place,
@@ -32,6 +33,8 @@ _training = itemgetter("training")
 _FLAGS = ("_tp_size", "hf_device_map", "is_quantized")
 # A few weights reveal a conversion of all; another dtype mostly means another address as well.
 _NUM_DTYPES = 8
+
+_PLAIN_FORMATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 #: Attributes of a model that say nothing of its forwards.
 UNRELATED = {"generate", "_lade_profiles", "_compiled_call"}
@@ -70,10 +73,15 @@ class Structure:
         self._parts: _Parts | None = None
         #: What of the user's own code runs in the model's forwards, or None.
         self.own_code: str | None = "code that cannot be looked at"
+        #: The least precise format that weights of layers have.
+        self.coarsest: torch.dtype = _coarsest_of(model)
+        #: Which part of it is compiled by torch, or None.
+        self.compiled: str | None = None
         with Attempt() as attempt:
             places = places_of(dict.fromkeys(map(type, model.modules())))
             self._root, self._parts = _root_of(model), _parts_of(model, inner, places)
             self.own_code = own_code_of(model, places)
+            self.compiled = compiled_part_of(model)
         if attempt.failure is not None:  # unusual code, which then always counts as changed
             return
         # The parts hold dicts of the modules: drop them as soon as one of the modules is freed.
@@ -107,6 +115,13 @@ class Structure:
         return parts is None or (
             model.training == self._root[1] and parts.modes.now() == parts.modes.first
         )
+
+
+def _coarsest_of(model: Model) -> torch.dtype:
+    """Return the least precise format of weights; of quantized ones, the format says nothing."""
+    dtypes = {weight.dtype for weight in model.parameters()} & _PLAIN_FORMATS
+    coarsest: torch.dtype = max(dtypes or {model.dtype}, key=lambda each: torch.finfo(each).eps)
+    return coarsest
 
 
 def _root_of(model: Model) -> tuple[Any, ...]:

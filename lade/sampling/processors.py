@@ -90,11 +90,15 @@ class Processors:
             prefixes = text.prefixes(rows)
             processed: Tensor = self._all(prefixes, scores)
             text.adopt(prefixes)
-            return processed
-        parts = [
-            self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
-        ]
-        return torch.cat(parts)
+        else:
+            parts = [
+                self.of_row[row](text.prefix(row), scores[i : i + 1]) for i, row in enumerate(rows)
+            ]
+            processed = torch.cat(parts)
+        if len(processed) != len(rows):
+            got = f"{len(processed)} from {[type(each).__name__ for each in self._all]}"
+            raise ValueError(f"expected processed scores of {len(rows)} rows, got {got}")
+        return processed
 
     def without_prefix(self, scores: Tensor) -> Tensor:
         """Process scores [n, vocab_size] of any nodes, with processors that need no prefix."""

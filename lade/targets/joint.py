@@ -118,15 +118,18 @@ class JointForwards:
             begin = perf_counter()
             together = _run_as_one(parts)
             self._learn(parts, perf_counter() - begin)
-        self.why_not = attempt.failure
         if together and (not is_due or self._is_right(parts, together)):
             return together
-        if self.why_not is not None:
-            self.price = None
         for part in parts:
             part.undo()
             part.was_joint = False
-        return [_run_alone(part) for part in parts]
+        alone = [_run_alone(part) for part in parts]
+        # What also fails alone, such as an unknown token, is that call's affair.
+        if not any(isinstance(each, Exception) for each in alone):
+            self.why_not = self.why_not or attempt.failure
+        if self.why_not is not None:
+            self.price = None
+        return alone
 
     def _learn(self, parts: Sequence[JoinedCall], sec: float) -> None:
         num_tokens = sum(part.num_tokens for part in parts)

@@ -60,6 +60,8 @@ class ChainTarget(Target):
         restores: whether to restore the state from before a draft that was not accepted whole, and
             run the accepted part again with the next draft, instead of dropping tokens.
         generation_config: provides `prefill_chunk_size` for the prefill.
+        proves_inputs: whether to hold the inputs of several tokens against those of each alone, as
+            where code of the user's own prepares them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ChainTarget(Target):
         max_candidates: int = 1,
         restores: bool = False,
         generation_config: GenerationConfig | None = None,
+        proves_inputs: bool = False,
     ) -> None:
         self.device: torch.device = input_ids.device
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
@@ -78,6 +81,7 @@ class ChainTarget(Target):
         self._model = model
         self._model_kwargs = dict(model_kwargs)
         self._restores = restores
+        self._proves_inputs = proves_inputs
         self._generation_config = generation_config or GenerationConfig()
         self._ids = input_ids  # all tokens before the root
         self._num_prompt = input_ids.shape[1]
@@ -169,7 +173,25 @@ class ChainTarget(Target):
         before = self._ids if self.is_lockstep else self._ids.expand(num_rows, -1)
         input_ids = self._followed(before, token_ids)
         num_new = width - num_run if num_run else self.num_pending + width
-        return self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
+        inputs = self._prepared(input_ids, num_new, is_wide=num_rows > len(trees))
+        if self._proves_inputs and num_new > 1:
+            self._prove(inputs, input_ids, num_new)
+        return inputs
+
+    def _prove(self, inputs: dict[str, Any], input_ids: Tensor, num_new: int) -> None:
+        """Raise unless each of the last tokens has the inputs that it would have alone.
+
+        Raises:
+            UnsupportedModelError: one has not.
+        """
+        num_before = input_ids.shape[1] - num_new
+        for place in range(num_new):
+            alone = self._prepared(input_ids[:, : num_before + place + 1], 1)
+            if not _is_part(alone, inputs, place, num_new):
+                raise UnsupportedModelError(
+                    "its own prepare_inputs_for_generation makes other inputs of several tokens "
+                    "than of each alone"
+                )
 
     def forward(self, inputs: Any) -> Output:
         """Run the model and return its outputs in node order."""
@@ -266,10 +288,12 @@ class ChainTarget(Target):
         """Let the caller's cache hold every token before the root; return the cache that does."""
         if self._cache is None:
             return cache
-        if self.num_pending:
-            output = self._model(**self._prepared(self._ids, self.num_pending), return_dict=True)
+        while self.num_pending:
+            num_run = 1 if self._proves_inputs else self.num_pending
+            self.num_pending -= num_run
+            ids = self._ids[:, : self._ids.shape[1] - self.num_pending]
+            output = self._model(**self._prepared(ids, num_run), return_dict=True)
             self._cache = find_cache(output) or self._cache
-            self.num_pending = 0
         mine = self._cache[1]
         if cache is None or type(cache) is not type(mine):
             return mine
@@ -323,6 +347,22 @@ def _after(num_nodes: int, output: Output) -> Output:
         states and tuple(each[:, num_nodes:] for each in states),
         weights and tuple(None if each is None else each[:, :, num_nodes:] for each in weights),
     )
+
+
+def _is_part(alone: dict[str, Any], together: dict[str, Any], place: int, num_tokens: int) -> bool:
+    """Return whether the inputs of one of several tokens are what it would have alone."""
+    for name in (alone.keys() | together.keys()) - {LOGITS_KEPT}:
+        mine, theirs = alone.get(name), together.get(name)
+        if isinstance(theirs, Tensor):
+            if name == "attention_mask":
+                theirs = theirs[..., : theirs.shape[-1] - num_tokens + place + 1]
+            elif theirs.shape[-1] == num_tokens:
+                theirs = theirs[..., place : place + 1]
+            if not isinstance(mine, Tensor) or not torch.equal(mine, theirs):
+                return False
+        elif mine is not theirs and mine != theirs:
+            return False
+    return True
 
 
 def _paths(tree: Tree) -> list[list[int]]:

@@ -5,8 +5,9 @@ calls may go on from the same text at once, and none that fails can damage it. N
 `lade/hf/prefixes.py`, which calls may.
 """
 
+import sys
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +37,10 @@ class Owner:
     def __init__(self, owner: object, store: "PrefixStore") -> None:
         known = weakref.ref(store)  # which holds this, by what it keeps
 
-        def drop(_: object) -> None:
+        # As the interpreter ends, modules lose what they hold before their objects are gone.
+        def drop(_: object, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
             kept = known()
-            if kept is not None:
+            if kept is not None and not is_ending():
                 kept.drop_ownerless()
 
         self._owner = weakref.ref(owner, drop)

@@ -184,8 +184,11 @@ class TreeTarget(Target):
         positions = self._model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(num_tokens, device=self.device)[None]
+        # Where only new tokens came, the mask alone tells where these begin.
+        num_slots = num_slots_of(self._input_ids, self._generation_config, self._model_kwargs)
         if (
             not seat.has_company
+            or num_slots != num_tokens
             or not self._is_uniform
             or not is_text_alone(self._model_kwargs)
             or positions.shape != (1, num_tokens)
@@ -442,16 +445,20 @@ class TreeTarget(Target):
         self.drop_early()  # nodes of a draft that is not verified by this
         self._is_plainly = True
         try:
-            inputs = self.inputs(roots)
+            inputs = TreeTarget.inputs(self, roots)
         finally:
             self._is_plainly = False
-        own = MASK_IS_ADDED.get(attention_of(self._model) or "eager")
-        takes_mask = own is not None and own == (self._additive_dtype is not None)
-        if inputs["attention_mask"] is not None and not takes_mask:
+        if inputs["attention_mask"] is not None and not self._takes_mask:
             return self.forward(inputs)
         self._was_early = False
         output: Forward = self._plain_view(**inputs)
         return output
+
+    @property
+    def _takes_mask(self) -> bool:
+        """Whether the model's own attention takes the masks of trees."""
+        own = MASK_IS_ADDED.get(attention_of(self._model) or "eager")
+        return own is not None and own == (self._additive_dtype is not None)
 
     def discard(self) -> None:
         """Discard the last forward."""

@@ -274,6 +274,7 @@ def test_another_answer_of_a_criterion_is_refused(
 
 def test_max_time_is_asked_after_every_token(model: Any) -> None:
     """Time is over before the first token; `generate` emits one and stops."""
+    lade.warm_up(model, num_rows=2)
     for num_rows in (1, 2):
         got = same(model, PROMPT.repeat(num_rows, 1), max_time=1e-9)
         assert got.sequences.shape == (num_rows, PROMPT.shape[1] + 1)

@@ -196,7 +196,7 @@ def test_padding_has_no_say_in_how_much_is_verified(monkeypatch: pytest.MonkeyPa
     expected = model.generate(THREE, **options)
     drafter = BatchDrafter([[]] * 3, np.random.default_rng(0), 0.0)
     monkeypatch.setattr(drafter, "draft", lambda *args: chain([3]))
-    lade.probe(model, num_rows=3)  # which runs the model, too
+    lade.warm_up(model, num_rows=3)
     monkeypatch.setattr("lade.hf.generation.MeasuredBudget", lambda *_: Watching(30))
     widths.clear()
     got = lade.generate(model, THREE, drafter=drafter, **options)

@@ -25,14 +25,6 @@ def model() -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"prompt_lookup_num_tokens": 3},
-            "prompt_lookup_num_tokens=3 (generation mode assisted_generation)",
-        ),
-        (
-            {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
-            "prompt_lookup_num_tokens=3 (generation mode assisted_generation)",
-        ),
         ({"num_beams": 4}, "num_beams=4 (generation mode beam_search)"),
         (
             {"num_beams": 2, "do_sample": True, "prompt_lookup_num_tokens": 3},
@@ -60,9 +52,49 @@ def test_a_mode_is_refused_by_the_option_that_asks_for_it(
 
 def test_a_mode_that_the_models_own_config_asks_for_is_named_too() -> None:
     model = tiny_model("llama")
-    model.generation_config.prompt_lookup_num_tokens = 2
-    with pytest.raises(UnsupportedOptionError, match=r"support prompt_lookup_num_tokens=2 \(gen"):
+    model.generation_config.num_beams = 2
+    with pytest.raises(UnsupportedOptionError, match=r"support num_beams=2 \(gen"):
         lade.generate(model, PROMPT, attention_mask=MASK, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "way", [lade.generate, lambda model, *a, **k: lade.wrap(model).generate(*a, **k)]
+)
+def test_prompt_lookup_is_a_limit_of_draft_tokens(way: Any) -> None:
+    model = tiny_model("llama", seed=1)
+    prompt = PROMPT.repeat(1, 4)
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=40)
+    pool = lade.NGramPool()
+    pool.observe(expected[0].tolist())
+    most: list[int] = []
+    for limit in (2, 30):
+        steps: list[lade.Step] = []
+        got = way(
+            model,
+            prompt,
+            pool=pool,
+            on_step=steps.append,
+            do_sample=False,
+            max_new_tokens=40,
+            prompt_lookup_num_tokens=limit,
+        )
+        assert got.equal(expected)
+        most.append(max(step.num_draft_tokens for step in steps))
+    assert most[0] <= 2 < most[1]
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens of at least 1, got 0"):
+        way(model, prompt, max_new_tokens=4, prompt_lookup_num_tokens=0)
+
+
+def test_an_assistant_of_a_call_takes_the_place_of_the_drafter_of_a_wrapped_model() -> None:
+    model = lade.wrap(tiny_model("llama", seed=1), drafter=lade.Drafter())
+    got = model.generate(
+        PROMPT,
+        assistant_model=tiny_model("llama", seed=1, num_hidden_layers=2),
+        do_sample=False,
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+    )
+    assert "assistant" in " ".join(got.stats.sources).lower()
 
 
 def test_what_does_not_change_the_mode_is_not_refused(model: Any) -> None:

@@ -1,0 +1,76 @@
+"""`lade.warm_up`: what lade does once for a process and a model, before the first request."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lade.attention import joint
+from lade.budget.budget import MeasuredBudget
+from lade.compat import Model, without_compiler
+from lade.config import Config
+from lade.drafting.successors import compile_kernels
+from lade.gpu.policy import DevicePolicy
+from lade.prewarming.costs import first_costs_of
+from lade.probing.factory import with_products
+from lade.probing.plan import choose_verification, execution_of
+from lade.probing.profile import profile_of
+from lade.probing.rules import refuse_encoder_decoder
+from lade.products.linear import products_for
+from ngram_pool import NGramPool
+from ngram_pool.state import compile_texts
+
+
+def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) -> None:
+    """Compile or load lade's kernels, check a model, and measure its first forwards.
+
+    The first call does so otherwise, for some seconds, or a minute where nothing is compiled yet. A
+    call with `max_time` never does: without this, it is decoded plainly until another call has.
+
+    Args:
+        model: a transformers causal LM; it is left as it was.
+        num_rows: of the batches to come. For calls of a `lade.Batcher`, which run together, pass 2.
+        config: of the calls to come.
+
+    Raises:
+        UnsupportedModelError: the model is an encoder-decoder, or cannot verify drafts by the
+            method that `config` asks for.
+        UnsupportedOptionError: `config` asks for what the model or its device cannot do.
+    """
+    model, config = without_compiler(model), config or Config()
+    refuse_encoder_decoder(model)
+    for compile_part in kernels().values():
+        compile_part()
+    profile = profile_of(model)
+    execution = execution_of(model, config, DevicePolicy())
+    with torch.no_grad():
+        for is_padded in {False, num_rows > 1}:
+            chosen = choose_verification(
+                model, config=config, is_padded=is_padded, execution=execution, profile=profile
+            )
+            if config.uses_products and not (config.stable_text or config.step_costs):
+                chosen = with_products(chosen, model, profile)
+            key = chosen.verification, chosen.execution, chosen.products
+            if chosen.verification != "plain":
+                profile.costs_of(*key, partial(first_costs_of, model, profile, chosen))
+    profile.is_warm = True
+
+
+def kernels() -> Mapping[str, Callable[[], Any]]:
+    """Return functions that compile the kernels of all models, or load them, by what these are."""
+    return {
+        "the pool": lambda: NGramPool(1),
+        "pools on disk": compile_texts,
+        "the ranks of tokens": compile_kernels,
+        "the budget": MeasuredBudget,
+        "products for few rows": _load_products,
+        "attention of several calls": joint.kernels,
+    }
+
+
+def _load_products() -> None:
+    with torch.device("meta"):  # initial weights would be drawn
+        layer = nn.Linear(1024, 1024)
+    products_for(layer)
