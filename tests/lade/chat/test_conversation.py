@@ -248,7 +248,8 @@ def test_an_answer_that_no_thread_can_be_started_for_fails(
             patch.setattr(threading, name, start, raising=False)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             said(conversation, "abc")
-    assert conversation.messages == conversation.turns == []
+    assert conversation.messages == []
+    assert conversation.turns == []
     assert said(conversation, "abc")
 
 

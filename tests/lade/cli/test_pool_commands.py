@@ -155,7 +155,7 @@ def test_a_full_pool_holds_the_newest_and_says_so(
     assert "delete code.pool and build it anew with a larger" in result.stderr
     with pytest.raises(ValueError, match=r"expected no --capacity-tokens, as code\.pool exists"):
         run(*command, "--capacity-tokens", "71")
-    copy = shutil.copy(out, tmp_path / "copy.pool")
+    copy = Path(shutil.copy(out, tmp_path / "copy.pool"))
     shutil.copy(f"{out}.sources", f"{copy}.sources")
     out.unlink()
     assert run(*command, "--capacity-tokens", "71").exit_code == 0
