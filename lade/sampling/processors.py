@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ _ROW_BY_ROW = (
     hf.MinNewTokensLengthLogitsProcessor,
     hf.NoBadWordsLogitsProcessor,
     hf.NoRepeatNGramLogitsProcessor,
-    hf.PrefixConstrainedLogitsProcessor,
     hf.RepetitionPenaltyLogitsProcessor,
     hf.SequenceBiasLogitsProcessor,
     hf.SuppressTokensAtBeginLogitsProcessor,
@@ -110,35 +108,16 @@ class Processors:
 
 def _for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """Return a processor for one row of a batch alone."""
-    if type(processor) not in (
-        hf.RepetitionPenaltyLogitsProcessor,
-        hf.PrefixConstrainedLogitsProcessor,
-    ):
+    if type(processor) is not hf.RepetitionPenaltyLogitsProcessor:
         return processor
     mine: Any = copy.copy(processor)
-    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
-        # Rows of one prompt count as its beams, though each is drawn by itself.
-        mine._prefix_allowed_tokens_fn = partial(
-            _allowed_in_row, mine._prefix_allowed_tokens_fn, row // mine._num_beams
-        )
-        mine._num_beams = 1
-    elif isinstance(mine.prompt_ignore_length, Tensor):
+    if isinstance(mine.prompt_ignore_length, Tensor):
         mine.prompt_ignore_length = mine.prompt_ignore_length[row : row + 1]
     return mine  # type: ignore[no-any-return]
 
 
-def _allowed_in_row(
-    allowed: Callable[[int, Tensor], list[int]], batch_id: int, _: int, prefix: Tensor
-) -> list[int]:
-    return allowed(batch_id, prefix)
-
-
 # These have the same result whenever they see the same prefix, and nobody notices a call.
-_REPEATABLE = tuple(
-    kind
-    for kind in _ROW_BY_ROW
-    if kind not in (hf.PrefixConstrainedLogitsProcessor, hf.WatermarkLogitsProcessor)
-)
+_REPEATABLE = tuple(kind for kind in _ROW_BY_ROW if kind is not hf.WatermarkLogitsProcessor)
 
 
 class HypotheticalProcessors:

@@ -21,6 +21,7 @@ from lade.batcher import Batcher
 from lade.hf.api import generate
 from lade.hosts import names_of
 from lade.models.loading import LoadedModel
+from lade.prewarming.warming import warm_up
 from lade.probing.profile import Profiles
 from lade.server.connections import GuardedProtocol, shares_of
 from lade.server.gate import END_SEC, Gate
@@ -237,7 +238,8 @@ def _name_of(loaded: LoadedModel) -> str:
 
 
 def _warm_up(loaded: LoadedModel, options: ServerOptions) -> None:
-    """Do now what is done once for a model: checking it, compiling the pool."""
+    """Do now what is done once for a model, and for what drafts beside it."""
+    warm_up(loaded.model, num_rows=2, config=options.config)
     ids = torch.zeros(1, 1, dtype=torch.long, device=loaded.model.device)
     generate(
         loaded.model,

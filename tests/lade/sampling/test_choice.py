@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import (
     LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -111,9 +111,6 @@ def test_processors_are_sorted_by_what_they_depend_on() -> None:
 
 
 def test_rows_of_unequal_length_are_processed_as_they_would_be_together() -> None:
-    def allowed(row: int, prefix: torch.Tensor) -> list[int]:
-        return [row, int(prefix[-1]) % 4, 4]
-
     prompts = [[0, 1, 2, 3], [0, 0, 1, 2]]
     try:
         penalty = RepetitionPenaltyLogitsProcessor(3.0, prompt_ignore_length=torch.tensor([1, 2]))
@@ -121,7 +118,7 @@ def test_rows_of_unequal_length_are_processed_as_they_would_be_together() -> Non
         penalty = RepetitionPenaltyLogitsProcessor(3.0)
     batch: list[Any] = [
         penalty,
-        PrefixConstrainedLogitsProcessor(allowed, 1),
+        NoRepeatNGramLogitsProcessor(2),
         TemperatureLogitsWarper(0.5),
     ]
     scores = torch.randn(2, 5)
