@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 Acceptance = Literal["exact", "rejection"]
-Verification = Literal["tree", "rows", "chain", "snapshot", "plain"]
+Verification = Literal["tree", "chain", "rows", "snapshot", "plain"]
 
 Execution = Literal["eager", "fixed", "graphs", "compiled"]
 
@@ -71,10 +71,10 @@ class Config:
             other tokens for the same seed. Greedy decoding is the same with both: its target
             distribution is a single token.
         verification: Verification method. "tree": all candidates in one forward, under a tree mask;
-            "rows": candidates as rows of a batch; "chain": only the best candidate, with the cache
-            cropped after the accepted tokens; "snapshot": the same, restoring a copy of the state
-            from before the draft; "plain": no drafts. None takes the best method that a check of
-            the model finds exact (`lade.probe`).
+            "chain": only the best candidate, with the cache cropped after the accepted tokens;
+            "rows": several candidates, as rows of a batch; "snapshot": as "chain", restoring a copy
+            of the state from before the draft; "plain": no drafts. None takes the best method that
+            a check of the model finds exact (`lade.probe`).
         execution: How forwards that verify trees are executed. "eager": each as large as it has to
             be. "fixed": padded to a few shapes, in memory that is kept with the model between calls
             (`lade.release`). "graphs": those shapes, recorded as CUDA graphs and replayed if the

@@ -197,8 +197,8 @@ class Verification(StrEnum):
     """Verification methods, those of `lade.config.VERIFICATIONS`."""
 
     tree = "tree"
-    rows = "rows"
     chain = "chain"
+    rows = "rows"
     snapshot = "snapshot"
     plain = "plain"
 

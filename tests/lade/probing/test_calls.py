@@ -461,13 +461,13 @@ def test_longrope_is_plain_where_it_would_be_crossed_and_speculates_elsewhere() 
     both(model, prompt, max_new_tokens=20, plainly=r"\(longrope\) changes at 24")
 
 
-def test_queries_scaled_by_slot_are_verified_in_rows_near_the_next_scale() -> None:
+def test_queries_scaled_by_slot_are_verified_in_chains_near_the_next_scale() -> None:
     model = tiny_model("llama4_text", seed=1, floor_scale=100, attn_temperature_tuning=True)
     for prompt in (torch.arange(2, 10)[None], torch.arange(2, 80)[None]):
         _, got = both(model, prompt, max_new_tokens=25, accept=0.7)
         assert got.stats.mean_accepted_tokens > 1.1
     choices = {key[0] for key in profile_of(model).results}
-    assert choices == {"tree", "rows"}
+    assert choices == {"tree", "chain"}
 
 
 def test_a_mask_that_follows_the_length_is_plain_beyond_it() -> None:
@@ -488,7 +488,7 @@ def test_a_window_in_remote_code_is_not_trusted_with_trees() -> None:
 
     model.__class__ = Elsewhere
     found = lade.probe(model)
-    assert found.verification == "rows"
+    assert found.verification == "chain"
     assert "not part of transformers" in found.reasons["tree"]
     rng = np.random.default_rng(0)
     with warnings.catch_warnings():

@@ -68,14 +68,14 @@ def check_text(
         pytest.param("mistral", {}, "tree", {}, marks=pytest.mark.exhaustive),
         ("gemma3_text", {}, "tree", {}),
         pytest.param("llama4_text", {}, "tree", {}, marks=pytest.mark.exhaustive),
-        ("bloom", BLOOM, "rows", {"tree": "forward fails"}),
+        ("bloom", BLOOM, "chain", {"tree": "forward fails"}),
         pytest.param(
-            "gpt_neo", NEO, "rows", {"tree": "mask by cache slot"}, marks=pytest.mark.exhaustive
+            "gpt_neo", NEO, "chain", {"tree": "mask by cache slot"}, marks=pytest.mark.exhaustive
         ),
         (
             "falcon",
             {"alibi": True, "new_decoder_architecture": False},
-            "rows",
+            "chain",
             {"tree": "ALiBi bias"},
         ),
         (
@@ -149,7 +149,7 @@ def test_a_way_asked_for_is_taken_or_refused_with_the_reason() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what was asked for needs no warning
         assert check_text(model, "plain").mean_accepted_tokens == 1.0
-    with pytest.raises(ValueError, match=r"expected Config\(verification=…\) of 'tree', 'rows'"):
+    with pytest.raises(ValueError, match=r"expected Config\(verification=…\) of 'tree', 'chain'"):
         lade.Config(verification="twig")  # type: ignore[arg-type]
 
 
@@ -216,13 +216,13 @@ def failing_on_trees(model: Any) -> None:
     ids=["mask", "positions", "fails"],
 )
 @pytest.mark.parametrize("dtype", thinned([torch.float64, torch.bfloat16], torch.bfloat16))
-def test_a_model_that_breaks_trees_is_caught_and_verifies_rows(
+def test_a_model_that_breaks_trees_is_caught_and_verifies_chains(
     broken: Callable[[Any], None], reason: str, dtype: torch.dtype
 ) -> None:
     model = tiny_model("llama", seed=1, dtype=dtype)
     broken(model)
     found = lade.probe(model)
-    assert found.verification == "rows"
+    assert found.verification == "chain"
     assert reason in found.reasons["tree"]
     if dtype == torch.float64:
         assert check_text(model, None).mean_accepted_tokens > 1.1
@@ -356,8 +356,8 @@ REREADING = """
 @pytest.mark.parametrize(
     ("name", "core", "forward", "verification"),
     [
-        ("Counting", "nn.Linear(32, 32)", COUNTING, "rows"),
-        ("Rereading", "nn.GRU(32, 32, batch_first=True)", REREADING, "rows"),
+        ("Counting", "nn.Linear(32, 32)", COUNTING, "chain"),
+        ("Rereading", "nn.GRU(32, 32, batch_first=True)", REREADING, "chain"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # what loading remote code says
@@ -436,7 +436,7 @@ def test_a_batch_is_checked_when_it_comes() -> None:
 
     model.model.forward = sees_padding
     assert lade.probe(model).verification == "tree"
-    assert lade.probe(model, num_rows=2).verification == "rows"
+    assert lade.probe(model, num_rows=2).verification == "chain"
 
 
 # --- attention implementations --------------------------------------------------------------
