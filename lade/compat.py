@@ -4,6 +4,7 @@ They are used only where no public function will do, and are tested on the oldes
 supported version.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +115,17 @@ def has_own_generate(model: Model) -> bool:
 def has_adapters(model: Model) -> bool:
     """Return whether a model has PEFT adapters, its own or a wrapper's."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+
+
+def has_adapters_by_row(model: Model) -> bool:
+    """Return whether PEFT gives each row of this call an adapter of its own, or a place for one."""
+    if not has_adapters(model):
+        return False
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    named = ("adapter_names", "alora_offsets")
+    return any(
+        isinstance(each, partial) and not each.keywords.keys().isdisjoint(named) for each in hooks
+    )
 
 
 def has_hook(module: nn.Module) -> bool:

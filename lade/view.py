@@ -152,7 +152,10 @@ def _view_of(
         return module
     if id(module) not in made:
         made[id(module)] = module  # for modules that contain themselves
-        viewed = {name: child and _view_of(child, change, made) for name, child in children.items()}
+        viewed = {  # a container that is empty is false
+            name: None if child is None else _view_of(child, change, made)
+            for name, child in children.items()
+        }
         if changed or is_root or any(map(is_not, viewed.values(), children.values())):
             made[id(module)] = _twin_of(module, {**(changed or {}), "_modules": viewed})
     return made[id(module)]

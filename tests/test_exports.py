@@ -124,6 +124,7 @@ CATCHES_ANYTHING = {
     "lade/errors.py": 1,
     "lade/gpu/dense.py": 1,
     "lade/gpu/graphs.py": 2,
+    "lade/hf/api.py": 1,
     "lade/hf/generation.py": 1,
     "lade/models/embedded.py": 1,
     "lade/prewarming/tables.py": 1,

@@ -22,6 +22,7 @@ from lade.compat import (
     CACHE,
     Model,
     decode_plainly,
+    has_adapters_by_row,
     has_own_generate,
     may_be_users,
     mesh_of,
@@ -63,8 +64,8 @@ from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
-from lade.probing.plan import NO_TIME, choose_verification, execution_of, why_never
-from lade.probing.profile import profile_of
+from lade.probing.plan import choose_verification, execution_of, why_never
+from lade.probing.profile import CacheKind, profile_of
 from lade.probing.requirements import Requirements, requirements_of
 from lade.probing.spot_checks import SpotChecks
 from lade.probing.values import Values, attributes_of, values_of
@@ -82,6 +83,7 @@ from ngram_pool import NGramPool
 # Calls of a model between two whose first step with a draft is checked for no reason, as nobody
 # sees everything. A check takes two of a call's steps.
 _CALLS_BETWEEN_CHECKS = 64
+_NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
 
 
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
@@ -135,7 +137,7 @@ class Generation:
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
-        if not self._config.reuses_prefix or self._why_plain is not None:
+        if not self._config.reuses_prefix or why_never(self._profile):
             return None
         if not self._may_set_up and self._profile.why_not_continued is None:
             return None
@@ -173,13 +175,14 @@ class Generation:
                 config=config,
                 cache=needed.cache,
                 excluded=needed.excluded,
-                may_check=self._may_set_up,
                 execution=self._execution,
                 why_eager=needed.why_eager,
                 profile=self._profile,
             )
+            if not self._is_warm(needed.cache, needed.is_padded):
+                return self._plainly(_NO_TIME), None, None
             found: VerificationPlan | None = None
-            if self._seat is not None:
+            if self._seat is not None and self._is_warm(needed.cache, is_padded=True):
                 # Calls that share a forward are like rows of different lengths.
                 with suppress(UnsupportedModelError, UnsupportedOptionError):
                     found = choose(is_padded=True)
@@ -213,8 +216,8 @@ class Generation:
         """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
         if (reasons := why_never(self._profile)) != {}:
             return reasons["tree"]
-        if not (self._may_set_up or self._profile.is_warm):
-            return NO_TIME
+        if has_adapters_by_row(self._model):
+            return "PEFT has an adapter for each row of the call, and would have none for drafts"
         watching = (*self._call.processors, *self._call.criteria)
         is_users = self._cache is not None and self._may_be_users(self._cache)
         if is_users and any(map(is_own_callback, watching)):
@@ -227,6 +230,10 @@ class Generation:
         config = self._config
         is_asked = config.verification is not None or config.lookahead is not None
         return not self._call.is_timed or is_asked or config.stable_text
+
+    def _is_warm(self, cache: CacheKind, is_padded: bool) -> bool:
+        """Return whether the call has time for all that was not done yet for such calls."""
+        return self._may_set_up or (cache, is_padded) in self._profile.warm
 
     def _plainly(self, reason: str) -> VerificationPlan:
         """Return plain decoding for a reason.
@@ -474,7 +481,7 @@ class Generation:
         if decoder.failure is None:
             target.release()
             self._settle()
-            self._profile.is_warm = True
+            self._profile.warm.add((needed.cache, needed.is_padded or self._seat is not None))
         self._say_why_eager(verification, target)
         return self._result(text, outputs, stats)
 

@@ -55,7 +55,7 @@ def warm_up(model: Model, *, num_rows: int = 1, config: Config | None = None) ->
             key = chosen.verification, chosen.execution, chosen.products
             if chosen.verification != "plain":
                 profile.costs_of(*key, partial(first_costs_of, model, profile, chosen))
-    profile.is_warm = True
+            profile.warm.add(("dynamic", is_padded))
 
 
 def kernels() -> Mapping[str, Callable[[], Any]]:

@@ -14,8 +14,6 @@ from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
 from lade.probing.values import values_of
 
-#: Why a call with a limit of time uses no method that it would have to check first.
-NO_TIME = "max_time leaves none for what lade does once for a model, as lade.warm_up(model) does"
 # Methods that a call without a cache cannot use.
 WITHOUT_CACHE: dict[Verification, str] = {"tree": "use_cache=False", "snapshot": "use_cache=False"}
 
@@ -27,7 +25,6 @@ def choose_verification(
     is_padded: bool = False,
     cache: CacheKind = "dynamic",
     excluded: Mapping[Verification, str] | None = None,
-    may_check: bool = True,
     execution: Execution = "eager",
     why_eager: str | None = None,
     profile: Profile | None = None,
@@ -39,7 +36,6 @@ def choose_verification(
             and with `stable_text` all forwards have one width.
         is_padded: whether rows have padding or different lengths.
         excluded: methods that this call cannot use, and why.
-        may_check: whether there is time to check a method that was not checked yet.
         execution: requested execution of trees.
         why_eager: why this call cannot have that execution; None if it can.
         profile: of the model in its present state; looked up if None.
@@ -51,7 +47,7 @@ def choose_verification(
     profile = profile or profile_of(model)
     excluded = {**profile.found_wrong, **why_never(profile), **(excluded or {})}
     asked = None if config is None else config.verification
-    result_of = partial(_result_of, model, profile, cache, may_check)
+    result_of = partial(_result_of, model, profile, cache)
     stable_width = None if config is None else stable_width_of(model, config)
     if stable_width is not None:
         reason = excluded.get("tree") or why_eager or why_not_stable(model)
@@ -131,7 +127,6 @@ def _result_of(
     model: Model,
     profile: Profile,
     cache: CacheKind,
-    may_check: bool,
     verification: Verification,
     is_padded: bool,
     widths: Widths = None,
@@ -139,8 +134,6 @@ def _result_of(
     """Return the result of checking a method, from an earlier check if there was one."""
     key = (verification, cache, is_padded, widths)
     result = profile.results.get(key)
-    if result is None and not may_check:
-        return CheckResult(NO_TIME, is_lasting=False)
     if result is None:
         result = check(model, profile, *key)
         profile.values = profile.values or values_of(model)

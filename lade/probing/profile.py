@@ -69,8 +69,9 @@ class Profile:
     warned: set[str] = field(default_factory=set)
     #: Of weights and attributes, when results were last seen to hold; None before that.
     values: Values | None = None
-    #: Whether all that lade does once was done for it: a limit of time counts decoding alone.
-    is_warm: bool = False
+    #: Kinds of cache, and whether rows have padding, of calls that all was done for that is done
+    #: once: a limit of time counts decoding alone.
+    warm: set[tuple[CacheKind, bool]] = field(default_factory=set)
     #: Calls so far, and steps with a draft until a call's first spot check.
     num_calls: int = 0
     first_check: int = FIRST_CHECK

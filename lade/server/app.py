@@ -24,7 +24,7 @@ from lade.models.loading import LoadedModel
 from lade.prewarming.warming import warm_up
 from lade.probing.profile import Profiles
 from lade.server.connections import GuardedProtocol, shares_of
-from lade.server.gate import END_SEC, Gate
+from lade.server.gate import END_SEC, Gate, Names
 from lade.server.grammars import Grammars
 from lade.server.keys import ApiKeys
 from lade.server.limits import RequestLimits
@@ -115,11 +115,13 @@ class Server:
             vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
             reader = Reader(self.name, vocab_size, grammars)
             self.keys = ApiKeys(options.api_keys)
-            gate = Gate(
-                *(upstream, reader, self.keys, self._pools, line, self.metrics, options),
+            names = Names(
                 names_of(host, options.allowed_hosts),
                 metrics_port,
                 names_of(options.metrics_host, options.allowed_hosts),
+            )
+            gate = Gate(
+                *(upstream, reader, self.keys, self._pools, line, self.metrics, options), names
             )
             self._uvicorn = _Uvicorn(gate, options)
             self._stack = stack.pop_all()

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Mapp
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from starlette.responses import Response
@@ -59,6 +59,17 @@ _IDLE_SEC = 30.0
 _MAX_BODIES, _MAX_BODIES_OF_KEY = 64, 16
 
 
+class Names(NamedTuple):
+    """By what names clients may call a server; None for any."""
+
+    hosts: Container[str] | None = None
+    metrics_port: int | None = None  # where metrics alone are told, to anybody
+    metrics_hosts: Container[str] | None = None  # the names there
+
+
+_ANY = Names()
+
+
 class Gate:
     """Lets requests in, and answers them.
 
@@ -70,8 +81,7 @@ class Gate:
         line: before the model.
         metrics: that count all of it.
         options: of the server.
-        hosts: names that clients may call it by; None for any.
-        metrics_port, metrics_hosts: where metrics alone are told, to anybody, and by what names.
+        names: that clients may call it by.
     """
 
     def __init__(
@@ -83,9 +93,7 @@ class Gate:
         line: Line,
         metrics: Metrics,
         options: ServerOptions,
-        hosts: Container[str] | None = None,
-        metrics_port: int | None = None,
-        metrics_hosts: Container[str] | None = None,
+        names: Names = _ANY,
     ) -> None:
         self._upstream = upstream
         self._reader = reader
@@ -100,8 +108,7 @@ class Gate:
         self._line = line
         self._metrics = metrics
         self._options = options
-        self._hosts = hosts
-        self._metrics_port, self._metrics_hosts = metrics_port, metrics_hosts
+        self._names = names
         self._open: set[Exchange] = set()
         self._requests = Shares(_MAX_OPEN, _MAX_OPEN_OF_KEY)
         size = options.max_body_bytes
@@ -157,9 +164,10 @@ class Gate:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        is_apart = self._metrics_port is not None and scope["server"][1] == self._metrics_port
+        names = self._names
+        is_apart = names.metrics_port is not None and scope["server"][1] == names.metrics_port
         # By names of others, a page in a browser may reach what is not for it.
-        hosts = self._metrics_hosts if is_apart else self._hosts
+        hosts = names.metrics_hosts if is_apart else names.hosts
         if not is_known(headers.get("host", ""), hosts):
             raise ApiError(421, "expected a Host header that this server is known by")
         if "content-length" in headers and "transfer-encoding" in headers:
