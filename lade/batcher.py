@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
@@ -180,8 +180,9 @@ class Batcher:
         if input_ids is not None:
             check_ids(input_ids)
             call["input_ids"] = input_ids
+        mode = _mode_of_thread(device_of_inputs(without_compiler(self._model)).type)
         try:
-            running = self._threads.submit(self._answer, request, seed, call)
+            running = self._threads.submit(self._answer, request, seed, call, mode)
         except RuntimeError:
             raise RuntimeError("expected a batcher that is open, got one that was closed") from None
         running.add_done_callback(request._end)
@@ -217,7 +218,9 @@ class Batcher:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _answer(self, request: Request, seed: int | None, call: dict[str, Any]) -> Any:
+    def _answer(
+        self, request: Request, seed: int | None, call: dict[str, Any], mode: "_Mode"
+    ) -> Any:
         if not request.set_running_or_notify_cancel():
             return None
         on_step = call.pop("on_step", None)
@@ -230,9 +233,26 @@ class Batcher:
         def decode() -> Any:
             request._check()
             torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-            return generate(self._model, on_step=note, **call)
+            with mode():
+                return generate(self._model, on_step=note, **call)
 
         return self.run(decode, _most_tokens(self._model, call), request._check)
+
+
+_Mode = Callable[[], AbstractContextManager[object]]
+
+
+def _mode_of_thread(kind: str) -> _Mode:
+    """Return what sets in another thread the modes of torch that this one is in."""
+    is_inference, is_autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind)
+
+    @contextmanager
+    def mode() -> Iterator[None]:
+        with torch.inference_mode(is_inference), torch.autocast(kind, dtype, is_autocast):
+            yield
+
+    return mode
 
 
 class _Waiting:

@@ -244,6 +244,7 @@ class FixedTarget(TreeTarget):
         if not self._takes_mask:
             return Output(self._run(self.inputs(roots), is_recorded=False))
         self.cache.unfix()
+        TreeTarget._place_rows(self)
         return super().forward_plainly(roots)
 
     def select(self, places: Sequence[int]) -> None:

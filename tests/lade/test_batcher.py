@@ -22,6 +22,7 @@ from lade.targets import joint as file
 from lade.targets.joint import JoinedCall, JointForwards
 from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
+from tests.lade.both import ONE
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
 
 TOGETHER = [
@@ -578,3 +579,16 @@ def test_room_is_for_all_rows_of_a_call() -> None:
     call = {"input_ids": torch.ones(2, 5, dtype=torch.long), "max_new_tokens": 10}
     assert _most_tokens(model, call) == 30
     assert _most_tokens(model, {**call, "num_return_sequences": 3}) == 90
+
+
+def test_a_call_runs_in_the_modes_of_the_thread_that_submits_it() -> None:
+    model = tiny_model(dtype=torch.float32, hidden_size=64)
+    seen: set[tuple[bool, bool]] = set()
+    model.register_forward_hook(
+        lambda *_: seen.add((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
+    )
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        with lade.Batcher(model) as batcher:
+            batcher.submit(ONE, **options).result()
+    assert seen == {(True, True)}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lade
+from lade.attention import packed
 from lade.attention.tree import TREE_ATTENTION
 from lade.gpu.fixed import WIDTHS, FixedTarget, StepSettings
 from lade.gpu.workspace import StaticInputs, StepShape, WorkspaceStore, slots_for
@@ -52,6 +53,22 @@ def test_the_text_is_that_of_generate(family: str) -> None:
         for do_sample in (False, True):
             _, got = both(model, prompt, config=FIXED, do_sample=do_sample, **LONG)
             assert got.stats.mean_accepted_tokens > 1.3
+
+
+def test_steps_are_held_against_the_models_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both sides of a check had would be noticed by none."""
+    model = tiny_model("llama", seed=1)
+    both(model, ONE, config=FIXED, accept=0.9, **LONG)  # which checks it
+    assert profile_of(model).results[("tree", "dynamic", False, WIDTHS)].attention
+    profile_of(model).first_check = 0
+    attended = packed._attended
+
+    def wrong(query: Tensor, *args: Any) -> Tensor:
+        return attended(1.5 * query, *args)
+
+    monkeypatch.setattr(packed, "_attended", wrong)
+    with pytest.warns(lade.VerificationWarning, match="differ from those for the same token alone"):
+        both(model, ONE, config=FIXED, accept=0.9, may_fail=True, **LONG)
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "llama", "deepseek_v3"))
