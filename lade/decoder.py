@@ -122,11 +122,14 @@ class Decoder:
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
-            of_prompts = self._speculator.rank_prompts(output.logits)
             successors = self._speculator.rank(logits, self._choice.ranked)
-        steps, _ = self._emit(plan)
+        steps, _ = self._emit(plan)  # nobody waits for what is learned of the prompts
+        if self._batch.emitting:
+            with self.stats.timed("prefill"):
+                of_prompts = self._speculator.rank_prompts(plan, output.logits)
+            with self.stats.timed("commit"):
+                self._speculator.harvest_prompts(plan, of_prompts)
         with self.stats.timed("commit"):
-            self._speculator.harvest_prompts(plan, of_prompts)
             self._end_step(Done(plan, steps, successors, None))
         self._on_step(steps)
 

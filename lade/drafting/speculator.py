@@ -298,15 +298,18 @@ class Speculator:
         ranked = (ranked if is_whole else None) or rank(known, num_successors)
         return with_probs(ranked, known)
 
-    def rank_prompts(self, logits: Tensor) -> Successors | None:
+    def rank_prompts(self, plan: Plan, logits: Tensor) -> Successors | None:
         """Return the likeliest tokens after the prompts' last tokens but the very last, if known.
 
         Args:
+            plan: of the prompts.
             logits: of the very last tokens, [rows, 1, vocab_size], or of more of them.
         """
         if self._prompt_harvester is None:
             return None
-        return self._prompt_harvester.successors(logits, self._batch.contexts)
+        contexts, lengths = self._batch.contexts, plan.context_lengths
+        prompts = [contexts[row][:length] for row, length in lengths.items()]
+        return self._prompt_harvester.successors(logits, prompts)
 
     def advance_windows(self, plan: Plan, logits: Tensor) -> int:
         """Move the plan's windows on and feed the drafter the n-grams that they produced.
