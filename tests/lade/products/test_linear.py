@@ -549,3 +549,54 @@ def test_what_does_not_fit_is_said_by_torch(always: None) -> None:
     assert torch.equal(product(inputs, weight, of_one), linear(inputs, weight, of_one))
     assert product(torch.randn(256), weight, None).shape == (300,)
     assert product(torch.randn(0, 256), weight, None).shape == (0, 300)
+
+
+# --- weights that are no plain matrices ---------------------------------------------------------
+
+
+def sparse(weight: Tensor) -> Tensor:
+    return weight.relu().to_sparse_csr()
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """Return the opposite of a tensor, by its negative bit alone."""
+    return torch._neg_view(tensor)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("sparse", torch.float32),
+        *itertools.product(("weight", "inputs", "bias"), (torch.float32, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_other_tensors_are_left_to_torch(
+    kind: str, dtype: torch.dtype, num_rows: int, always: None
+) -> None:
+    inputs, weight, bias = (
+        torch.randn(size).to(dtype) for size in ((1, num_rows, 256), (300, 256), (300,))
+    )
+    given: dict[str, Any] = {"inputs": inputs, "weight": weight, "bias": bias}
+    if kind == "sparse":
+        given |= {"weight": sparse(weight), "bias": None}
+    else:
+        given[kind] = negated(given[kind])
+        assert given[kind].is_neg()
+    product = made().product
+    for _ in range(3):
+        assert torch.equal(product(**given), linear(*given.values()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("change", [sparse, negated])
+def test_a_model_with_such_weights_has_drafts_and_no_warning(change: Any, always: None) -> None:
+    model = wide_model()
+    for layer in model.model.layers:
+        weight = layer.mlp.down_proj.weight.detach()
+        layer.mlp.down_proj.weight = nn.Parameter(change(weight), requires_grad=False)
+    for _ in range(2):
+        _, got = same_as_generate(model, ONE, accept=0.8)
+    assert got.stats.num_draft_tokens > 0
