@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import lade
 from lade.attention.joint import kernels
@@ -24,6 +25,8 @@ from lade.turns import Seat, Turns
 from tests.lade.batches import num_wrong, random_call
 from tests.lade.both import ONE
 from tests.lade.tiny import BLOOM, MAMBA2, tiny_model
+from tests.support.run import all_names
+from tests.support.tiny import tiny_model as model_of
 
 TOGETHER = [
     *("llama", "qwen3", "gpt2", "gpt_neox", "opt", "olmo2", "mistral", "gemma3_text"),
@@ -592,3 +595,100 @@ def test_a_call_runs_in_the_modes_of_the_thread_that_submits_it() -> None:
         with lade.Batcher(model) as batcher:
             batcher.submit(ONE, **options).result()
     assert seen == {(True, True)}
+
+
+@pytest.mark.parametrize("has_positions", [False, True], ids=["counted", "positions"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_a_call_may_go_on_from_a_cache_beside_others(family: str, has_positions: bool) -> None:
+    model = tiny_model(family, seed=1)
+    past, new = torch.tensor([[5, 6, 7, 8, 5, 6, 7]]), torch.tensor([[31, 5, 6, 7, 8, 40, 5, 6, 7]])
+    num_past, num_new = past.shape[1], new.shape[1]
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    options["attention_mask"] = torch.ones(1, num_past + num_new, dtype=torch.long)
+    if has_positions:
+        options["position_ids"] = torch.arange(num_past, num_past + num_new)[None]
+
+    def filled() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(past, **{CACHE: cache})
+        return cache
+
+    expected = model.generate(new, **{CACHE: filled()}, **options).tolist()
+    with Batcher(model) as batcher:
+        other = batcher.submit(past, do_sample=True, max_new_tokens=200, eos_token_id=None)
+        requests = [batcher.submit(new, **{CACHE: filled()}, **options) for _ in range(3)]
+        assert [request.result().tolist() for request in requests] == [expected] * 3
+        other.result()
+    assert batcher.why_not_joint is None
+
+
+@pytest.mark.parametrize("length", [1, 9], ids=["one token", "prompt"])
+def test_a_token_that_does_not_exist_fails_its_own_call(length: int) -> None:
+    model, ids = tiny_model(), torch.tensor([[5, 6, 7, 5, 6]])
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options).tolist()
+    unknown = torch.full((1, length), 1000)
+    with Batcher(model) as batcher:
+        requests = [batcher.submit(ids, **options) for _ in range(3)]
+        wrong = [batcher.submit(unknown, **options) for _ in range(3)]
+        requests += [batcher.submit(ids, **options) for _ in range(3)]
+        for request in wrong:
+            with pytest.raises(IndexError, match="out of range"):
+                request.result()
+        assert [request.result().tolist() for request in requests] == [expected] * 6
+        num_before = batcher._joint.num_run
+        later = [batcher.submit(ids, **options) for _ in range(3)]
+        assert [request.result().tolist() for request in later] == [expected] * 3
+    assert batcher.why_not_joint is None
+    assert batcher._joint.num_run > num_before
+
+
+@pytest.mark.parametrize(
+    "given", ["hello", [5, 6], [[5, 6]], {"input_ids": 1}, torch.tensor([5, 6, 7])]
+)
+def test_what_is_no_prompt_is_refused_as_by_generate(given: Any) -> None:
+    model, ids = tiny_model(), torch.tensor([[5, 6, 7]])
+    with pytest.raises(Exception, match=r".") as alone:
+        lade.generate(model, given, max_new_tokens=3)
+    with Batcher(model) as batcher:
+        if torch.is_tensor(given):
+            request = batcher.submit(given, max_new_tokens=3)
+            with pytest.raises(alone.type) as beside:
+                request.result()
+        else:
+            with pytest.raises(TypeError) as beside:
+                batcher.submit(given, max_new_tokens=3)
+        assert str(beside.value) == str(alone.value)
+        assert batcher.submit(ids, max_new_tokens=3).result().shape == (1, 6)
+
+
+def test_a_call_that_was_cancelled_as_it_ran_says_so() -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    with Batcher(tiny_model()) as batcher:
+        request = batcher.submit(ids, max_new_tokens=400, do_sample=False, eos_token_id=None)
+        next(iter(request))
+        assert request.running()
+        assert request.cancel()
+        with pytest.raises(CancelledError):
+            request.result(timeout=30)
+        assert request.cancelled()
+        assert request.done()
+        assert not request.cancel()
+        whole = batcher.submit(ids, max_new_tokens=3)
+        assert whole.result().shape == (1, 6)
+        assert not whole.cancelled()
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "dots3_note"])
+def test_a_model_whose_layers_differ_has_calls_beside_each_other(name: str) -> None:
+    if name not in all_names():
+        pytest.skip("this transformers does not have it")
+    model = model_of(name, seed=1, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, **options).tolist()
+    with Batcher(model) as batcher:
+        requests = [batcher.submit(ids, **options) for _ in range(3)]
+        assert [request.result().tolist() for request in requests] == [expected] * 3
+        assert (batcher._room._limit or 1) >= 1
