@@ -77,7 +77,7 @@ class Fading(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         if self.is_initialized:
-            self.values = self.values * 0.5
+            self.values *= 0.5
         return super().update(key_states, value_states)
 
 

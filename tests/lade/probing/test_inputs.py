@@ -23,6 +23,7 @@ KNOWN: dict[str, type] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
 
 PREPARE = "prepare_inputs_for_generation"
 UPDATE = "_update_model_kwargs_for_generation"
+SAMPLE = "_sample"
 
 
 def passing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ def updated_positions(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def sampled(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Decode as usual, and turn two tokens of the answer round."""
-    found = KNOWN[self.config.model_type]._sample(self, *args, **kwargs)
+    found = getattr(KNOWN[self.config.model_type], SAMPLE)(self, *args, **kwargs)
     tokens = found if torch.is_tensor(found) else found.sequences
     tokens[:, [-1, -2]] = tokens[:, [-2, -1]]
     return found
@@ -96,7 +97,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "late": (PREPARE, late),
     "updated": (UPDATE, updated),
     "updated positions": (UPDATE, updated_positions),
-    "sampled": ("_sample", sampled),
+    "sampled": (SAMPLE, sampled),
 }
 DRAFTS = ("passing", "anew")
 HARMLESS = ("passing", "without mask")

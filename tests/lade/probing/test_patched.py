@@ -50,8 +50,8 @@ def rounded_together(inputs: Tensor, weight: Tensor, bias: Any = None) -> Tensor
     return _linear((inputs / step).round() * step, weight, bias)
 
 
-def _without_scale(factor: float, *args: Any, scale: Any = None, **kwargs: Any) -> Tensor:
-    return _attend(*args, scale=factor, **kwargs)
+def _with_scale(factor: float, *args: Any, **kwargs: Any) -> Tensor:
+    return _attend(*args, **{**kwargs, "scale": factor})
 
 
 class Rounded:
@@ -63,7 +63,7 @@ class Rounded:
 IN_FORWARDS: dict[str, tuple[str, Any]] = {
     "sharper": ("scaled_dot_product_attention", sharper),
     "sharper alone": ("scaled_dot_product_attention", sharper_alone),
-    "partial": ("scaled_dot_product_attention", partial(_without_scale, 0.7)),
+    "partial": ("scaled_dot_product_attention", partial(_with_scale, 0.7)),
     "rounded": ("linear", rounded),
     "rounded together": ("linear", rounded_together),
     "object": ("linear", Rounded()),
