@@ -64,7 +64,8 @@ def decode_plainly(
     model_kwargs: dict[str, Any],
 ) -> Any:
     """Decode as `generate` does without a custom function: one token per forward."""
-    return model._sample(
+    return type(model)._sample(  # as `generate` looks it up
+        model,
         input_ids,
         logits_processor=processors,
         stopping_criteria=criteria,

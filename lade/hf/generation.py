@@ -64,7 +64,7 @@ from lade.prewarming.costs import first_costs_of
 from lade.prewarming.tables import prewarmed_table_of
 from lade.probing.factory import VerificationPlan, make_target, with_products
 from lade.probing.own_code import has_own_inputs, is_own_callback, own_code_around
-from lade.probing.plan import choose_verification, execution_of, why_never
+from lade.probing.plan import choose_verification, execution_of, why_not_run
 from lade.probing.profile import CacheKind, profile_of
 from lade.probing.requirements import Requirements, requirements_of
 from lade.probing.spot_checks import SpotChecks
@@ -137,7 +137,7 @@ class Generation:
 
     def _reused(self) -> Reuse | None:
         """Fill the cache with what is kept of the prompt, where that was asked for."""
-        if not self._config.reuses_prefix or why_never(self._profile):
+        if not self._config.reuses_prefix or why_not_run(self._profile) is not None:
             return None
         if not self._may_set_up and self._profile.why_not_continued is None:
             return None
@@ -214,8 +214,8 @@ class Generation:
     @cached_property
     def _why_plain(self) -> str | None:
         """Why the call is decoded plainly, whatever its model can do; None if it need not be."""
-        if (reasons := why_never(self._profile)) != {}:
-            return reasons["tree"]
+        if (reason := why_not_run(self._profile)) is not None:
+            return reason
         if has_adapters_by_row(self._model):
             return "PEFT has an adapter for each row of the call, and would have none for drafts"
         watching = (*self._call.processors, *self._call.criteria)
@@ -245,7 +245,7 @@ class Generation:
         found = VerificationPlan("plain", None, {"tree": reason})
         if config.lookahead is not None:
             _refuse_lookahead(self._model, found)
-        if config.stable_text or why_never(self._profile):
+        if config.stable_text or why_not_run(self._profile) is not None:
             choose_verification(
                 self._model, config=config, excluded=excluded, profile=self._profile
             )

@@ -9,6 +9,7 @@ from lade.errors import UnsupportedModelError, UnsupportedOptionError
 from lade.gpu.fixed import widths_on
 from lade.gpu.policy import DevicePolicy
 from lade.probing.factory import VerificationPlan
+from lade.probing.own_code import has_own_inputs, own_loop_of
 from lade.probing.profile import CacheKind, CheckResult, Profile, Widths, profile_of
 from lade.probing.rules import why_not_stable
 from lade.probing.selfcheck import check
@@ -45,7 +46,7 @@ def choose_verification(
         UnsupportedOptionError: the text cannot be kept from depending on drafts, with the reason.
     """
     profile = profile or profile_of(model)
-    excluded = {**profile.found_wrong, **why_never(profile), **(excluded or {})}
+    excluded = {**profile.found_wrong, **why_never(model, profile), **(excluded or {})}
     asked = None if config is None else config.verification
     result_of = partial(_result_of, model, profile, cache)
     stable_width = None if config is None else stable_width_of(model, config)
@@ -91,15 +92,25 @@ def choose_verification(
     return VerificationPlan("plain", None, reasons)
 
 
-def why_never(profile: Profile) -> dict[Verification, str]:
-    """Return the methods that no call can use, whatever it asks for, and why."""
+def why_never(model: Model, profile: Profile) -> dict[Verification, str]:
+    """Return the methods that no call of a model can use, whatever it asks for, and why."""
+    reason = why_not_run(profile) or own_loop_of(model)
+    if reason is not None:
+        return dict.fromkeys(SPECULATING, reason)
+    if has_own_inputs(model):
+        why = "its prepare_inputs_for_generation is code of one's own"
+        return {"tree": why, "rows": why}
+    return {}
+
+
+def why_not_run(profile: Profile) -> str | None:
+    """Return why lade is to run no forward of a model at all, not even a check, or None."""
     if profile.structure.compiled is None:
-        return {}
-    why = (
+        return None
+    return (
         f"{profile.structure.compiled} is compiled by torch.compile, and drafts would have it "
         "compiled anew for their numbers of tokens"
     )
-    return dict.fromkeys(SPECULATING, why)
 
 
 def choose_for_drafting(model: Model, profile: Profile | None = None) -> VerificationPlan:
@@ -110,7 +121,7 @@ def choose_for_drafting(model: Model, profile: Profile | None = None) -> Verific
     """
     profile = profile or profile_of(model)
     plan = choose_verification(model, profile=profile)
-    if plan.verification != "plain" or why_never(profile):
+    if plan.verification != "plain" or why_not_run(profile) is not None:
         return plan
     for verification in SPECULATING:
         result = profile.drafting_results.get(verification)

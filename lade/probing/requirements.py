@@ -12,7 +12,7 @@ from lade.attempts import Attempt
 from lade.compat import CACHE, Model, attention_of, device_of_inputs, may_be_users, mesh_of
 from lade.config import SPECULATING, Verification
 from lade.probing.caches import why_unusual
-from lade.probing.own_code import has_own_inputs, own_loop_of
+from lade.probing.own_code import has_own_inputs
 from lade.probing.plan import WITHOUT_CACHE
 from lade.probing.profile import CacheKind, Profile
 from lade.probing.rules import (
@@ -73,11 +73,8 @@ def requirements_of(
             excluded.setdefault(verification, str(reason))
 
     lengths = lengths_of(input_ids, config, model_kwargs)
-    exclude(own_loop_of(model), *SPECULATING)
-    if has_own_inputs(model):
-        exclude("its prepare_inputs_for_generation is code of one's own", "tree", "rows")
-        if not model_kwargs.get("use_cache", True):
-            exclude("its own code prepares whole texts", *SPECULATING)
+    if has_own_inputs(model) and not model_kwargs.get("use_cache", True):
+        exclude("its own code prepares whole texts", *SPECULATING)
     exclude(why_not_speculate(model, lengths), *SPECULATING)
     exclude(_needs_more(model, input_ids, model_kwargs), *SPECULATING)
     exclude(why_no_tree(model, lengths), "tree")

@@ -76,12 +76,11 @@ class Structure:
         #: The least precise format that weights of layers have.
         self.coarsest: torch.dtype = _coarsest_of(model)
         #: Which part of it is compiled by torch, or None.
-        self.compiled: str | None = None
+        self.compiled: str | None = compiled_part_of(model)
         with Attempt() as attempt:
             places = places_of(dict.fromkeys(map(type, model.modules())))
             self._root, self._parts = _root_of(model), _parts_of(model, inner, places)
             self.own_code = own_code_of(model, places)
-            self.compiled = compiled_part_of(model)
         if attempt.failure is not None:  # unusual code, which then always counts as changed
             return
         # The parts hold dicts of the modules: drop them as soon as one of the modules is freed.
