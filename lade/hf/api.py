@@ -355,7 +355,8 @@ def _generate(
     if twin is not model:
         own = _generate_of(twin)
     streamer = generate_kwargs.get("streamer")
-    may_bring_cache = MARKS_CACHES or any(map(generate_kwargs.get, CACHE_NAMES))
+    passed = [name for name in CACHE_NAMES if generate_kwargs.get(name) is not None]
+    may_bring_cache = MARKS_CACHES or bool(passed)  # an empty cache is false
 
     def strategy(
         model: Model,

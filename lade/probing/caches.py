@@ -25,10 +25,13 @@ def why_unusual(config: Any, cache: Any) -> str | None:
         config: of the model's text part.
         cache: a `DynamicCache` or a `StaticCache`, which may be the caller's.
     """
-    for each in (cache, *cache.layers):
-        methods = (getattr(type(each), name, None) for name in _METHODS)
-        if any(map(is_code, vars(each).values())) or any(map(is_own, methods)):
-            return f"its cache runs code of one's own ({type(each).__name__})"
+    parts = (cache, *cache.layers)
+    kinds = [*map(type, parts), getattr(cache, "layer_class_to_replicate", None)]
+    methods = {kind: [getattr(kind, name, None) for name in _METHODS] for kind in kinds if kind}
+    found = [kind for kind, of_kind in methods.items() if any(map(is_own, of_kind))]
+    found += [type(part) for part in parts if any(map(is_code, vars(part).values()))]
+    if found:
+        return f"its cache runs code of one's own ({found[0].__name__})"
     if not may_be_users(cache):
         return None
     is_static = type(cache) is StaticCache

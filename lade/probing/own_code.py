@@ -111,7 +111,7 @@ def own_code_of(model: Model, places: Iterable[Place]) -> str | None:
 
 def is_patched(name: str) -> bool:
     """Return whether a function of `torch.nn.functional` that is not Python is another one now."""
-    return not isinstance(getattr(functional, name), BuiltinFunctionType)
+    return getattr(functional, name) is not getattr(torch._C._nn, name)
 
 
 def functions_at_present() -> tuple[Any, ...]:
@@ -125,7 +125,8 @@ def own_loop_of(model: Model) -> str | None:
         if _is_own_method(model, name):
             return f"its {name} is code of one's own"
     for module, name in _CHOOSING:
-        if is_own(getattr(module, name)):
+        function = getattr(module, name)  # another of torch's has another name
+        if is_own(function) or getattr(function, "__name__", None) != name:
             return f"{module.__name__}.{name} is patched"
     return None
 
