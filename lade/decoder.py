@@ -118,12 +118,14 @@ class Decoder:
             self._checks.note_state()
             logits = output.logits[:, -1:]
             self._choice.look_at(logits, plan.trees)
-        self._speculator.open_all()  # while the device is busy
+        if self._overlaps:
+            self._speculator.open_all()  # while the device is busy
         with self.stats.timed("prefill"):
             self._choice.wait()
             self._outputs.add_prefill(output)
             successors = self._speculator.rank(logits, self._choice.ranked)
-        steps, _ = self._emit(plan)  # nobody waits for what is learned of the prompts
+        # Nobody who reads along waits for what is learned of the prompts.
+        steps, _ = self._emit(plan, (lambda: None) if self._overlaps else self._speculator.open_all)
         if self._batch.emitting:
             with self.stats.timed("prefill"):
                 of_prompts = self._speculator.rank_prompts(plan, output.logits)
@@ -170,8 +172,10 @@ class Decoder:
             self._end_step(Done(plan, steps, successors, cost))
         self._on_step(steps)
 
-    def _emit(self, plan: Plan) -> tuple[list[Step], dict[int, list[int]]]:
-        """Emit accepted paths and bonus tokens, and let the drafter observe them."""
+    def _emit(
+        self, plan: Plan, begin: Callable[[], None] = lambda: None
+    ) -> tuple[list[Step], dict[int, list[int]]]:
+        """Emit accepted paths and bonus tokens, and let the drafter observe them, once begun."""
         text = self._batch.text
         starts = {row: text.num_unpadded[row] for row in plan.trees}
         working = [row for row in plan.trees if not text.is_finished[row]]
@@ -180,6 +184,7 @@ class Decoder:
         self._checks.end_step(paths, text.token_ids)
         steps = []
         with self.stats.timed("commit"):
+            begin()
             for row, start in starts.items():
                 emitted = text.token_ids[row][start : text.num_unpadded[row]]
                 if emitted:

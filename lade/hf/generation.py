@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -113,6 +113,7 @@ class Generation:
         drafter = call.arguments.drafter
         #: Whether code of the user's runs between two forwards, which may change the model.
         self._has_callbacks = drafter is not None or any(map(is_own_callback, given))
+        self._attributes: Hashable = None  # of modules, as the call begins
         self._execution = execution_of(call.model, call.config, self.policy)
         self._cache = cache_in(call.model_kwargs)
         # Code of the user's own in forwards is to see this call's alone; autocast is of a thread.
@@ -584,7 +585,7 @@ class Generation:
 
     @cached_property
     def _values(self) -> Values | None:
-        return values_of(self._model)
+        return values_of(self._model, self._attributes)
 
     def _spot_checks(self, ranks: Ranks | None, draws: bool) -> SpotChecks:
         """Return the checks of the call, the first of them at once where something is new.
@@ -596,13 +597,21 @@ class Generation:
         if ranks is not None:  # all processes that run a model together must check, or none
             return SpotChecks(self._model, interval=sys.maxsize)
         profile.num_calls += 1
-        is_new = self._values is None or self._values.may_be_news(profile.values)
+        with Attempt(even_memory=True):  # forwards may change these; weights are read after one
+            self._attributes = attributes_of(self._model)
+        known = profile.values
+
+        def is_new() -> bool:
+            return self._values is None or self._values.may_be_news(known)
+
         is_time = profile.num_calls % _CALLS_BETWEEN_CHECKS == 0
         changes_text = draws or not is_exact_in(self._model)
         is_watched = self._has_callbacks or self._own_code is not None
         return SpotChecks(
             self._model,
-            is_due=is_new or (is_time and not changes_text),
+            is_due=lambda: is_new() or (is_time and not changes_text),
+            # Products, which they may run by, prove themselves.
+            runs_prompts_apart=self._call.num_rows > 1 or self._seat is not None,
             interval=profile.first_check,
             own_code=self._own_code,
             structure=profile.structure if is_watched else None,

@@ -62,7 +62,9 @@ class SpotChecks:
     """The spot checks of one call.
 
     Args:
-        is_due: whether the first step with a draft is to be checked.
+        is_due: tells whether the first step with a draft is to be checked; asked after the prompts,
+            unless these are run otherwise than `generate` runs them.
+        runs_prompts_apart: whether they may be.
         interval: steps with a draft until the first check otherwise.
         own_code: what of the user's own code runs in forwards, or None.
         structure: of the model, to be compared before each step; None if nothing can change it in
@@ -74,7 +76,8 @@ class SpotChecks:
         self,
         model: Model,
         *,
-        is_due: bool = False,
+        is_due: Callable[[], bool] = lambda: False,
+        runs_prompts_apart: bool = True,
         interval: int = FIRST_CHECK,
         own_code: str | None = None,
         structure: Structure | None = None,
@@ -88,7 +91,8 @@ class SpotChecks:
         self._limit = limit_of(model)
         self._is_exact = is_exact_in(model)
         self._interval = min(interval, _FIRST_OF_OWN_CODE) if self._is_own else interval
-        self._num_left = 0 if is_due or self._is_own else self._interval
+        self._ask_due, self._runs_prompts_apart = is_due, runs_prompts_apart
+        self._num_left: int | None = None  # until it was asked
         self._num_apart = 0
         # Whether all that is cached was run as plain decoding does, or is as good.
         self._is_pure = True
@@ -100,6 +104,8 @@ class SpotChecks:
     @property
     def is_due(self) -> bool:
         """Whether the next step with a draft is to be checked."""
+        if self._num_left is None:
+            self._num_left = 0 if self._is_own or self._ask_due() else self._interval
         return self._num_left <= 0
 
     @property
@@ -110,7 +116,7 @@ class SpotChecks:
     @property
     def wants_plain_prompts(self) -> bool:
         """Whether the prompts are to be run exactly as `generate` runs them."""
-        return self._is_own or self.is_due
+        return self._is_own or (self._runs_prompts_apart and self.is_due)
 
     def note_state(self) -> None:
         """Note the state after a forward, for what forwards change themselves is no change."""
@@ -150,7 +156,7 @@ class SpotChecks:
             output = target.forward_plainly([*plan.trees.values()])
         else:
             output = target.forward(inputs)
-            if plan.width > 1:
+            if plan.width > 1 and self._num_left is not None:
                 self._num_left -= 1
                 self._is_pure = False
         if self._held:

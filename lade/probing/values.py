@@ -33,8 +33,11 @@ class Values(NamedTuple):
     working: Hashable  # what small buffers and other tensors hold, which some forwards set
 
     @classmethod
-    def of(cls, model: Model) -> "Values":
+    def of(cls, model: Model, attributes: Hashable = None) -> "Values":
         """Return the present values; takes some microseconds for each weight.
+
+        Args:
+            attributes: as they were read before, if they were; forwards may change them.
 
         Torch counts writes to a tensor, but not those through `.data`. So some values of each
         weight are compared, too; a write through `.data` that misses all of them is not seen.
@@ -46,19 +49,20 @@ class Values(NamedTuple):
         weights += [each for each in buffers if each.dim() > 1]
         working = [each for each in buffers if each.dim() <= 1]
         writes = tuple([each._version for each in weights if not each.is_inference()])
-        attributes, tensors = _own_values_in(modules)
+        now, tensors = _own_values_in(modules)
         working += tensors
-        return cls((writes, _some_values_of(weights)), attributes, _some_values_of(working))
+        read = now if attributes is None else attributes
+        return cls((writes, _some_values_of(weights)), read, _some_values_of(working))
 
     def may_be_news(self, known: "Values | None") -> bool:
         """Return whether a check with other values may have been blind to what these do."""
         return known is None or self[:2] != known[:2]
 
 
-def values_of(model: Model) -> Values | None:
+def values_of(model: Model, attributes: Hashable = None) -> Values | None:
     """Return the present values of a model; None where they cannot be read."""
     with Attempt(even_memory=True):  # weights may be of unusual classes
-        return Values.of(model)
+        return Values.of(model, attributes)
     return None
 
 

@@ -591,9 +591,9 @@ def test_a_call_runs_in_the_modes_of_the_thread_that_submits_it() -> None:
         lambda *_: seen.add((torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()))
     )
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0}
-    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        with lade.Batcher(model) as batcher:
-            batcher.submit(ONE, **options).result()
+    modes = torch.autocast("cpu", torch.bfloat16), torch.inference_mode()
+    with modes[0], modes[1], lade.Batcher(model) as batcher:
+        batcher.submit(ONE, **options).result()
     assert seen == {(True, True)}
 
 
