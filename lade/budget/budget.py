@@ -267,12 +267,14 @@ class PricedBudget(MeasuredBudget):
         step_costs: cost of a step, in any unit, by the number of tokens in the whole forward, all
             rows together; at least two sizes. Sizes between them are interpolated, larger ones
             extrapolated from the last two.
+        most: as for `MeasuredBudget`.
     """
 
     max_draft_tokens = _MAX_DRAFT_TOKENS
 
-    def __init__(self, step_costs: Mapping[int, float]) -> None:
-        super().__init__()
+    def __init__(self, step_costs: Mapping[int, float], most: int | None = None) -> None:
+        super().__init__(most=most)
+        self.max_draft_tokens = self._most
         self._prices = arrays_of(step_costs)
 
     def record(self, *_: Any, **__: Any) -> None:

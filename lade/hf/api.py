@@ -254,7 +254,7 @@ class _WrappedGenerate:
 
     def __getattr__(self, name: str) -> Any:
         """Return what else a bound method has, such as `__wrapped__` and `__func__`."""
-        if name == "model" or name.startswith("_is_"):  # while it is copied or unpickled
+        if name == "model":  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(_generate_of(self.model), name)
 
@@ -380,13 +380,13 @@ def _generate(
 
 def _by_own_generate(
     model: Model,
-    speculate: Callable[..., Any],
+    speculate: "partial[Any]",
     strategy: Callable[..., Any],
-    plainly: Callable[[], Any],
+    plainly: "partial[Any]",
 ) -> Any:
     """Call the `generate` of a class's own, as its caller did where it takes no decoding function.
 
-    It may refuse one, or drop it together with what was made of the caller's options.
+    It may refuse one, or drop it, and what was made of the caller's options with it.
     """
     is_used = False
 
@@ -398,18 +398,20 @@ def _by_own_generate(
     noted.is_lades = True  # type: ignore[attr-defined]
     device = device_of_inputs(model)
     states = state_of(device)
+    is_whole = False
     try:
         output = speculate(custom_generate=noted)
+        if is_used:
+            return output
+        reason = "its own `generate` drops the decoding function"
+        is_whole = speculate.keywords.keys() == plainly.keywords.keys()
     except Exception as failure:  # of code that is not ours
         if is_used:
             raise
         reason = f"its own `generate` takes no decoding function ({in_one_line(failure)})"
-    else:
-        if is_used:
-            return output
-        reason = "its own `generate` drops the decoding function"
-    put_back(device, states)
-    output = plainly()  # raises what the caller is to see, if the call itself is wrong
+    if not is_whole:
+        put_back(device, states)
+        output = plainly()  # raises what the caller is to see, if the call itself is wrong
     text = f"lade decodes {type(model).__name__} plainly: {reason}"
     warnings.warn(text, PlainDecodingWarning, stacklevel=4)
     return output

@@ -329,21 +329,22 @@ class Generation:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _budget(self, verification: VerificationPlan) -> Budget:
-        config = self._config
+        config, most_asked = self._config, self._call.options.prompt_lookup_num_tokens
+        limits = [each for each in (config.max_draft_tokens, most_asked) if each is not None]
+        asked = min(limits, default=None)
         if config.stable_text:
             assert verification.widths is not None
             num_beside = 0 if config.lookahead is None else config.lookahead.num_cells
             most = verification.widths[0] - 1 - num_beside
-            asked = config.max_draft_tokens
             return Budget(most if asked is None else min(asked, most))
-        if config.max_draft_tokens is not None:
-            return Budget(config.max_draft_tokens)
+        if config.max_draft_tokens is not None and asked is not None:
+            return Budget(asked)
         temperature = (
             1.0 if self._call.options.temperature is None else self._call.options.temperature
         )
         with Attempt(even_memory=True) as attempt:  # there may be no compiler
             if config.step_costs is not None:
-                return PricedBudget(config.step_costs)
+                return PricedBudget(config.step_costs, asked)
             costs = self._profile.costs_of(
                 verification.verification,
                 verification.execution,
@@ -356,8 +357,7 @@ class Generation:
                 ),
             )
             temperature = temperature if self._call.options.do_sample else 0.0
-            most = self._call.options.prompt_lookup_num_tokens
-            return MeasuredBudget(costs, temperature, most)
+            return MeasuredBudget(costs, temperature, asked)
         what = f"the costs of steps cannot be learned ({attempt.failure})"
         self._warn_once(f"lade drafts nothing, for {what}", DrafterWarning)
         return Budget(0)

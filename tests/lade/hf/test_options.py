@@ -81,6 +81,11 @@ def test_prompt_lookup_is_a_limit_of_draft_tokens(way: Any) -> None:
         assert got.equal(expected)
         most.append(max(step.num_draft_tokens for step in steps))
     assert most[0] <= 2 < most[1]
+    for config in (lade.Config(max_draft_tokens=8), lade.Config(step_costs={1: 1.0, 99: 1.0})):
+        steps = []
+        told: dict[str, Any] = {"on_step": steps.append, "config": config, "pool": pool}
+        way(model, prompt, **told, max_new_tokens=40, prompt_lookup_num_tokens=2)
+        assert max(step.num_draft_tokens for step in steps) == 2
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens of at least 1, got 0"):
         way(model, prompt, max_new_tokens=4, prompt_lookup_num_tokens=0)
 
