@@ -113,6 +113,16 @@ def has_own_generate(model: Model) -> bool:
     return is_patched or type(model).generate is not GenerationMixin.generate
 
 
+def prepares_as_usual(model: Model) -> bool:
+    """Return whether inputs and masks of prompts are made as for most models.
+
+    Else a prompt may be another one in pieces: PaliGemma's tokens see those behind them, too.
+    """
+    name = "prepare_inputs_for_generation"
+    is_usual = getattr(type(model), name) is getattr(GenerationMixin, name)
+    return is_usual and name not in vars(model) and not hasattr(model, "create_masks_for_generate")
+
+
 def has_adapters(model: Model) -> bool:
     """Return whether a model has PEFT adapters, its own or a wrapper's."""
     return getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")

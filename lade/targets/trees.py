@@ -13,7 +13,15 @@ from lade.attention.joint import attends_alone
 from lade.attention.masks import FULL, TreeSlots
 from lade.attention.packed import PACKED_ROWS, PACKED_SDPA, row_groups, with_groups
 from lade.attention.tree import STABLE_ATTENTION, TREE_ATTENTION
-from lade.compat import CACHE, CHUNKS_GO_ON, Model, attention_of, may_be_users, prefill
+from lade.compat import (
+    CACHE,
+    CHUNKS_GO_ON,
+    Model,
+    attention_of,
+    may_be_users,
+    prefill,
+    prepares_as_usual,
+)
 from lade.errors import MisfitError, in_one_line
 from lade.products.linear import Products
 from lade.targets.base import Forward, Target
@@ -188,6 +196,7 @@ class TreeTarget(Target):
         num_slots = num_slots_of(self._input_ids, self._generation_config, self._model_kwargs)
         if (
             not seat.has_company
+            or not prepares_as_usual(self._model)
             or num_slots != num_tokens
             or not self._is_uniform
             or not is_text_alone(self._model_kwargs)
@@ -233,8 +242,9 @@ class TreeTarget(Target):
         options = self._generation_config
         num_left = self._input_ids.shape[1] - self.cache.get_seq_length()
         is_text = is_text_alone(self._model_kwargs)
-        goes_on = CHUNKS_GO_ON or not self.cache.get_seq_length()
-        if options.prefill_chunk_size is None and is_text and goes_on and num_left > seat.piece:
+        may_split = is_text and prepares_as_usual(self._model)
+        may_split &= CHUNKS_GO_ON or not self.cache.get_seq_length()
+        if options.prefill_chunk_size is None and may_split and num_left > seat.piece:
             options = copy(options)
             options.prefill_chunk_size = seat.piece
         return view, options

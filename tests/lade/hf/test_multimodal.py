@@ -280,3 +280,19 @@ def test_layers_that_attend_to_images_alone_change_no_answer(
     """Whether mllama is sped up or decoded plainly, with a warning, is left open here."""
     model, inputs = tiny_vlm("mllama", num_images)
     same_as_generate(model, **inputs, config=EIGHT, do_sample=do_sample, eos_token_id=None)
+
+
+@pytest.mark.parametrize("name", thinned(FAMILIES, *QUICK))
+def test_images_and_texts_beside_each_other_have_their_own_answers(name: str) -> None:
+    """Some models keep in their modules how positions were counted; calls run in turns."""
+    model, _ = tiny_vlm(name)
+    calls = [tiny_vlm(name, (count,), seed)[1] for seed, count in enumerate((1, 2, 1))]
+    generator = torch.Generator().manual_seed(1)
+    calls += [{"input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5]])}] * 2
+    calls += [{"input_ids": torch.randint(2, 90, (1, 300), generator=generator)}]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
+    expected = [model.generate(**call, **options).tolist() for call in calls]
+    with lade.Batcher(model, config=EIGHT) as batcher:
+        requests = [batcher.submit(**call, **options) for call in calls * 2]
+        assert [request.result().tolist() for request in requests] == expected * 2
+    assert [model.generate(**call, **options).tolist() for call in calls] == expected
