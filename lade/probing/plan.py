@@ -76,8 +76,9 @@ def choose_verification(
                     )
                 why_eager = result.reason
             result = result_of(verification, is_padded)
-            if verification == "rows" and is_padded and result.reason is None:
-                # A batch has one path a row; a single row with padding has several.
+            if is_padded and result.reason is None and (verification == "rows" or cache == "none"):
+                # A batch has one path a row; a single row with padding has several. And where whole
+                # texts are run, a batch without padding has no mask, as ProphetNet would need.
                 result = result_of(verification, False)
             if result.reason is None:
                 return VerificationPlan(

@@ -1,6 +1,6 @@
 """Check every architecture of transformers, as tiny random models.
 
-python -m tests.support --json docs/support/transformers-5.23.0.json
+python -m tests.support --json docs/support/transformers-5.24.0.json
 
 This prints how lade verifies drafts for each one, and whether its text is that of plain generate:
 greedy, sampled, batched, past the window. Results in docs/support are written into docs/SUPPORT.md

@@ -18,7 +18,7 @@ _KINDS: tuple[Kind, ...] = (
 )
 _HEADINGS = ("model type", "class", "one row", "batch", "MAT", "text", "why no better method")
 _ALL = [case.name for case in CASES]
-_REASONS = ("reasons", "batch_reasons")
+_REASONS = ("reasons", "batch_reasons", "plain_by_rule")
 _NOT_SHOWN = ("speculated", "num_drafted", "num_accepted", "sec")
 #: Fields of a row that a file has only where they are not those of another field.
 _USUAL = {"model_type": "name", "batch_verification": "kind", "batch_reasons": "reasons"}
@@ -230,6 +230,8 @@ def as_json(row: Row) -> dict[str, Any]:
         entry[name] = getattr(row, name)
         if entry[name] == getattr(row, usual):
             del entry[name]
+    if row.batch_verification == row.kind:
+        entry.pop("batch_reasons", None)
     entry["compared"] = row.compared
     if row.compared == (_ALL if row.is_built else []):
         del entry["compared"]
@@ -243,10 +245,10 @@ def as_json(row: Row) -> dict[str, Any]:
     return entry
 
 
-def _by_reason(reasons: Mapping[Verification, str]) -> dict[str, list[Verification]]:
-    found: dict[str, list[Verification]] = {}
-    for verification, reason in reasons.items():
-        found.setdefault(reason, []).append(verification)
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for what, reason in reasons.items():
+        found.setdefault(reason, []).append(what)
     return found
 
 
