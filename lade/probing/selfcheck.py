@@ -342,10 +342,11 @@ class Plain:
     def generate(self, rows: Sequence[int] | None = None, num_new: int = 16, **options: Any) -> Any:
         """Call transformers' `generate` on some of the prompts; None for all."""
         which = [*range(len(self._input_ids))] if rows is None else [*rows]
+        mask = self._mask[which]
         return GenerationMixin.generate(
             self.model,
             input_ids=self._input_ids[which],
-            attention_mask=self._mask[which],
+            attention_mask=None if bool(mask.all()) else mask,  # not every class takes one
             max_new_tokens=num_new,
             do_sample=False,
             use_cache=self._cache != "none",
