@@ -33,7 +33,7 @@ from lade.compat import (
 )
 from lade.config import Config
 from lade.drafting.drafter import Drafter
-from lade.errors import PlainDecodingWarning, in_one_line
+from lade.errors import LadeError, PlainDecodingWarning, in_one_line
 from lade.hf.arguments import Arguments, OnStep, takes_pool
 from lade.hf.assistance import drafter_of, take_assistant
 from lade.hf.call import Call
@@ -389,11 +389,17 @@ def _by_own_generate(
     It may refuse one, or drop it, and what was made of the caller's options with it.
     """
     is_used = False
+    given = plainly.keywords.get("stopping_criteria") or ()
+    added = [
+        each for each in speculate.keywords.get("stopping_criteria") or () if each not in given
+    ]
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args: Any, stopping_criteria: StoppingCriteriaList, **kwargs: Any) -> Any:
         nonlocal is_used
+        if not all(each in stopping_criteria for each in added):
+            raise LadeError("it drops stopping criteria")
         is_used = True
-        return strategy(*args, **kwargs)
+        return strategy(*args, stopping_criteria=stopping_criteria, **kwargs)
 
     noted.is_lades = True  # type: ignore[attr-defined]
     device = device_of_inputs(model)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import lade
 from lade.errors import PlainDecodingWarning
 from tests.lade.both import ONE
-from tests.lade.tiny import COMMON, FAMILIES, tiny_model
+from tests.lade.tiny import COMMON, FAMILIES, byte_tokenizer, tiny_model
 from tests.support.run import all_names
 from tests.support.tiny import CannotBuild, NotText
 from tests.support.tiny import tiny_model as support_model
@@ -262,6 +262,26 @@ class Dropping(LlamaForCausalLM):  # type: ignore[misc]
     def generate(self, input_ids: Any, **kwargs: Any) -> Any:
         known = {name: kwargs[name] for name in ("max_new_tokens", "do_sample") if name in kwargs}
         return super().generate(input_ids, **known)
+
+
+class Forgetful(LlamaForCausalLM):  # type: ignore[misc]
+    """A class whose own `generate` leaves out criteria alone."""
+
+    def generate(self, *args: Any, stopping_criteria: Any = None, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+def test_stop_strings_reach_a_generate_that_drops_criteria() -> None:
+    model = Forgetful(LlamaConfig(**{**COMMON, "vocab_size": 256, "eos_token_id": 255})).eval()
+    tokenizer = byte_tokenizer()
+    options: dict[str, Any] = {**GREEDY, "tokenizer": tokenizer}
+    free = model.generate(ONE, **GREEDY)[0, ONE.shape[1] :]
+    stop = tokenizer.decode(free[3:4])
+    expected = model.generate(ONE, stop_strings=stop, **options)
+    assert expected.shape[1] < ONE.shape[1] + len(free)
+    with pytest.warns(PlainDecodingWarning, match="it drops stopping criteria"):
+        got = lade.generate(model, ONE, stop_strings=stop, **options)
+    assert got.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", [Refusing, Dropping])
