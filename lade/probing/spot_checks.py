@@ -9,8 +9,6 @@ are not, nothing wrong was emitted, and the keys and values of the text so far a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +119,7 @@ class SpotChecks:
     def note_state(self) -> None:
         """Note the state after a forward, for what forwards change themselves is no change."""
         if self._structure is not None:
-            self._attributes = _attributes_of(self._model)
+            self._attributes = self._structure.attributes_of(self._model)
         if self._sees_state:
             self._state = state_of(self._model)
 
@@ -181,7 +179,7 @@ class SpotChecks:
         """Compare the model with what the last forward left; callbacks may have changed it."""
         if self._structure is None:
             return
-        attributes = _attributes_of(self._model)
+        attributes = self._structure.attributes_of(self._model)
         is_same = len(attributes) == len(self._attributes) and all(
             now is before or (type(now) in PLAIN and now == before)
             for now, before in zip(attributes, self._attributes, strict=True)
@@ -258,8 +256,3 @@ class SpotChecks:
         self._num_left = self._interval
         self._interval *= _FACTOR_OF_OWN_CODE if self._is_own else _FACTOR
         self._on_good()
-
-
-def _attributes_of(model: Model) -> list[Any]:
-    """Return the attributes of all modules, which are not copied."""
-    return [*chain.from_iterable(vars(module).values() for module in model.modules())]

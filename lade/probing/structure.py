@@ -58,6 +58,7 @@ class _Parts(NamedTuple):
     children: dict[str, Any]  # of the root
     modes: _Look  # whether modules that may behave differently in training are in training
     looks: list[_Look]
+    attributes: list[dict[str, Any]]  # of the modules but the root
 
 
 class Structure:
@@ -104,6 +105,18 @@ class Structure:
                 and all(look.now() == look.first for look in (parts.modes, *parts.looks))
             )
         return False  # something is missing, or can no longer be compared
+
+    def attributes_of(self, model: Model) -> list[Any]:
+        """Return the attributes of all modules, which are not copied; takes 0.1 ms for 30 layers.
+
+        Args:
+            model: that this is the structure of.
+        """
+        if self._parts is None:
+            held = [vars(module) for module in [*model.modules()][1:]]
+        else:
+            held = self._parts.attributes
+        return [*vars(model).values(), *chain.from_iterable(map(dict.values, held))]
 
     def is_in_same_mode(self, model: Model) -> bool:
         """Return whether no module was put into training or out of it; takes 6 µs for 30 layers.
@@ -210,6 +223,7 @@ def _parts_of(model: Model, inner: Sequence[nn.Module], places: Sequence[Place])
             _Look.at(lambda: _num_callables(attributes)),
             *(_look_at_settings(vars(each)) for each in configs.values()),
         ],
+        attributes,
     )
 
 
