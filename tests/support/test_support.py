@@ -279,7 +279,7 @@ def test_the_command_prints_and_writes_what_it_finds(
     assert "0 wrong, 0 failed" in out
     rows = read_json(path).rows
     assert [row.name for row in rows] == names
-    assert [row.kind for row in rows[:4]] == ["tree", "rows", "snapshot", "plain"]
+    assert [row.kind for row in rows[:4]] == ["tree", "chain", "snapshot", "plain"]
     assert rows[4].kind == "not a text model"
     assert all(row.verdict == "exact" for row in rows[:4])
     made = (tmp_path / "SUPPORT.md").read_text()
