@@ -4,6 +4,7 @@ Tiny models with random weights and random pixels; the image tokens are put by h
 processor is needed.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 import lade
 from tests.grids import thinned
 from tests.lade.both import EIGHT, same_as_generate
-from tests.lade.tiny import COMMON
+from tests.lade.tiny import COMMON, IS_NEWEST
 
 IMAGE_TOKEN_ID = 90
 _BEGIN, _END = 91, 92  # of an image
@@ -292,7 +293,9 @@ def test_images_and_texts_beside_each_other_have_their_own_answers(name: str) ->
     calls += [{"input_ids": torch.randint(2, 90, (1, 300), generator=generator)}]
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None}
     expected = [model.generate(**call, **options).tolist() for call in calls]
-    with lade.Batcher(model, config=EIGHT) as batcher:
+    with warnings.catch_warnings(), lade.Batcher(model, config=EIGHT) as batcher:
+        if not IS_NEWEST:  # there Qwen2-VL keeps positions in its modules, and goes on plainly
+            warnings.simplefilter("ignore", lade.VerificationWarning)
         requests = [batcher.submit(**call, **options) for call in calls * 2]
         assert [request.result().tolist() for request in requests] == expected * 2
     assert [model.generate(**call, **options).tolist() for call in calls] == expected

@@ -176,7 +176,8 @@ def test_without_a_cache_paths_are_verified_in_the_whole_text(family: str) -> No
 def test_a_batch_without_padding_is_checked_without_a_mask() -> None:
     """Whole texts without a mask are another thing to ProphetNet than with one."""
     ids = torch.tensor([[11, 8, 70], [19, 43, 80]])
-    both(architecture("prophetnet"), ids, use_cache=False, plainly="its logits differ")
+    why = "its logits differ" if IS_NEWEST else None  # older transformers keep masks of ones
+    same_as_generate(architecture("prophetnet"), ids, use_cache=False, plainly=why)
 
 
 # --- inputs ---------------------------------------------------------------------------------
