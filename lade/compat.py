@@ -162,7 +162,13 @@ def without_old_names(forward: Any) -> Any:
 
 def may_be_users(cache: Any) -> bool:
     """Return whether the caller of `generate` may have passed a cache; recent ones say so."""
-    return not MARKS_CACHES or getattr(cache, "_is_user_defined", False)
+    return bool(getattr(cache, "_is_user_defined", not MARKS_CACHES))
+
+
+def mark_as_new(model_kwargs: dict[str, Any]) -> None:
+    """Say that `generate` has made the cache in these, which only recent ones tell themselves."""
+    if (cache := model_kwargs.get(CACHE)) is not None:
+        cache._is_user_defined = False
 
 
 def placeholders_of(model: Model) -> list[int]:

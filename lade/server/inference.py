@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from lade.compat import Model
+from lade.compat import Model, mark_as_new
 from lade.hf.api import decode
 from lade.hf.arguments import OnStep
 from lade.server.errors import failed
@@ -79,6 +79,7 @@ def answer(
         def run(*args: Any, logits_processor: LogitsProcessorList, **prepared: Any) -> Any:
             if recorder is not None:  # before all others: penalties and grammars change the scores
                 logits_processor.insert(0, recorder)
+            mark_as_new(prepared)
             return decoding(*args, logits_processor=logits_processor, **prepared)
 
         if streamer is not None:
